@@ -38,9 +38,9 @@ def own_module(name: str) -> Any:
 @cache
 def has_kernels() -> bool:
     """Whether this wheel gets libraries."""
-    native_build = own_module("build.native_build")
+    native_build = own_module("host.native_build")
     pure = os.environ.get("OPTIMUM_NEURON_PURE_WHEEL", "") not in ("", "0")
-    return not pure and sys.platform in native_build.PORTABLE and native_build.compiler() is not None
+    return not pure and sys.platform in native_build.PORTABLE and native_build.find_compiler() is not None
 
 
 class PackageWithKernels(Distribution):
@@ -64,13 +64,13 @@ class BuildKernels(Command):
 
     def _outputs(self) -> dict[Path, Any]:
         folder = Path(self.build_lib, *PACKAGE.split("."), "prebuilt")
-        names = own_module("build.native_build").prebuilt_name
-        return {folder / names(each): each for each in own_module("build.host").platform_sets()}
+        names = own_module("host.native_build").name_prebuilt
+        return {folder / names(each): each for each in own_module("host.instruction_sets").list_platform_sets()}
 
     def run(self) -> None:
         if self.editable_mode:
             return
-        native_build = own_module("build.native_build")
+        native_build = own_module("host.native_build")
         outputs = self._outputs()
         for folder in {path.parent for path in outputs}:
             folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from optimum_neuron.targets.cache.units import parse_age, parse_size, show_size
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.targets.cache.entries import Entry
+    from optimum_neuron.targets.cache.entries import CacheEntry
 
 _Value = TypeVar("_Value")
 
@@ -132,7 +132,7 @@ class CacheVerifyCommand(BaseOptimumCLICommand):
 
     @reported_errors()
     def run(self) -> None:
-        from optimum_neuron.targets.cache.verify import verify
+        from optimum_neuron.targets.cache.prune import verify
 
         checked = list(verify(remove=self.args.remove))
         broken = [(entry, problem) for entry, problem in checked if problem is not None]
@@ -195,12 +195,12 @@ class NeuronCacheCommand(BaseOptimumCLICommand):
         explain(parser, DESCRIPTION, "example:\n  optimum-cli neuron cache ls\n")
 
 
-def _count(entries: Sequence[Entry]) -> str:
+def _count(entries: Sequence[CacheEntry]) -> str:
     number = "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
     return f"{number} of {show_size(sum(entry.size for entry in entries))}"
 
 
-def _print_entries(entries: Sequence[Entry], title: str) -> None:
+def _print_entries(entries: Sequence[CacheEntry], title: str) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))

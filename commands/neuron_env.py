@@ -41,12 +41,12 @@ _optimum_lines = EnvironmentCommand.format_dict
 
 def _lines(others: Mapping[str, str]) -> str:
     from optimum_neuron.artifact.user_cache import cache_root
-    from optimum_neuron.kernels.build.host import instruction_set
-    from optimum_neuron.kernels.build.native_build import compiler
+    from optimum_neuron.kernels.host.instruction_sets import choose_instruction_set
+    from optimum_neuron.kernels.host.native_build import find_compiler
 
     machine = {
-        "Instruction set": f"{instruction_set().name} ({platform.machine()}, {os.cpu_count()} cores)",
-        "C++ compiler": compiler() or "not installed",
+        "Instruction set": f"{choose_instruction_set().name} ({platform.machine()}, {os.cpu_count()} cores)",
+        "C++ compiler": find_compiler() or "not installed",
         "Cache": str(cache_root()),
     }
     found = {"`optimum-neuron-runtime` version": __version__} | {

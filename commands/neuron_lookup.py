@@ -16,7 +16,7 @@ from optimum_neuron.config import NeuronConfig
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.targets.cache.lookup import Found
+    from optimum_neuron.targets.cache.lookup import FoundGraph
 
 MISSING = 3  # the exit code
 
@@ -81,7 +81,7 @@ class CacheLookupCommand(BaseOptimumCLICommand):
             raise SystemExit(MISSING)
 
 
-def _print(found: Sequence[Found], cache: str, repo: str | None) -> None:
+def _print(found: Sequence[FoundGraph], cache: str, repo: str | None) -> None:
     from rich.table import Table
 
     table = Table(title=f"{len(found)} graphs", title_justify="left", padding=(0, 1, 0, 0))

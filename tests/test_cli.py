@@ -28,7 +28,7 @@ import optimum_neuron.export.recipe
 from optimum_neuron import progress
 from optimum_neuron.checkpoints import digest
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.kernels.build.host import instruction_set
+from optimum_neuron.kernels.host.instruction_sets import choose_instruction_set
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.tools.certify import certify_export
 from optimum_neuron.version import __version__
@@ -416,7 +416,9 @@ def test_a_report_names_versions_and_instruction_set(
     for name in ("optimum-neuron-runtime", "torch", "transformers", "neuronx-cc"):
         installed = importlib.metadata.version(name) if name != "neuronx-cc" else "not installed"
         assert f"- `{name}` version: {installed}" in lines
-    assert f"- Instruction set: {instruction_set().name} ({platform.machine()}, {os.cpu_count()} cores)" in lines
+    assert (
+        f"- Instruction set: {choose_instruction_set().name} ({platform.machine()}, {os.cpu_count()} cores)" in lines
+    )
 
 
 def test_the_version_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

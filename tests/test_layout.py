@@ -15,7 +15,7 @@ import optimum_neuron
 PACKAGE = Path(optimum_neuron.__file__).parent
 # From the bottom up: a room may import those before it, wherever in a file the import stands.
 ROOMS = (
-    "version", "errors", "options", "config", "progress", "step", "parity", "checkpoints", "artifact", "cli", "kernels", "targets",
+    "kernels", "version", "errors", "options", "config", "progress", "step", "parity", "checkpoints", "artifact", "cli", "targets",
     "runtime", "engine", "export", "generate", "vllm", "tools", "__init__",
 )  # fmt: skip
 # The doors to tools: what a caller asks of them.
@@ -54,6 +54,11 @@ def test_imports_go_one_way_between_rooms() -> None:
         if ROOMS.index(_room(other)) > ROOMS.index(_room(name))
     ]
     assert upwards == []
+
+
+def test_only_targets_and_tools_know_the_kernels() -> None:
+    found = {_room(name) for name, others in _imports(_modules()).items() if "kernels" in map(_room, others)}
+    assert found <= {"kernels", "targets", "tools"}
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4, 9], ids=lambda depth: f"depth-{depth}")

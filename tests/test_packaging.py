@@ -25,13 +25,30 @@ else:
 
 from optimum_neuron import __version__
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.kernels.build import native_build
-from optimum_neuron.kernels.build.host import platform_sets
+from optimum_neuron.kernels.host import native_build
+from optimum_neuron.kernels.host.instruction_sets import list_platform_sets
 
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "commands", "optimum_neuron"]
-LIBRARIES = {f"optimum_neuron/kernels/prebuilt/{native_build.prebuilt_name(each)}" for each in platform_sets()}
+LIBRARIES = {f"optimum_neuron/kernels/prebuilt/{native_build.name_prebuilt(each)}" for each in list_platform_sets()}
+# Compiles each source once, for the least of the instruction sets, and gives that to all: other tests compile for each. It notes
+# what it was asked for. What it links is as in a wheel.
+COMPILER = """#!{python}
+import hashlib, os, shutil, subprocess, sys
+arguments, target = sys.argv[1:], sys.argv[-1]
+if "-shared" not in arguments:
+    source = arguments[arguments.index("-c") + 1]
+    with open({log!r}, "a") as log:
+        log.write(" ".join(arguments) + "\\n")
+    kept = os.path.join({folder!r}, os.path.basename(source) + ".o")
+    if not os.path.exists(kept):
+        plain = [each for each in arguments[:-1] if not each.startswith("-m")]
+        subprocess.run([{compiler!r}, *plain, kept, "-O0"], check=True)
+    shutil.copyfile(kept, target)
+else:
+    subprocess.run([{compiler!r}, *arguments], check=True)
+"""
 BUILD_EDITABLE = "from setuptools.build_meta import build_editable; build_editable('.')"
 
 
@@ -74,14 +91,19 @@ def write_compiler(folder: Path, command: str) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel with kernels, one for all processes of a run; they are not optimized, which halves the time to build them."""
+    """A wheel with kernels, one for all processes of a run."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel-with-kernels"
     with FileLock(f"{shared}.lock"):
         if not shared.exists():
             folder = tmp_path_factory.mktemp("wheel")
-            compiler = write_compiler(folder, f'exec {native_build.compiler()} "$@" -O0')
+            named = {"python": sys.executable, "log": str(folder / "log"), "folder": str(folder)}
+            compiler = folder / "c++"
+            compiler.write_text(COMPILER.format(compiler=native_build.find_compiler(), **named), encoding="utf-8")
+            compiler.chmod(0o755)
             built = build_wheel(folder, CXX=str(compiler))
+            asked = (folder / "log").read_text(encoding="utf-8")
+            assert all(" ".join(each.flags) in asked for each in list_platform_sets())
             shared.mkdir()
             shutil.copy(built, shared)
     (wheel,) = shared.glob("*.whl")

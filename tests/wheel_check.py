@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
-from optimum_neuron.kernels.build import library
-from optimum_neuron.kernels.build.host import CPU_VARIABLE, instruction_sets
+from optimum_neuron.kernels.host.instruction_sets import CPU_VARIABLE, list_instruction_sets
+from optimum_neuron.targets.cpu.native_library import load_kernels
 
 
 CONFIG = LlamaConfig(
@@ -37,9 +37,9 @@ def check(folder: Path) -> None:
     prompt = torch.arange(11)[None]
     expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
     export_model(folder / "checkpoint", folder / "artifact", config=SIZES)
-    for each in instruction_sets():
+    for each in list_instruction_sets():
         os.environ[CPU_VARIABLE] = each.name
-        library.load.cache_clear()
+        load_kernels.cache_clear()
         found = NeuronModelForCausalLM.from_pretrained(folder / "artifact").generate(
             prompt, max_new_tokens=8, do_sample=False
         )

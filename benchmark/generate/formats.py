@@ -28,7 +28,7 @@ from ..section import Compared, Report, Section
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.kernels.build.host import InstructionSet
+    from optimum_neuron.kernels.host.instruction_sets import InstructionSet
     from optimum_neuron.runtime.runner import GraphRunner
 
     from ..systems import System
@@ -72,7 +72,7 @@ def main() -> int:
     """Run the benchmark; return the exit code."""
     args = parse_arguments()
     with reported_errors():
-        from optimum_neuron.kernels.build.host import CPU_VARIABLE
+        from optimum_neuron.kernels.host.instruction_sets import CPU_VARIABLE
 
         warn_if_busy()
         results: list[dict[str, Any]] = []
@@ -90,12 +90,16 @@ def main() -> int:
 
 def chosen_sets(names: Sequence[str] | None) -> list[InstructionSet]:
     """Return the instruction sets to measure; raise ValueError where this machine lacks one."""
-    from optimum_neuron.kernels.build.host import CPU_VARIABLE, instruction_set, instruction_sets
+    from optimum_neuron.kernels.host.instruction_sets import (
+        CPU_VARIABLE,
+        choose_instruction_set,
+        list_instruction_sets,
+    )
 
-    own = {each.name: each for each in instruction_sets()}
+    own = {each.name: each for each in list_instruction_sets()}
     if names is None:
         held = bool(os.environ.get(CPU_VARIABLE))
-        return [instruction_set()] if held else [each for each in own.values() if each.needs]
+        return [choose_instruction_set()] if held else [each for each in own.values() if each.needs]
     for name in names:
         if name not in own:
             raise ValueError(f"--instruction-sets {name} is none of this machine's; choose of {', '.join(own)}")
@@ -104,7 +108,7 @@ def chosen_sets(names: Sequence[str] | None) -> list[InstructionSet]:
 
 def measure_apart(chosen: InstructionSet, folder: Path) -> list[dict[str, Any]]:
     """Measure in a process that is held to an instruction set; raise RuntimeError where that fails."""
-    from optimum_neuron.kernels.build.host import CPU_VARIABLE
+    from optimum_neuron.kernels.host.instruction_sets import CPU_VARIABLE
 
     options = [*sys.argv[1:], "--instruction-sets", chosen.name, "--artifacts", str(folder)]
     environment = os.environ | dict(chosen.torch) | {CPU_VARIABLE: chosen.name}

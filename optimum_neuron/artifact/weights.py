@@ -154,15 +154,6 @@ def check_memory(specs: Sequence[TensorSpec]) -> None:
         )
 
 
-def check_bytes(needed: int) -> None:
-    """Raises ValueError where graphs work in more memory than this machine has."""
-    memory = _memory()
-    if not 0 <= needed <= memory:
-        raise ValueError(
-            f"a graph takes {needed / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f} GB of memory"
-        )
-
-
 def _memory() -> int:
     """Bytes of memory and swap, or what a process can address where the system does not tell."""
     try:

@@ -6,6 +6,7 @@ In a traced program they are one node each. Called on tensors they compute nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,128 +15,46 @@ from torch import Tensor
 
 NAMESPACE = "optimum_neuron_cpu"
 
-_library = torch.library.Library(NAMESPACE, "DEF")
-_library.define(
-    "attend(Tensor query, Tensor keys, Tensor values, Tensor? blocks, Tensor position_ids, float scaling, "
-    "int sliding_window, float softcap, Tensor? sinks, Tensor? column_bias, Tensor? key_scale, Tensor? value_scale) -> Tensor"
-)
-_library.define("write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()")
-_library.define("write_codes(Tensor(a!) codes, Tensor(b!) scale, Tensor states, Tensor blocks, Tensor columns) -> ()")
-_library.define("expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor")
-_library.define(
-    "quantized_linear(Tensor x, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias, str? activations) -> Tensor"
-)
-_library.define(
-    "quantized_expert_linear(Tensor x, Tensor index, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias, "
-    "str? activations) -> Tensor"
-)
-_library.define(
-    "convolve(Tensor inputs, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots, Tensor positions) -> Tensor"
-)
-_library.define(
-    "walk(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? share, Tensor? rates, Tensor(a!) state, "
-    "Tensor slots, Tensor positions) -> Tensor"
-)
-_library.define("output_rows(Tensor rows) -> Tensor")
-_library.define("rotate_half(Tensor x) -> Tensor")
-_library.define("sample(Tensor logits, Tensor sampling_params, Tensor uniforms) -> Tensor")
 
-
-def _attended(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    blocks: Tensor | None,
-    position_ids: Tensor,
-    scaling: float,
-    sliding_window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    column_bias: Tensor | None,
-    key_scale: Tensor | None,
-    value_scale: Tensor | None,
-) -> Tensor:
+def _attend_result(query: Tensor, *others: Any) -> Tensor:
     rows, heads, tokens, dim = query.shape
     return query.new_empty((rows, tokens, heads, dim))
 
 
-def _written(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+def _no_result(*operands: Any) -> None:
     return None
 
 
-def _written_as_codes(codes: Tensor, scale: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
-    return None
+def _like_first(first: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(first)
 
 
-def _projected(x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*index.shape, weight.shape[1]))
-
-
-def _multiplied(
-    x: Tensor,
-    kind: str,
-    codes: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    bias: Tensor | None,
-    activations: str | None,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], codes.shape[0]))
-
-
-def _projected_by_codes(
-    x: Tensor,
-    index: Tensor,
-    kind: str,
-    codes: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    bias: Tensor | None,
-    activations: str | None,
-) -> Tensor:
-    return x.new_empty((*index.shape, codes.shape[1]))
-
-
-def _convolved(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, positions: Tensor
-) -> Tensor:
-    return inputs.new_empty(inputs.shape, dtype=torch.float32)
-
-
-def _walked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    share: Tensor | None,
-    rates: Tensor | None,
-    state: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    return torch.empty_like(value)
-
-
-def _marked(rows: Tensor) -> Tensor:
-    return torch.empty_like(rows)
-
-
-def _chosen(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int32)
-
-
-_SHAPES: dict[str, Any] = {
-    "attend": _attended,
-    "write_cache": _written,
-    "write_codes": _written_as_codes,
-    "expert_linear": _projected,
-    "quantized_linear": _multiplied,
-    "quantized_expert_linear": _projected_by_codes,
-    "convolve": _convolved,
-    "walk": _walked,
-    "output_rows": _marked,
-    "rotate_half": _marked,
-    "sample": _chosen,
+# Each schema, with a function that gives a result without its numbers.
+_OPERATORS: dict[str, Callable[..., Tensor | None]] = {
+    "attend(Tensor query, Tensor keys, Tensor values, Tensor? blocks, Tensor position_ids, float scaling, int sliding_window, "
+    "float softcap, Tensor? sinks, Tensor? column_bias, Tensor? key_scale, Tensor? value_scale) -> Tensor": _attend_result,
+    "write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()": _no_result,
+    "write_codes(Tensor(a!) codes, Tensor(b!) scale, Tensor states, Tensor blocks, Tensor columns) -> ()": _no_result,
+    "expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor": (
+        lambda x, index, weight, bias: x.new_empty((*index.shape, weight.shape[1]))
+    ),
+    "quantized_linear(Tensor x, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias, str? activations) -> Tensor": (
+        lambda x, kind, codes, *others: x.new_empty((*x.shape[:-1], codes.shape[0]))
+    ),
+    "quantized_expert_linear(Tensor x, Tensor index, str kind, Tensor codes, Tensor scale, Tensor? shift, Tensor? bias, "
+    "str? activations) -> Tensor": lambda x, index, kind, codes, *others: x.new_empty((*index.shape, codes.shape[1])),
+    "convolve(Tensor inputs, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor slots, Tensor positions) -> Tensor": (
+        lambda inputs, *others: inputs.new_empty(inputs.shape, dtype=torch.float32)
+    ),
+    "walk(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? share, Tensor? rates, Tensor(a!) state, Tensor slots, "
+    "Tensor positions) -> Tensor": lambda query, key, value, *others: torch.empty_like(value),
+    "output_rows(Tensor rows) -> Tensor": _like_first,
+    "rotate_half(Tensor x) -> Tensor": _like_first,
+    "sample(Tensor logits, Tensor sampling_params, Tensor uniforms) -> Tensor": (
+        lambda logits, *others: logits.new_empty(logits.shape[0], dtype=torch.int32)
+    ),
 }
-for _name, _shapes in _SHAPES.items():
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=_library)
+_library = torch.library.Library(NAMESPACE, "DEF")
+for _schema, _result in _OPERATORS.items():
+    _library.define(_schema)
+    torch.library.register_fake(f"{NAMESPACE}::{_schema.partition('(')[0]}", _result, lib=_library)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets: where step graphs run. A target compiles and runs step graphs; nothing else knows which target it is."""
+"""Targets compile and run step graphs; nothing else knows which target it is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompileJob:
-    """What a target compiles from: a folder with config.json and weights, as an artifact has them.
+    """The input of a target's compiler: a folder with config.json and weights, as an artifact has them.
 
     Attributes:
         folder: compiled files go to its `graphs/`.
@@ -52,7 +52,7 @@ class Executable:
     runs_ahead = False
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Runs one step: inputs and outputs in the order of the graph's spec. The KV state is updated in place.
+        """Run one step: inputs and outputs in the order of the graph's spec. The KV state is updated in place.
 
         Outputs are valid until the next run, of whichever graph.
         """
@@ -76,7 +76,7 @@ class Executable:
         return ()
 
     def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Callable[[], Sequence[Tensor | None]]:
-        """Starts a step after those that were started before. The results of these need not have been read.
+        """Start a step after those that were started before. The results of these need not have been read.
 
         Args:
             inputs: as in `run`; the caller may change them when the call returns.
@@ -88,51 +88,51 @@ class Executable:
         raise NotImplementedError
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
-        """Copies the first `length` cache columns of a slot into another, on the device: keys and values, no other state."""
+        """Copy the first `length` cache columns of a slot into another, on the device: keys and values, no other state."""
         raise NotImplementedError
 
     def keep_state(self, slot: int, snapshot: int) -> None:
-        """Copies what a slot keeps besides keys and values, of models that keep any, to a snapshot's place."""
+        """Copy the states of a slot, but for keys and values, to a snapshot's place."""
         raise NotImplementedError
 
     def restore_state(self, snapshot: int, slot: int) -> None:
-        """Copies a snapshot to a slot."""
+        """Copy a snapshot to a slot."""
         raise NotImplementedError
 
     def read_state(self, name: str) -> Tensor:
-        """A copy of a state tensor."""
+        """Return a copy of a state tensor."""
         raise NotImplementedError
 
     def write_state(self, name: str, tensor: Tensor) -> None:
-        """Replaces a state tensor's values."""
+        """Replace a state tensor's values."""
         raise NotImplementedError
 
     def touch_states(self) -> None:
-        """Takes all memory of the states now, where the system gives it page by page, so that no request waits for it."""
+        """Take all memory of the states now, where the system gives it page by page, so that no request waits for it."""
 
     def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
-        """By the name of each graph that is no step the inputs with which `run` changes no state."""
+        """Return inputs with which `run` changes no state, by the name of each graph that is no step."""
         return {}
 
 
 class Target(Protocol):
-    """Compiles step graphs and loads what it compiled."""
+    """A compiler of step graphs, and the loader of what it compiled."""
 
     def check(self, config: NeuronConfig) -> None:
-        """Raises before anything is written where this machine cannot compile `config` for this target."""
+        """Raise before anything is written where this machine cannot compile `config` for this target."""
 
     def rounds_activations(self) -> bool:
         """Return whether codes meet activations of int8 faster than plain ones here, so that an export rounds them by default."""
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
-        """Writes what `load` wants of the model itself, its weights above all, into an artifact's folder.
+        """Write what `load` reads of the model itself, its weights above all, into an artifact's folder.
 
         Returns:
             The tied names: alias to stored name.
         """
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
-        """Writes compiled graphs; returns what `load` wants to find in the manifest's `target_data`."""
+        """Write compiled graphs; return what `load` reads in the manifest's `target_data`."""
 
     def load(
         self,
@@ -142,7 +142,7 @@ class Target(Protocol):
         trust_remote_code: bool,
         ranks: RankOptions = IN_ENVIRONMENT,
     ) -> Executable:
-        """Loads the graphs of an artifact; native code only where it is trusted, else it is compiled again here.
+        """Load the graphs of an artifact; native code only where it is trusted, else it is compiled again here.
 
         Args:
             ranks: of the processes that hold a device's ranks; a target that has none refuses any choice.
@@ -151,7 +151,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class CacheKeys:
-    """Where the compile cache has the graphs of an export.
+    """The keys of an export's graphs in the compile cache.
 
     Attributes:
         kind: of the entries.
@@ -171,7 +171,7 @@ class KeepsGraphs(Protocol):
     def cache_keys(
         self, model: PreTrainedModel, config: NeuronConfig, folder: Path, *, trust_remote_code: bool
     ) -> CacheKeys:
-        """Under which keys `compile` will look, told without weights.
+        """Return the keys that `compile` will look for, without weights.
 
         Args:
             model: as `write_model` gets it, but on the meta device; is changed.
@@ -185,7 +185,7 @@ class KeepsGraphs(Protocol):
 
 
 def check_one_device(config: NeuronConfig) -> None:
-    """Raises ValueError where a config asks the host, which is one device, for several."""
+    """Raise ValueError where a config asks the host, which is one device, for several."""
     if config.tensor_parallel_size != 1:
         raise ValueError(
             f"tensor_parallel_size={config.tensor_parallel_size} needs as many devices, and target={config.target!r} is "
@@ -199,7 +199,7 @@ _TARGETS = {"cpu": (".cpu", "CpuTarget"), "eager": (".eager", "EagerTarget")} | 
 
 
 def resolve_target(name: str) -> str:
-    """The target that "auto" stands for on this machine: its Neuron devices, or else the CPU."""
+    """Return the target that "auto" stands for on this machine: its Neuron devices, or else the CPU."""
     if name != "auto":
         return name
     from .neuron.sdk.devices import find_devices
@@ -209,7 +209,7 @@ def resolve_target(name: str) -> str:
 
 
 def get_target(name: str) -> Target:
-    """Finds a target by name, importing it now.
+    """Return a target by name, importing it now.
 
     Raises:
         ValueError: there is no such target.

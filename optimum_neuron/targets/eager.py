@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eager target runs the step modules themselves: the reference for all others, for tests and debugging."""
+"""The eager target, which runs the step modules themselves: the reference for all others."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from ..artifact.weights import check_memory, named_tensors, read_layout, read_we
 from ..config import NeuronConfig
 from ..step.kv_cache import KVCache
 from ..step.ops import EAGER_OPS
-from ..step.slot_copies import empty_snapshots
 from ..step.step import StepModule
 from . import CompileJob, check_one_device
 from .equal_rows import EqualRows
-from .host_states import HostStates
+from .host_states import HostStates, empty_snapshots
 from .rank_options import IN_ENVIRONMENT, RankOptions
 from .threads import fit_threads
 
@@ -30,7 +29,7 @@ class EagerExecutable(HostStates):
     """Step modules that share one model and one cache.
 
     Args:
-        snapshots: as in `SlotCopies`.
+        snapshots: as in `HostStates`.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class EagerExecutable(HostStates):
 
 
 class EagerTarget:
-    """Compiles nothing; loads the model from config.json and the weights."""
+    """The eager target. It compiles nothing, and loads the model from config.json and the weights."""
 
     def check(self, config: NeuronConfig) -> None:
         check_one_device(config)

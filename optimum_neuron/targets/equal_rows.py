@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch computes a number alike wherever it stands in a tensor, and however many stand beside it.
+"""A mode in which torch computes a number alike, wherever in a tensor and however large the tensor.
 
 Torch's kernels compute what is left over from whole vectors, tiles or blocks by other code, which rounds otherwise. A token's result
 would depend on its place in a step, on the size of its chunk and on the context. Within `EqualRows` nothing is left over.
@@ -29,19 +29,19 @@ _KEYS = 512
 _VECTORS, _GRAIN = 64, 1 << 15
 
 
-def _words(text: str) -> frozenset[str]:
+def _split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 # Elementwise operators that round once, if at all: the code for vectors and that for single numbers agree.
-_ROUNDED_ONCE = _words(
+_ROUNDED_ONCE = _split_words(
     """
     abs add equal bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min div eq floor ge gt isfinite isinf isnan le logical_and
     logical_not logical_or lt masked_fill maximum minimum mul ne neg reciprocal relu round sign sqrt sub trunc where
     """
 )
 # Functions that move numbers, make them or ask for them. One that is missing here costs time: its operators are looked at.
-_MOVES = _words(
+_MOVES = _split_words(
     """
     __contains__ __get__ __getitem__ __len__ __setitem__ _set_grad_enabled all any amax amin arange argmax argmin bool cat chunk clone
     contiguous copy_ detach diff dim dropout embedding expand expand_as fill_ flatten flip float full gather index_copy_ index_put_
@@ -53,7 +53,7 @@ _MOVES = _words(
 
 
 class EqualRows(TorchFunctionMode):
-    """Pads what torch's functions get, so that every number is computed alike."""
+    """A mode that pads what torch's functions get, so that each number is computed alike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class EqualRows(TorchFunctionMode):
             with self:
                 return stands_in.__torch_function__(func, types, args, kwargs)
         if func is nn.functional.linear:
-            return _linear(*args, **kwargs)
+            return _pad_linear(*args, **kwargs)
         if _is_plain(func) and "alpha" not in kwargs:
             return func(*args, **kwargs)
         with self._operators:
             attends = func is nn.functional.scaled_dot_product_attention
-            return _attention(*args, **kwargs) if attends else func(*args, **kwargs)
+            return _pad_attention(*args, **kwargs) if attends else func(*args, **kwargs)
 
 
 class _Operators(TorchDispatchMode):
@@ -79,7 +79,7 @@ class _Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled here, and torch would import its compiler at the first step."""
+        """Return False: nothing is compiled here, and torch would import its compiler at the first step."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -96,23 +96,23 @@ def _is_plain(func: Any) -> bool:
 
 @cache
 def _rule_of(func: Any, scaled: bool) -> Callable[..., Any] | None:
-    """How an operator is computed; None: as torch does.
+    """Return the rule by which an operator is computed; None where torch's own serves.
 
     Args:
         scaled: it multiplies what it adds, which may be rounded once or twice.
     """
     name = func.overloadpacket.__name__
     if torch.Tag.pointwise in func.tags and (scaled or name.removesuffix("_") not in _ROUNDED_ONCE):
-        return _elementwise
+        return _pad_elementwise
     return _RULES.get(name)
 
 
 def _pad(x: Tensor, more: Sequence[int], value: float = 0.0) -> Tensor:
-    """As torch's, which copies also where nothing is missing."""
+    """Pad as torch, which copies also where nothing is missing."""
     return nn.functional.pad(x, tuple(more), value=value) if any(more) else x
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _pad_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     flat, outputs = input.reshape(-1, input.shape[-1]), weight.shape[0]
     padded = _pad(flat, (0, 0, 0, -len(flat) % _ROWS))
     if outputs < _FEWEST_OUTPUTS:
@@ -122,10 +122,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return output.reshape(*input.shape[:-1], outputs)
 
 
-def _attention(
+def _pad_attention(
     query: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """torch takes up to 191 queries 32 at a time, which leaves some over, and then 64 or more, which does not."""
+    """Attend. Torch takes up to 191 queries 32 at a time, which leaves some over, and then 64 or more, which does not."""
     rows, columns = query.shape[-2], keys.shape[-2]
     padded = -(-rows // _ROWS) * _ROWS if rows <= 2 * _ROWS else max(192, -(-rows // 64) * 64)
     more = (0, 0, 0, padded - rows)
@@ -141,8 +141,8 @@ def _attention(
     return output[..., :rows, :].contiguous()
 
 
-def _product(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Of `[..., rows, terms]` and `[..., terms, columns]`; what it is added to comes first."""
+def _pad_product(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Multiply `[..., rows, terms]` by `[..., terms, columns]`; what the product is added to comes first."""
     *added, x, y = args
     rows, columns = x.shape[-2], y.shape[-1]
     more = (0, -columns % _COLUMNS, 0, -rows % _ROWS)
@@ -151,28 +151,28 @@ def _product(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     return output[..., :rows, :columns].contiguous()
 
 
-def _batches(func: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """A product of batches may have the columns of a text for terms, as many as the context has."""
+def _pad_batches(func: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Multiply batches, which may have as many terms as a context has columns."""
     more = -x.shape[-1] % _COLUMNS
     x, y = _pad(x, (0, more)), _pad(y, (0, 0, 0, more))
     if x.shape[-1] <= _TERMS:
-        return _product(func, x, y)
+        return _pad_product(func, x, y)
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.new_zeros((), dtype=wide)
     for terms, others in zip(x.split(_TERMS, -1), y.split(_TERMS, -2), strict=True):
-        total = total + _product(func, terms.to(wide), others.to(wide))
+        total = total + _pad_product(func, terms.to(wide), others.to(wide))
     return total.to(x.dtype)
 
 
 def _sum_and_batches(func: Any, added: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return added * beta + _batches(torch.bmm, x, y) * alpha
+    return added * beta + _pad_batches(torch.bmm, x, y) * alpha
 
 
 def _vector_product(func: Any, x: Tensor, vector: Tensor) -> Tensor:
-    return _product(torch.mm, x, vector[:, None])[:, 0]
+    return _pad_product(torch.mm, x, vector[:, None])[:, 0]
 
 
-def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _pad_elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim()]
     shape = torch.broadcast_shapes(*(each.shape for each in tensors))
     count = shape.numel()
@@ -191,13 +191,13 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     return args[0].copy_(result) if func._schema.is_mutable else result
 
 
-def _gated(func: Any, x: Tensor, dim: int = -1) -> Tensor:
+def _pad_gated(func: Any, x: Tensor, dim: int = -1) -> Tensor:
     values, gates = x.chunk(2, dim)
-    return values * _elementwise(torch.ops.aten.sigmoid.default, gates)
+    return values * _pad_elementwise(torch.ops.aten.sigmoid.default, gates)
 
 
-def _reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Over the numbers of a row, which lie side by side in memory: else vectors hold several rows."""
+def _order_reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Reduce rows of adjacent numbers: else vectors hold several rows."""
     names = [argument.name for argument in func._schema.arguments]
     dims = dict(zip(names[1:], args, strict=False)).get("dim", kwargs.get("dim"))
     dims = [dims] if isinstance(dims, int) else dims
@@ -209,20 +209,22 @@ def _reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return func(x.permute(order).contiguous().permute(back), *args, **kwargs)
 
 
-def _softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    """Of rows: else vectors hold several."""
+def _order_softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """Take the softmax of adjacent numbers: else vectors hold several rows."""
     return func(x.movedim(dim, -1).contiguous(), -1, half_to_float).movedim(-1, dim)
 
 
 _RULES: dict[str, Callable[..., Any]] = {
-    "mm": _product,
-    "addmm": _product,
-    "bmm": _batches,
+    "mm": _pad_product,
+    "addmm": _pad_product,
+    "bmm": _pad_batches,
     "baddbmm": _sum_and_batches,
     "mv": _vector_product,
-    "glu": _gated,
-    "log_sigmoid_forward": _elementwise,
-    "_softmax": _softmax,
-    "_log_softmax": _softmax,
-    **dict.fromkeys(("sum", "mean", "prod", "std", "var", "var_mean", "linalg_vector_norm", "logsumexp"), _reduction),
+    "glu": _pad_gated,
+    "log_sigmoid_forward": _pad_elementwise,
+    "_softmax": _order_softmax,
+    "_log_softmax": _order_softmax,
+    **dict.fromkeys(
+        ("sum", "mean", "prod", "std", "var", "var_mean", "linalg_vector_norm", "logsumexp"), _order_reduction
+    ),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may choose of the processes that hold a Neuron device's ranks; other targets have none and refuse it."""
+"""Options for the processes that hold a Neuron device's ranks; other targets have none and refuse them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankOptions:
     capture: Path | None = None
 
     def refuse(self, target: str) -> None:
-        """Raises ValueError where something is chosen, for a target that runs in this process."""
+        """Raise ValueError where something is chosen, for a target that runs in this process."""
         for option, value in (("rank_python", self.python), ("rank_timeout", self.timeout), ("capture", self.capture)):
             if value is not None:
                 raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the graphs of an artifact again, where its own cannot be used on this machine or are not trusted."""
+"""Graphs of an artifact, compiled again where its own cannot be used on this machine or are not trusted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import CompileJob
 def compiled_again(
     artifact: Artifact, compile_graphs: Callable[[CompileJob], dict[str, Any]], *, trust_remote_code: bool
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yields a folder whose `graphs/` holds newly compiled graphs until the context ends, and their `target_data`.
+    """Yield a folder with newly compiled graphs in its `graphs/` until the context ends, and their `target_data`.
 
     Raises:
         ArtifactError: what they are compiled from was changed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads compute on the host: as many as torch's, which takes what the machine has for what this process may use."""
+"""Threads that compute on the host: no more than this process may use, where torch takes what the machine has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from .cores import allowed_cpus, physical_cores, usable_cores
+from ..kernels.host.machine import allowed_cpus, physical_cores, usable_cores
 
 
 logger = logging.getLogger(__name__)
@@ -19,9 +19,9 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @cache
 def fit_threads() -> None:
-    """Lowers torch's number of threads to the cores that this process may use, once per process.
+    """Lower torch's number of threads to the cores that this process may use, once per process.
 
-    What somebody chose stays: by a variable, or by torch.set_num_threads, which shows by a number that is not torch's own, or
+    What was chosen stays: by a variable, or by torch.set_num_threads, which shows by a number that is not torch's own, or
     that is set later.
     """
     found, usable = torch.get_num_threads(), usable_cores()
@@ -36,6 +36,6 @@ def fit_threads() -> None:
 
 
 def _defaults() -> set[int]:
-    """What torch, MKL and OpenMP take where nobody chooses: all CPUs or cores, of the machine or of the affinity."""
+    """Return what torch, MKL and OpenMP take by default: all CPUs or cores, of the machine or of the affinity."""
     allowed, everything = allowed_cpus(), range(os.cpu_count() or 1)
     return {len(allowed), len(everything), physical_cores(allowed), physical_cores(everything)}

@@ -14,7 +14,7 @@ from parity import PROMPT, make_checkpoint, run, tokens
 from torch import Tensor
 
 from optimum_neuron.kernels.run.memory import PlanMemory
-from optimum_neuron.targets.cpu.live_tokens import LiveTokens
+from optimum_neuron.targets.cpu.executable import LiveTokens
 
 
 # One of each mechanism that plans treat apart: values kept from load, experts with biases, latent attention, convolutions. Plain
@@ -54,7 +54,7 @@ def test_plans_compute_what_eager_steps_do(name: str, tmp_path: Path, monkeypatc
 
 def _fill_memory_before_each_run(patch: pytest.MonkeyPatch) -> None:
     """With NaN, which as integers are no indices: what was left out and is needed shows."""
-    start = PlanMemory.start
+    start = PlanMemory.take_inputs
 
     def filled(memory: PlanMemory, inputs: Sequence[Tensor]) -> list[Tensor]:
         for buffer, place in zip(memory._buffers, range(len(memory._buffers)), strict=True):
@@ -62,4 +62,4 @@ def _fill_memory_before_each_run(patch: pytest.MonkeyPatch) -> None:
                 memory._memory[place].fill_(0xFF)
         return start(memory, inputs)
 
-    patch.setattr(PlanMemory, "start", filled)
+    patch.setattr(PlanMemory, "take_inputs", filled)

@@ -40,7 +40,7 @@ def _whole_and_other(name: str) -> tuple[Any, Callable[[], Any]]:
 
 def _check(one: Any, other: Any) -> None:
     (whole, constants), (found, own_constants) = one, other
-    assert found.to_dict() == whole.to_dict()
+    assert found == whole
     assert own_constants.keys() == constants.keys()
     assert all(torch.equal(own_constants[key], constants[key]) for key in constants)
 

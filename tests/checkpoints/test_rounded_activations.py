@@ -27,7 +27,7 @@ from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact, ArtifactEr
 from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
 from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 from optimum_neuron.export import recipe as export
-from optimum_neuron.kernels.build.host import instruction_set
+from optimum_neuron.kernels.host.instruction_sets import choose_instruction_set
 from optimum_neuron.step.features.codes.modules import reference_product
 from optimum_neuron.step.features.codes.weight import QuantizedWeight
 from optimum_neuron.step.features.experts.experts import dequantized_experts
@@ -180,7 +180,9 @@ def test_by_default_the_cpu_target_rounds_activations_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(cpu, "instruction_set", lambda: replace(instruction_set(), rounded_is_faster=faster))
+    monkeypatch.setattr(
+        cpu, "choose_instruction_set", lambda: replace(choose_instruction_set(), rounded_is_faster=faster)
+    )
     with caplog.at_level(logging.WARNING):
         folder = export_tiny(tiny_checkpoint, tmp_path / "out", target=target, quantization="int8", activations=asked)
     artifact = Artifact.open(folder)
@@ -195,7 +197,9 @@ def test_by_default_the_cpu_target_rounds_activations_where_that_is_faster(
 def test_plain_weights_and_other_codes_keep_their_activations_by_default(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "instruction_set", lambda: replace(instruction_set(), rounded_is_faster=True))
+    monkeypatch.setattr(
+        cpu, "choose_instruction_set", lambda: replace(choose_instruction_set(), rounded_is_faster=True)
+    )
     for quantization in (None, "fp8"):
         options = {"quantization": quantization, "activations": "auto", "target": "cpu"}
         folder = export_tiny(tiny_checkpoint, tmp_path / str(quantization), **options)

@@ -33,12 +33,12 @@ from optimum_neuron.step.family import GraphFamily
 from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.ops import EAGER_OPS, StepOps
-from optimum_neuron.step.slot_copies import empty_snapshots
 from optimum_neuron.step.spec import GREEDY, GraphSpec, SamplingParams, graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule, example_inputs
 from optimum_neuron.targets import Executable, get_target
 from optimum_neuron.targets.eager import EagerExecutable
+from optimum_neuron.targets.host_states import empty_snapshots
 from optimum_neuron.tools.certify import certify_export
 
 

@@ -35,7 +35,7 @@ from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.model_spec import ModelSpec
-from optimum_neuron.targets.cpu.live_tokens import LiveTokens
+from optimum_neuron.targets.cpu.executable import LiveTokens
 
 
 BROKEN = 77  # a token whose row of the embedding is not finite

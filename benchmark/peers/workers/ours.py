@@ -18,7 +18,7 @@ from benchmark.systems import System, load_ours, timed_call
 from optimum_neuron import Request, __version__
 from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.engine.engine import Engine
-from optimum_neuron.kernels.build.host import instruction_set
+from optimum_neuron.kernels.host.instruction_sets import choose_instruction_set
 
 from ..names import QUANTIZED
 from .protocol import Generated, Prompt, Runtime, Sizes, UnsupportedError, run
@@ -36,7 +36,7 @@ class Ours(Runtime):
         self._loaded: dict[int, System] = {}
 
     def versions(self) -> dict[str, str]:
-        return {"optimum_neuron": __version__, "kernels": instruction_set().name, "torch": torch.__version__}
+        return {"optimum_neuron": __version__, "kernels": choose_instruction_set().name, "torch": torch.__version__}
 
     def convert(self, checkpoint: str, folder: str, precision: str, sizes: Sizes) -> float | None:
         """Export for every number of rows; the seconds are those of the first export."""

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in the arena the buffers of a step lie: those that are never needed at once may share a place."""
+"""Places of buffers in the arena: those that are never needed at once may share one.
+
+A Map may write a buffer in the place of another: a core need not fetch again what it has just read.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ..plan.effects import operands_of
-from ..plan.in_place import replaceable
-from ..plan.program import Buffer, Plan, Step, TorchCall
+from ..plan import Plan
+from ..run.encode_products import is_contiguous
+from ..steps.access import ALIGNMENT, SIZES
+from ..steps.effects import find_operands
+from ..steps.steps import Buffer, Item, Map, Step, TorchCall
 from .builder import PlanBuilder
 
 
-_ALIGNMENT = 64
-
-
 def place_buffers(builder: PlanBuilder, once: tuple[TorchCall, ...]) -> tuple[Plan, dict[str, Tensor]]:
-    """The finished plan, and its constants by name."""
+    """Return the finished plan, and its constants by name."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for number, step in enumerate(builder.steps):
@@ -24,7 +26,7 @@ def place_buffers(builder: PlanBuilder, once: tuple[TorchCall, ...]) -> tuple[Pl
             last[index] = number
     used = {index for step in once for index in buffers_of(step)} | first.keys()
     used |= {memory.index for memory in builder.memories if memory.kind in ("input", "output")}
-    offsets, arena = _offsets(builder, first, last)
+    offsets, arena = _find_offsets(builder, first, last)
     buffers = tuple(
         Buffer(memory.kind, memory.name, memory.bytes if memory.index in used else 0, offsets.get(memory.index, 0))
         for memory in builder.memories
@@ -32,8 +34,8 @@ def place_buffers(builder: PlanBuilder, once: tuple[TorchCall, ...]) -> tuple[Pl
     return Plan(buffers, once, tuple(builder.steps), arena), builder.constants
 
 
-def _offsets(builder: PlanBuilder, first: dict[int, int], last: dict[int, int]) -> tuple[dict[int, int], int]:
-    """The lowest free place of each buffer, in order of their first use."""
+def _find_offsets(builder: PlanBuilder, first: dict[int, int], last: dict[int, int]) -> tuple[dict[int, int], int]:
+    """Return the lowest free place of each buffer, in order of their first use, and the arena's size."""
     offsets: dict[int, int] = {}
     taken: list[tuple[int, int, int]] = []  # offset, end, last use
     replaced: set[int] = set()
@@ -43,7 +45,7 @@ def _offsets(builder: PlanBuilder, first: dict[int, int], last: dict[int, int]) 
         if memory.kind != "arena":
             continue
         taken = [each for each in taken if each[2] >= first[index]]
-        needed = -(-max(memory.bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        needed = -(-max(memory.bytes, 1) // ALIGNMENT) * ALIGNMENT
         left = [each for each in _left_behind(builder, index, first, last) if each in offsets and each not in replaced]
         replaced.update(left[:1])
         start = offsets[left[0]] if left else _free_place(taken, needed)
@@ -63,11 +65,54 @@ def _free_place(taken: list[tuple[int, int, int]], needed: int) -> int:
 
 
 def _left_behind(builder: PlanBuilder, index: int, first: dict[int, int], last: dict[int, int]) -> list[int]:
-    """Buffers that the first step that writes this one is the last to read, and can replace by it."""
+    """List the buffers that this one can replace: the step that first writes this one is the last to read them."""
     size = builder.memories[index].bytes
-    candidates = replaceable(builder.steps[first[index]], index)
+    candidates = list_replaceable(builder.steps[first[index]], index)
     return [each for each in candidates if last[each] == first[index] and builder.memories[each].bytes == size]
 
 
 def buffers_of(step: Step) -> set[int]:
-    return {each.buffer for each in operands_of(step)}
+    return {each.buffer for each in find_operands(step)}
+
+
+def list_replaceable(step: Step, buffer: int) -> list[int]:
+    """List the buffers that a step reads element by element, each before it writes the same element of `buffer`."""
+    if not isinstance(step, Map):
+        return []
+    stores = [index for index, item in enumerate(step.items) if item.access and item.access.buffer == buffer]
+    if len(stores) != 1 or step.items[stores[0]].op != "store":
+        return []
+    own = _size_in_order(step.items[stores[0]])
+    return [
+        item.access.buffer
+        for index, item in enumerate(step.items[: stores[0]])
+        if item.access
+        and item.op == "load"
+        and own is not None
+        and _size_in_order(item) == own
+        and _count_accesses(step, item.access.buffer) == 1
+        and _find_last_read(step.items, index) < stores[0]
+    ]
+
+
+def _size_in_order(item: Item) -> int | None:
+    """Return the bytes of an element, where all elements lie in order from the buffer's begin."""
+    access = item.access
+    in_order = access is not None and not item.rows and not access.offset and is_contiguous(access)
+    return SIZES.get(access.dtype) if access is not None and in_order else None
+
+
+def _count_accesses(step: Map, buffer: int) -> int:
+    return sum(item.access is not None and item.access.buffer == buffer for item in step.items)
+
+
+def _find_last_read(items: tuple[Item, ...], load: int) -> int:
+    """Return the last item that reads a loaded register, which may be read where it was loaded from."""
+    last = load
+    for index, item in enumerate(items[load + 1 :], load + 1):
+        operands = zip(item.operands, item.constants, strict=True)
+        if any(not constant and value == items[load].to for value, constant in operands):
+            last = index
+        if item.to == items[load].to:
+            break
+    return last

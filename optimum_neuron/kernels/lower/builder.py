@@ -1,63 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan under way: its buffers, the values of the nodes seen so far, and the steps that were emitted."""
+"""A plan in the making: its buffers, the values of the nodes so far, and its steps.
+
+Between two Maps a number of bfloat16 or float16 stays in float32, in registers and in memory alike, and is rounded where a kernel or
+torch takes it. So what is rounded does not depend on which operators share a Map.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..plan.program import BufferKind, Step
-from ..plan.values import Known, Memory, Stored, contiguous
+from ..steps.steps import BufferKind, Step
 from .fusion import Group, Pending, squeezed
-from .uses import Uses
+from .pointwise import ALIASES, JOINING, MAPPED, VIEWS
+from .values import KnownValue, PlannedBuffer, StoredValue, contiguous
+
+
+_FEWER_BITS = (torch.bfloat16, torch.float16)
+
+
+class Uses:
+    """The uses of values.
+
+    Attributes:
+        written: nodes with memory that an operator of torch writes to: they have their own type there, and are rounded to it in registers.
+    """
+
+    def __init__(self, live: set[Node], writers: Iterable[Node]) -> None:
+        self._live = live
+        self.written: set[Node] = set()
+        for writer in writers:
+            node = writer.args[0]
+            while isinstance(node, Node) and node not in self.written:
+                self.written.add(node)
+                same = node.target in VIEWS or node.target in ALIASES
+                node = node.args[0] if same else None
+
+    def are_wide(self, node: Node, seen: Container[Node]) -> bool:
+        """Return whether a node's value stays in float32 for a later Map, though its type has fewer bits.
+
+        Args:
+            seen: nodes that have been lowered already.
+        """
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.dtype not in _FEWER_BITS or node in self.written:
+            return False
+        return any(self._is_for_maps(user, seen) for user in node.users if user in self._live and user not in seen)
+
+    def _is_for_maps(self, user: Node, seen: Container[Node]) -> bool:
+        if user.op == "output" or user.target in MAPPED:
+            return True
+        if user.target in VIEWS or user.target in ALIASES or user.target in JOINING or _is_item(user):
+            return any(self._is_for_maps(each, seen) for each in user.users if each in self._live)
+        return False
+
+
+def _is_item(user: Node) -> bool:
+    return getattr(user.target, "__name__", "") == "getitem"
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
-    """A node's operands and options, of which its operator knows the types."""
+    """Return a node's operands and options; their types depend on its operator."""
     return node.args
 
 
 class PlanBuilder:
-    """Keeps values in memory, in registers of open groups, or known; emits groups when what they compute is needed.
+    """A plan in the making. Values are in memory, in registers of open groups, or known; a group is emitted when its results are needed.
 
     Attributes:
         values: of nodes; of a node with several results, a list.
         steps: in order.
-        live: nodes whose results something needs; the others are left out.
-        uses: who takes a node's value.
+        live: nodes with results that are needed; the others are left out.
+        uses: of the nodes' values.
         of_live: holds which tokens reach the model's head: of live rows, live ones.
         writes_by_torch: whether operators of torch write to tensors of the graph: a copy must then be one.
     """
 
     def __init__(self, live: set[Node], uses: Uses, *, writes_by_torch: bool = False) -> None:
-        self.memories: list[Memory] = []
+        self.memories: list[PlannedBuffer] = []
         self.values: dict[Node, Any] = {}
         self.steps: list[Step] = []
         self.constants: dict[str, Tensor] = {}
         self.live = live
         self.uses = uses
         self.writes_by_torch = writes_by_torch
-        self.of_live: set[Memory] = set()
+        self.of_live: set[PlannedBuffer] = set()
         self.temporary: BufferKind = "arena"  # what new buffers are
         self._open: list[Group] = []
-        self._stored_constants: dict[int, Stored] = {}
-        self._equal_constants: dict[tuple[torch.dtype, torch.Size, bytes], Stored] = {}
-        self._rounded: dict[tuple[Any, ...], Stored] = {}
+        self._stored_constants: dict[int, StoredValue] = {}
+        self._equal_constants: dict[tuple[torch.dtype, torch.Size, bytes], StoredValue] = {}
+        self._rounded: dict[tuple[Any, ...], StoredValue] = {}
 
-    def memory(self, kind: BufferKind, name: str, size: int) -> Memory:
-        memory = Memory(len(self.memories), kind, name, size)
+    def memory(self, kind: BufferKind, name: str, size: int) -> PlannedBuffer:
+        memory = PlannedBuffer(len(self.memories), kind, name, size)
         self.memories.append(memory)
         return memory
 
-    def allocate(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Stored:
-        """A new contiguous tensor."""
-        return Stored(
+    def allocate(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> StoredValue:
+        """Return a new contiguous tensor."""
+        return StoredValue(
             self.memory(self.temporary, "", math.prod(shape) * dtype.itemsize), contiguous(tuple(shape), dtype)
         )
+
+    def allocate_like(self, node: Node) -> StoredValue:
+        """Return new memory for a node's result."""
+        return self.allocate(self.fake(node).shape, self.fake(node).dtype)
 
     def emit(self, step: Step) -> None:
         self.steps.append(step)
@@ -67,70 +119,70 @@ class PlanBuilder:
         return value
 
     def fake_or_none(self, node: Node) -> Tensor | None:
-        """None where a node has several results, or none."""
+        """Return None where a node has several results, or none."""
         value = node.meta.get("val")
         return value if isinstance(value, Tensor) else None
 
     def share(self, node: Node, source: Node) -> None:
-        """Makes a node's value another's, element for element."""
+        """Give a node the value of another, element for element."""
         value = self.values[source]
         if isinstance(value, Pending):
             value.nodes.append(node)
-        elif isinstance(value, Stored):  # dimensions of size 1 may come and go
-            value = Stored(value.memory, value.layout.view(self.fake(node).shape))
+        elif isinstance(value, StoredValue):  # dimensions of size 1 may come and go
+            value = StoredValue(value.memory, value.layout.view(self.fake(node).shape))
         self.values[node] = value
 
     # Values
 
-    def stored(self, node: Node) -> Stored:
-        """A node's value in memory and in its own type, where it is complete: whoever computes it is emitted."""
+    def stored(self, node: Node) -> StoredValue:
+        """Return a node's value in memory and in its own type, and emit the group that computes it."""
         value = self.loadable(node)
         dtype = self.fake(node).dtype
         return value if value.layout.dtype == dtype else self._in_type(value, dtype)
 
-    def loadable(self, node: Node) -> Stored:
-        """The same for a Map: numbers of fewer bits may be in float32, not yet rounded."""
+    def loadable(self, node: Node) -> StoredValue:
+        """Return a node's value for a Map: numbers of fewer bits may be in float32, not yet rounded."""
         value = self.resting(node)
-        self.complete(value.memory)
+        self.complete_buffer(value.memory)
         return value
 
-    def resting(self, node: Node) -> Stored:
-        """A node's value in memory, which an open group may have yet to write."""
-        value: Stored | Pending | Known = self.values[node]
-        if isinstance(value, Stored):
+    def resting(self, node: Node) -> StoredValue:
+        """Return a node's value in memory, which an open group may have yet to write."""
+        value: StoredValue | Pending | KnownValue = self.values[node]
+        if isinstance(value, StoredValue):
             return value
-        if isinstance(value, Known):
+        if isinstance(value, KnownValue):
             return self._constant(value.tensor)
         fake = self.fake(node)
         if value.home is None:
             assert not value.group.closed, node
             self._give_home(value, fake)
         assert value.home is not None
-        return Stored(value.home, contiguous(fake.shape, value.dtype))
+        return StoredValue(value.home, contiguous(fake.shape, value.dtype))
 
     def _give_home(self, value: Pending, fake: Tensor) -> None:
         if any(self.uses.are_wide(node, self.values) for node in value.nodes):
             value.dtype = torch.float32
         value.home = self.memory(self.temporary, "", fake.numel() * value.dtype.itemsize)
-        value.group.store(value.register, value.home, contiguous(fake.shape, value.dtype), rows=value.rows)
+        value.group.store_register(value.register, value.home, contiguous(fake.shape, value.dtype), rows=value.rows)
 
-    def _in_type(self, value: Stored, dtype: torch.dtype) -> Stored:
-        """A value that Maps left in float32, as who is no Map takes it: contiguous, and rounded here alone."""
+    def _in_type(self, value: StoredValue, dtype: torch.dtype) -> StoredValue:
+        """Return a value that Maps left in float32 for steps of other kinds: contiguous, and rounded here alone."""
         key = (value.memory, value.layout.storage_offset(), tuple(value.layout.shape), tuple(value.layout.stride()))
         if key not in self._rounded:
             self._rounded[key] = self.contiguous_copy(value, dtype)
         return self._rounded[key]
 
-    def contiguous_copy(self, value: Stored, dtype: torch.dtype | None = None) -> Stored:
-        """A copy whose elements lie side by side, of a type that a Map has."""
+    def contiguous_copy(self, value: StoredValue, dtype: torch.dtype | None = None) -> StoredValue:
+        """Return a contiguous copy, of a type that a Map has."""
         group, _ = self.group_of(value.layout.shape, [])
         output = self.allocate(value.layout.shape, dtype or value.layout.dtype)
-        register = group.load(value, value.layout.shape, rows=False)
-        group.store(register, output.memory, output.layout, rows=False)
-        self.complete(output.memory)
+        register = group.load_value(value, value.layout.shape, rows=False)
+        group.store_register(register, output.memory, output.layout, rows=False)
+        self.complete_buffer(output.memory)
         return output
 
-    def _constant(self, tensor: Tensor) -> Stored:
+    def _constant(self, tensor: Tensor) -> StoredValue:
         # By the object, which `values` keeps alive; equal ones, as of layers that are the same, are stored once.
         if id(tensor) not in self._stored_constants:
             kept = tensor.detach().contiguous()
@@ -139,7 +191,7 @@ class PlanBuilder:
                 name = f"constant_{len(self.constants)}"
                 self.constants[name] = kept
                 memory = self.memory("constant", name, kept.numel() * kept.dtype.itemsize)
-                self._equal_constants[key] = Stored(memory, contiguous(kept.shape, kept.dtype))
+                self._equal_constants[key] = StoredValue(memory, contiguous(kept.shape, kept.dtype))
             self._stored_constants[id(tensor)] = self._equal_constants[key]
         return self._stored_constants[id(tensor)]
 
@@ -149,41 +201,41 @@ class PlanBuilder:
         value = self.values.get(node)
         return isinstance(value, Pending) and value.rows and value.group is group
 
-    def complete(self, memory: Memory) -> None:
-        """Emits the groups that have yet to write to a buffer."""
+    def complete_buffer(self, memory: PlannedBuffer) -> None:
+        """Emit the groups that have yet to write to a buffer."""
         for group in [group for group in self._open if memory in group.written]:
-            self.close(group)
+            self.close_group(group)
 
-    def close(self, group: Group) -> None:
+    def close_group(self, group: Group) -> None:
         if group.closed:
             return
         self._open.remove(group)
         for value in group.pending:
             if value.home is None:
                 self._keep_if_needed(group, value)
-        step = group.close()
+        step = group.finish_map()
         if step is not None:
             self.emit(step)
 
     def _keep_if_needed(self, group: Group, value: Pending) -> None:
-        """Stores what nodes that are still to come will read."""
+        """Store what later nodes read."""
         for node in value.nodes:
             if any(user in self.live and user not in self.values for user in node.users):
                 self._give_home(value, self.fake(node))
                 return
 
-    def before_writing(self, memory: Memory) -> None:
-        """Emits who has yet to read a buffer, or to write to it."""
+    def before_writing(self, memory: PlannedBuffer) -> None:
+        """Emit the groups that have yet to read a buffer, or to write to it."""
         for group in [group for group in self._open if memory in group.read]:
-            self.close(group)
-        self.complete(memory)
+            self.close_group(group)
+        self.complete_buffer(memory)
 
-    def close_all(self) -> None:
+    def close_groups(self) -> None:
         for group in list(self._open):
-            self.close(group)
+            self.close_group(group)
 
     def group_of(self, shape: torch.Size, operands: list[Node], *, inner: int | None = None) -> tuple[Group, bool]:
-        """A group that an operator joins, and whether it computes per row there.
+        """Return the group that an operator joins, and whether it computes per row there.
 
         Operands that are pending in other groups are emitted.
 
@@ -211,13 +263,13 @@ class PlanBuilder:
             self._open.append(chosen)
         for group in groups:
             if group is not chosen:
-                self.close(group)
+                self.close_group(group)
         for node in operands:
             # What the group is to load must be written before the group begins.
             value = self.values.get(node)
-            if isinstance(value, Stored):
+            if isinstance(value, StoredValue):
                 if value.memory in chosen.written:
-                    self.close(chosen)
+                    self.close_group(chosen)
                     return self.group_of(shape, operands, inner=inner)
-                self.complete(value.memory)
+                self.complete_buffer(value.memory)
         return chosen, rows

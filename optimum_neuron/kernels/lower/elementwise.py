@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that become operators of a Map. Each function returns False where a Map cannot compute the node."""
+"""Elementwise nodes as operators of a Map. Each function returns False where a Map cannot compute the node."""
 
 from __future__ import annotations
 
@@ -9,57 +9,54 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..plan.values import Known, Stored
 from .builder import PlanBuilder, arguments
+from .conversions import lower_clone, lower_conversion
 from .fusion import REGISTER_DTYPES, is_float
 from .join import Join, Number, constant, fits, rounded
-from .pointwise import (
-    ARITHMETIC,
-    COMPARISONS,
-    CONVERSIONS,
-    COPIES,
-    KEEPS_CONSTANT,
-    LOGICAL,
-    REDUCING,
-    UNARY,
-    aten,
-)
+from .pointwise import ARITHMETIC, COMPARISONS, CONVERSIONS, COPIES, KEEPS_CONSTANT, LOGICAL, REDUCING, UNARY, aten
 from .reductions import lower_layer_norm, lower_reduction, lower_softmax, reduced_dims
+from .values import StoredValue
 
 
 def lower_elementwise(builder: PlanBuilder, node: Node) -> bool:
-    """Lowers a node by the table that has its operator."""
+    """Lower a node by the table that has its operator."""
     target = node.target
     if builder.fake_or_none(node) is None or builder.fake(node).dtype not in REGISTER_DTYPES:
         return False
     if target in CONVERSIONS:
-        return _convert(builder, node)
+        return lower_conversion(builder, node)
     if target in COPIES or target is aten.contiguous.default:
-        return _copy(builder, node)
-    if not all(builder.fake(source).dtype in REGISTER_DTYPES for source in _tensors(builder, node)):
+        return lower_clone(builder, node)
+    if not all(builder.fake(source).dtype in REGISTER_DTYPES for source in _find_tensors(builder, node)):
         return False
     if target in ARITHMETIC:
-        return _arithmetic(builder, node)
+        return _lower_arithmetic(builder, node)
     if target in COMPARISONS:
-        return _compare(builder, node)
+        return _lower_compare(builder, node)
     if target in LOGICAL:
-        return _logical(builder, node)
+        return _lower_logical(builder, node)
     if target in UNARY:
-        return _unary(builder, node, UNARY[target])
+        return _lower_unary(builder, node, UNARY[target])
     if target in REDUCING:
         if reduced_dims(builder, node):
             return lower_reduction(builder, node)
-        return target not in (aten.any.dim, aten.all.dim) and _convert(builder, node)  # of one element each
+        return target not in (aten.any.dim, aten.all.dim) and lower_conversion(builder, node)  # of one element each
     special = _SPECIAL.get(target)
     return special is not None and special(builder, node)
 
 
-def _tensors(builder: PlanBuilder, node: Node) -> list[Node]:
-    """Operands that are no constants to a Map."""
+def _find_source(builder: PlanBuilder, node: Node) -> Node | None:
+    """Return the first operand; None where it is a number."""
+    source = arguments(node)[0]
+    return source if isinstance(source, Node) and constant(builder, source) is None else None
+
+
+def _find_tensors(builder: PlanBuilder, node: Node) -> list[Node]:
+    """List the operands that are no constants to a Map."""
     return [source for source in node.all_input_nodes if constant(builder, source) is None]
 
 
-def _arithmetic(builder: PlanBuilder, node: Node) -> bool:
+def _lower_arithmetic(builder: PlanBuilder, node: Node) -> bool:
     first, second = arguments(node)[:2]
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") or len(arguments(node)) > 2:
         return False
@@ -78,20 +75,22 @@ def _arithmetic(builder: PlanBuilder, node: Node) -> bool:
         numbers = [
             each if each is None or exact else rounded(each, dtype) for each, exact in zip(numbers, kept, strict=True)
         ]
-    return _of_two(builder, node, op, numbers, dtype)
+    return _lower_operands_of_two(builder, node, op, numbers, dtype)
 
 
-def _of_two(builder: PlanBuilder, node: Node, op: str, numbers: Sequence[Number | None], dtype: torch.dtype) -> bool:
-    """An operator of two operands, of which those that are numbers are given."""
+def _lower_operands_of_two(
+    builder: PlanBuilder, node: Node, op: str, numbers: Sequence[Number | None], dtype: torch.dtype
+) -> bool:
+    """Lower an operator of two operands, some of which are numbers."""
     sources = arguments(node)[:2]
     join = Join(builder, node, [each for each, number in zip(sources, numbers, strict=True) if number is None])
     values = join.operands(sources, numbers, dtype)
     return join.finish(join.compute(op, *values, constants=tuple(number is not None for number in numbers)))
 
 
-def _compare(builder: PlanBuilder, node: Node) -> bool:
+def _lower_compare(builder: PlanBuilder, node: Node) -> bool:
     first, second = arguments(node)[0], arguments(node)[1]
-    common = torch.result_type(*(_typed(builder, source) for source in (first, second)))
+    common = torch.result_type(*(_typed_operand(builder, source) for source in (first, second)))
     on_floats = is_float(common)
     numbers = [constant(builder, first), constant(builder, second)]
     if common not in REGISTER_DTYPES or None not in numbers or (not on_floats and not all(map(fits, numbers))):
@@ -99,15 +98,15 @@ def _compare(builder: PlanBuilder, node: Node) -> bool:
     if on_floats:
         numbers = [None if each is None else rounded(each, common) for each in numbers]
     op = COMPARISONS[node.target]
-    return _of_two(builder, node, op if on_floats else "i" + op, numbers, common)
+    return _lower_operands_of_two(builder, node, op if on_floats else "i" + op, numbers, common)
 
 
-def _typed(builder: PlanBuilder, source: Any) -> Any:
-    """An operand as torch's rules of promotion look at it."""
+def _typed_operand(builder: PlanBuilder, source: Any) -> Any:
+    """Return an operand as torch's rules of promotion see it."""
     return builder.fake(source).to("meta") if isinstance(source, Node) else source
 
 
-def _logical(builder: PlanBuilder, node: Node) -> bool:
+def _lower_logical(builder: PlanBuilder, node: Node) -> bool:
     first, second = arguments(node)[0], arguments(node)[1]
     dtypes = {builder.fake(source).dtype for source in node.all_input_nodes}
     same = dtypes == {builder.fake(node).dtype} and dtypes <= {torch.bool, torch.int32}
@@ -123,9 +122,9 @@ def _logical(builder: PlanBuilder, node: Node) -> bool:
     return join.finish(join.compute(LOGICAL[node.target], *values, constants=constants))
 
 
-def _unary(builder: PlanBuilder, node: Node, op: str) -> bool:
-    source = arguments(node)[0]
-    if not isinstance(source, Node) or constant(builder, source) is not None:
+def _lower_unary(builder: PlanBuilder, node: Node, op: str) -> bool:
+    source = _find_source(builder, node)
+    if source is None:
         return False
     dtype = builder.fake(node).dtype
     if not is_float(dtype):
@@ -140,86 +139,26 @@ def _unary(builder: PlanBuilder, node: Node, op: str) -> bool:
 
 
 def _in_memory_order(builder: PlanBuilder, node: Node, source: Node, op: str) -> bool:
-    """An operator on what lies side by side in another order of its dimensions: read and written as it lies."""
+    """Lower an operator on a tensor that is contiguous in another order of its dimensions; its result has that order too."""
     value = builder.values[source]
-    if not isinstance(value, Stored) or value.layout.is_contiguous() or node in builder.uses.written:
+    if not isinstance(value, StoredValue) or value.layout.is_contiguous() or node in builder.uses.written:
         return False
     order = sorted(range(value.layout.dim()), key=value.layout.stride, reverse=True)
     layout = value.layout.permute(order)
     if not layout.is_contiguous():
         return False
-    builder.complete(value.memory)
+    builder.complete_buffer(value.memory)
     group, _ = builder.group_of(layout.shape, [])
-    register = group.compute(op, (group.load(Stored(value.memory, layout), layout.shape, rows=False),))
+    register = group.compute(op, (group.load_value(StoredValue(value.memory, layout), layout.shape, rows=False),))
     wide = builder.uses.are_wide(node, builder.values)
     output = builder.allocate(layout.shape, torch.float32 if wide else builder.fake(node).dtype)
-    group.store(register, output.memory, output.layout, rows=False)
+    group.store_register(register, output.memory, output.layout, rows=False)
     back = sorted(range(len(order)), key=order.__getitem__)
-    builder.values[node] = Stored(output.memory, output.layout.permute(back))
+    builder.values[node] = StoredValue(output.memory, output.layout.permute(back))
     return True
 
 
-def _convert(builder: PlanBuilder, node: Node) -> bool:
-    source = arguments(node)[0]
-    assert isinstance(source, Node)
-    before, after = builder.fake(source).dtype, builder.fake(node).dtype
-    if before == after:
-        builder.share(node, source)
-        return True
-    # What int64 holds is known to fit where it is made int32.
-    readable = before in (*REGISTER_DTYPES, torch.int8) or (before == torch.int64 and after == torch.int32)
-    value = builder.values[source]
-    if not readable or after not in REGISTER_DTYPES or isinstance(value, Known):
-        return False
-    if _is_unrounded(builder, node, value):
-        builder.values[node] = value
-        return True
-    join = Join(builder, node, [source])
-    register = join.register(source)
-    if is_float(before) and is_float(after):
-        return join.finish(register)
-    if is_float(after):
-        return join.finish(join.compute("to_float", register))
-    op = {torch.int32: "to_int", torch.bool: "to_bool"}[after] if is_float(before) else ""
-    if not op and after == torch.bool:
-        op = "ito_bool"
-    return join.finish(join.compute(op, register) if op else register)
-
-
-def _is_unrounded(builder: PlanBuilder, node: Node, value: Any) -> bool:
-    """Whether a conversion, to float32 or to what Maps take unrounded, gives what a step left in float32: it need not be copied."""
-    if not isinstance(value, Stored) or value.memory.kind != "arena" or value.layout.dtype != torch.float32:
-        return False
-    taken = builder.fake(node).dtype == torch.float32 or builder.uses.are_wide(node, builder.values)
-    return taken and not builder.writes_by_torch
-
-
-def _copy(builder: PlanBuilder, node: Node) -> bool:
-    """A contiguous copy, made if need be."""
-    source = arguments(node)[0]
-    assert isinstance(source, Node)
-    value = builder.values[source]
-    copied = node.target in COPIES or not builder.fake(source).is_contiguous()
-    apart = copied and builder.writes_by_torch
-    if apart or (isinstance(value, Stored) and not value.layout.is_contiguous()):
-        if isinstance(value, Known):
-            return False
-        join = Join(builder, node, [source])
-        return join.finish(join.register(source))
-    builder.share(node, source)
-    return True
-
-
-def _where(builder: PlanBuilder, node: Node) -> bool:
-    return _choose(builder, node, *arguments(node)[:3])
-
-
-def _masked_fill(builder: PlanBuilder, node: Node) -> bool:
-    values, mask, fill = arguments(node)[:3]
-    return _choose(builder, node, mask, fill, values)
-
-
-def _choose(builder: PlanBuilder, node: Node, condition: Any, first: Any, second: Any) -> bool:
+def _lower_choose(builder: PlanBuilder, node: Node, condition: Any, first: Any, second: Any) -> bool:
     dtype = builder.fake(node).dtype
     numbers = [constant(builder, first), constant(builder, second)]
     if constant(builder, condition) is not None or builder.fake(condition).dtype != torch.bool:
@@ -237,31 +176,23 @@ def _choose(builder: PlanBuilder, node: Node, condition: Any, first: Any, second
     return join.finish(join.compute("where", *values, test, constants=constants))
 
 
-def _not(builder: PlanBuilder, node: Node) -> bool:
-    source = arguments(node)[0]
-    if (
-        not isinstance(source, Node)
-        or builder.fake(source).dtype != torch.bool
-        or constant(builder, source) is not None
-    ):
+def _lower_not(builder: PlanBuilder, node: Node) -> bool:
+    source = _find_source(builder, node)
+    if source is None or builder.fake(source).dtype != torch.bool:
         return False
     join = Join(builder, node, [source])
     return join.finish(join.compute("inot", join.register(source)))
 
 
-def _is_nan(builder: PlanBuilder, node: Node) -> bool:
+def _lower_is_nan(builder: PlanBuilder, node: Node) -> bool:
     source = arguments(node)[0]
-    if not isinstance(source, Node) or not is_float(builder.fake(source).dtype):
+    if not is_float(builder.fake(source).dtype):
         return False
     join = Join(builder, node, [source])
     return join.finish(join.compute("isnan", join.register(source)))
 
 
-def _gelu(builder: PlanBuilder, node: Node) -> bool:
-    return _unary(builder, node, "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu")
-
-
-def _pow(builder: PlanBuilder, node: Node) -> bool:
+def _lower_pow(builder: PlanBuilder, node: Node) -> bool:
     source, exponent = arguments(node)[0], arguments(node)[1]
     if (
         not isinstance(source, Node)
@@ -271,7 +202,7 @@ def _pow(builder: PlanBuilder, node: Node) -> bool:
         return False
     named = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}.get(exponent)
     if named is not None:
-        return _unary(builder, node, named)
+        return _lower_unary(builder, node, named)
     join = Join(builder, node, [source])
     x = join.register(source)
     if exponent in (2, 3):
@@ -281,7 +212,7 @@ def _pow(builder: PlanBuilder, node: Node) -> bool:
     return join.finish(join.compute("pow", x, power, constants=(False, True)))
 
 
-def _rsub(builder: PlanBuilder, node: Node) -> bool:
+def _lower_rsub(builder: PlanBuilder, node: Node) -> bool:
     first, second = arguments(node)[:2]
     number = constant(builder, second)
     if len(arguments(node)) > 2 or node.kwargs or number is None or not is_float(builder.fake(node).dtype):
@@ -292,9 +223,9 @@ def _rsub(builder: PlanBuilder, node: Node) -> bool:
     return join.finish(join.compute("sub", whole, join.floats(first), constants=(True, False)))
 
 
-def _clamp(builder: PlanBuilder, node: Node) -> bool:
-    source = arguments(node)[0]
-    if not isinstance(source, Node) or constant(builder, source) is not None:
+def _lower_clamp(builder: PlanBuilder, node: Node) -> bool:
+    source = _find_source(builder, node)
+    if source is None:
         return False
     bounds = [*arguments(node)[1:], None, None][:2]
     if node.target is aten.clamp_min.default:
@@ -317,11 +248,7 @@ def _clamp(builder: PlanBuilder, node: Node) -> bool:
     return join.finish(register)
 
 
-def _softplus(builder: PlanBuilder, node: Node) -> bool:
-    return len(arguments(node)) == 1 and not node.kwargs and _unary(builder, node, "softplus")
-
-
-def _square(builder: PlanBuilder, node: Node) -> bool:
+def _lower_square(builder: PlanBuilder, node: Node) -> bool:
     source = arguments(node)[0]
     assert isinstance(source, Node)
     join = Join(builder, node, [source])
@@ -329,25 +256,32 @@ def _square(builder: PlanBuilder, node: Node) -> bool:
     return join.finish(join.compute("mul", x, x))
 
 
-_SPECIAL: dict[Any, Callable[[PlanBuilder, Node], bool]] = {
-    aten.where.self: _where,
-    aten.where.ScalarSelf: _where,
-    aten.where.ScalarOther: _where,
-    aten.where.Scalar: _where,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
-    aten.logical_not.default: _not,
-    aten.bitwise_not.default: _not,
-    aten.isnan.default: _is_nan,
-    aten.gelu.default: _gelu,
-    aten.pow.Tensor_Scalar: _pow,
-    aten.square.default: _square,
-    aten.rsub.Scalar: _rsub,
-    aten.clamp.default: _clamp,
-    aten.clamp_min.default: _clamp,
-    aten.clamp_max.default: _clamp,
-    aten.softmax.int: lower_softmax,
-    aten._softmax.default: lower_softmax,
+def _lower_masked_fill(builder: PlanBuilder, node: Node) -> bool:
+    values, mask, fill = arguments(node)[:3]
+    return _lower_choose(builder, node, mask, fill, values)
+
+
+def _lower_gelu(builder: PlanBuilder, node: Node) -> bool:
+    return _lower_unary(builder, node, "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu")
+
+
+_Lowering = Callable[[PlanBuilder, Node], bool]
+_SPECIAL: dict[Any, _Lowering] = {
+    **dict.fromkeys(
+        (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar),
+        lambda builder, node: _lower_choose(builder, node, *arguments(node)[:3]),
+    ),
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _lower_masked_fill),
+    **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default), _lower_not),
+    **dict.fromkeys((aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default), _lower_clamp),
+    **dict.fromkeys((aten.softmax.int, aten._softmax.default), lower_softmax),
+    aten.isnan.default: _lower_is_nan,
+    aten.gelu.default: _lower_gelu,
+    aten.pow.Tensor_Scalar: _lower_pow,
+    aten.square.default: _lower_square,
+    aten.rsub.Scalar: _lower_rsub,
     aten.layer_norm.default: lower_layer_norm,
-    aten.softplus.default: _softplus,
+    aten.softplus.default: lambda builder, node: (
+        len(arguments(node)) == 1 and not node.kwargs and _lower_unary(builder, node, "softplus")
+    ),
 }

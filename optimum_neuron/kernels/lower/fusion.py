@@ -2,7 +2,7 @@
 """Groups of elementwise operators and reductions that become one Map.
 
 Operators join a group while their results have its shape, or that of its rows once there is a reduction. What the group
-reads is in memory before it begins, so a group can be emitted at any time; it is when somebody else needs what it computes.
+reads is in memory before it begins, so a group can be emitted at any time; it is when something else needs what it computes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..plan.program import Item, Map, Operand
-from ..plan.values import Memory, Stored, operand
+from ..steps.steps import Item, Map, Operand
+from .values import PlannedBuffer, StoredValue, operand
 
 
 # Beyond this, a group's registers would leave the caches.
 _MAX_ITEMS = 160
 _ROUNDING = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# What registers can hold; int64 is read as int32, for who knows that it fits.
+# What registers can hold; int64 is read as int32, where it is known to fit.
 REGISTER_DTYPES = (*_FLOATS, torch.int32, torch.bool)
 
 
@@ -42,27 +42,27 @@ class Pending:
     Attributes:
         rows: whether it has one element per row of the group.
         home: where it will be stored, if it will.
-        nodes: whose value it is: views that change no element's place share it.
+        nodes: that have this value: views that change no element's place share it.
     """
 
     group: Group
     register: int
     rows: bool
     dtype: torch.dtype
-    home: Memory | None = None
+    home: PlannedBuffer | None = None
     nodes: list[Node] = field(default_factory=list)
 
 
 class Group:
-    """A Map under way, in static single assignment; `close` assigns registers."""
+    """A Map in the making, in static single assignment; `finish_map` assigns registers."""
 
     def __init__(self, domain: tuple[int, ...]) -> None:
         self.domain = domain
         self.inner: int | None = None  # how many of the last dimensions are reduced
         self.closed = False
         self.pending: list[Pending] = []
-        self.written: set[Memory] = set()
-        self.read: set[Memory] = set()
+        self.written: set[PlannedBuffer] = set()
+        self.read: set[PlannedBuffer] = set()
         self._items: list[Item] = []
         self._count = 0
         self._loads: dict[tuple[int, torch.dtype, int, tuple[int, ...], bool], int] = {}
@@ -70,7 +70,7 @@ class Group:
 
     @property
     def outer(self) -> tuple[int, ...]:
-        """The shape of its rows."""
+        """The shape of the group's rows."""
         return self.domain[: len(self.domain) - (self.inner or 0)]
 
     @property
@@ -81,13 +81,13 @@ class Group:
         return inner > 0 and self.inner in (None, inner)
 
     def takes_rows(self, own: torch.Size, shape: torch.Size) -> bool:
-        """Whether a tensor of one element per row, of shape `own`, meets the group's own elements in `shape` row by row."""
+        """Return whether a tensor with an element per row, of shape `own`, meets the group's elements in `shape` row by row."""
         padded = (1,) * (len(shape) - len(own)) + tuple(own)
         meeting = [size for size, whole in zip(padded, shape, strict=True) if whole != 1]
         return tuple(meeting) == self.outer + (1,) * (self.inner or 0)
 
-    def load(self, value: Stored, shape: torch.Size, *, rows: bool) -> int:
-        """A register with a tensor in memory, broadcast to `shape`."""
+    def load_value(self, value: StoredValue, shape: torch.Size, *, rows: bool) -> int:
+        """Return a register with a tensor in memory, broadcast to `shape`."""
         fewer = value.layout.dim() > len(shape)  # without its dimensions of size 1
         layout = value.layout.view(shape) if fewer else value.layout.expand(shape)
         sizes = [size for size in shape if size != 1]
@@ -100,8 +100,8 @@ class Group:
             self.read.add(value.memory)
         return self._loads[key]
 
-    def store(self, register: int, memory: Memory, layout: Tensor, *, rows: bool) -> None:
-        """Writes a register to a tensor of the group's shape, or that of its rows."""
+    def store_register(self, register: int, memory: PlannedBuffer, layout: Tensor, *, rows: bool) -> None:
+        """Write a register to a tensor of the group's shape, or of its rows'."""
         full = operand(memory, layout)
         kept = [i for i, size in enumerate(layout.shape) if size != 1]
         access = Operand(
@@ -124,21 +124,21 @@ class Group:
         return self.compute(op, (register,), rows=True)
 
     def rotate(self, register: int) -> int:
-        """Each row's second half negated, and then its first."""
+        """Return a register with each row's second half negated, and then its first."""
         self.inner = 1
         return self.compute("rotate_half", (register,))
 
     def spread(self, register: int) -> int:
-        """A register of rows as one of all elements."""
+        """Return a register of all elements for one of rows."""
         if register not in self._spread:
             self._spread[register] = self.compute("spread", (register,))
         return self._spread[register]
 
     def rounded(self, register: int, dtype: torch.dtype, *, rows: bool) -> int:
-        """What is left of float32 numbers in another type."""
+        """Return a register of float32 numbers rounded to another type."""
         return self.compute(_ROUNDING[dtype], (register,), rows=rows) if dtype in _ROUNDING else register
 
-    def add(self, register: int, dtype: torch.dtype, *, rows: bool) -> Pending:
+    def add_pending(self, register: int, dtype: torch.dtype, *, rows: bool) -> Pending:
         value = Pending(self, register, rows, dtype)
         self.pending.append(value)
         return value
@@ -157,10 +157,10 @@ class Group:
         self._items.append(Item(op, register, operands, constants, rows, access))
         return register
 
-    def close(self) -> Map | None:
-        """The Map; None where nothing that it computes is needed, or has elements."""
+    def finish_map(self) -> Map | None:
+        """Return the Map; None where none of its results is needed, or has elements."""
         self.closed = True
-        items = _live(self._items)
+        items = _find_live(self._items)
         if not items or 0 in self.domain:
             return None
         inner = self.inner or 0
@@ -177,8 +177,8 @@ def _registers_of(item: Item) -> list[int]:
     ]
 
 
-def _live(items: list[Item]) -> list[Item]:
-    """Those on which a store depends."""
+def _find_live(items: list[Item]) -> list[Item]:
+    """List the items on which a store depends."""
     needed: set[int] = set()
     live = []
     for item in reversed(items):
@@ -189,7 +189,7 @@ def _live(items: list[Item]) -> list[Item]:
 
 
 def _assign_registers(items: list[Item]) -> tuple[int, tuple[Item, ...]]:
-    """Gives registers that are not read any more to others. One that an item reads is never the one that it writes."""
+    """Share registers between values that are not needed at once. An item never writes a register that it reads."""
     last_use = {register: index for index, item in enumerate(items) for register in _registers_of(item)}
     free: list[int] = []
     place: dict[int, int] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node on its way into a group, and numbers among its operands that are known before the step."""
+"""Nodes that join a group, and the numbers among their operands."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..plan.values import Known, Stored
 from .builder import PlanBuilder
 from .fusion import Pending, is_float
+from .values import KnownValue, StoredValue
 
 
 _INT32 = range(-(2**31), 2**31)
@@ -19,7 +19,7 @@ Number = int | float | bool
 
 
 class Join:
-    """A node on its way into a group: what its operands are there."""
+    """A node that joins a group, with its operands there."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Join:
         inner: int | None = None,
         order: list[int] | None = None,
     ) -> None:
-        """Finds the group.
+        """Find the group.
 
         Args:
             inner: how many dimensions of more than one element a reduction of the first operand takes.
@@ -49,8 +49,8 @@ class Join:
             return self.group.spread(value.register) if value.rows and not self.rows else value.register
         stored = self.builder.loadable(source)
         if self.order is not None:
-            stored = Stored(stored.memory, stored.layout.permute(self.order))
-        return self.group.load(stored, self.shape, rows=self.rows)
+            stored = StoredValue(stored.memory, stored.layout.permute(self.order))
+        return self.group.load_value(stored, self.shape, rows=self.rows)
 
     def floats(self, source: Node) -> int:
         register = self.register(source)
@@ -59,7 +59,7 @@ class Join:
     def operands(
         self, sources: Sequence[Any], numbers: Sequence[Number | None], dtype: torch.dtype
     ) -> list[int | float]:
-        """A register of each source, or the number that it is: floats where `dtype` is a type of floats."""
+        """Return a register of each source, or its number: floats where `dtype` is a type of floats."""
         own = self.floats if is_float(dtype) else self.register
         kind = float if is_float(dtype) else int
         return [
@@ -72,31 +72,31 @@ class Join:
     def finish(self, register: int, *, rows: bool | None = None) -> bool:
         rows = self.rows if rows is None else rows
         dtype = self.builder.fake(self.node).dtype
-        if self.node in self.builder.uses.written:  # who reads it after that gets it from memory
+        if self.node in self.builder.uses.written:  # later readers get it from memory
             register = self.group.rounded(register, dtype, rows=rows)
-        value = self.group.add(register, dtype, rows=rows)
+        value = self.group.add_pending(register, dtype, rows=rows)
         value.nodes.append(self.node)
         self.builder.values[self.node] = value
         return True
 
 
 def constant(builder: PlanBuilder, source: Any) -> Number | None:
-    """The number that an operand is, known before the step."""
+    """Return the number that an operand is before any step runs; None where it is none."""
     if not isinstance(source, Node):
         return source if isinstance(source, int | float) else None
     value = builder.values.get(source)
-    if isinstance(value, Known) and value.tensor.numel() == 1 and value.tensor.dtype != torch.float64:
+    if isinstance(value, KnownValue) and value.tensor.numel() == 1 and value.tensor.dtype != torch.float64:
         number: Number = value.tensor.item()
         return number
     return None
 
 
 def fits(number: Number | None) -> bool:
-    """Whether a number is none, or one of int32."""
+    """Return whether a number is None, or one of int32."""
     return number is None or (isinstance(number, int) and number in _INT32)
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
-    """A number in a type of fewer bits."""
+    """Return a number rounded to a type."""
     result: float = torch.tensor(number, dtype=dtype).item()
     return result

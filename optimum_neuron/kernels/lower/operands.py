@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of nodes as the operands of kernels, which take some layouts and not others."""
+"""Operands of kernels, which take some layouts and not others."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from torch.fx import Node
 
-from ..plan.program import Operand
-from ..plan.values import Stored, operand
+from ..steps.steps import Operand
 from .builder import PlanBuilder
+from .values import StoredValue, operand
 
 
-def even_rows(builder: PlanBuilder, node: Node) -> Stored:
-    """A node's value as rows that lie evenly, the elements of a row side by side: copied where it is not."""
+def even_rows(builder: PlanBuilder, node: Node) -> StoredValue:
+    """Return a node's value as rows at equal distances, with adjacent elements in a row: copied where it is not."""
     value = builder.stored(node)
     return value if row_stride(value.layout) is not None else builder.contiguous_copy(value)
 
 
 def row_stride(layout: Tensor) -> int | None:
-    """Elements from a row to the next, of a tensor whose dimensions but the last are one; None where they are not."""
+    """Return the elements from a row to the next, where all dimensions but the last count as one; else None."""
     if layout.shape[-1] > 1 and layout.stride(-1) != 1:
         return None
     stride, span = None, 0
@@ -34,8 +34,8 @@ def row_stride(layout: Tensor) -> int | None:
     return layout.shape[-1] if stride is None else stride
 
 
-def rows_operand(value: Stored) -> Operand:
-    """A value of which row_stride() is known, as `[rows, elements]`."""
+def rows_operand(value: StoredValue) -> Operand:
+    """Return a value with a row_stride() as `[rows, elements]`."""
     layout = value.layout
     stride = row_stride(layout)
     assert stride is not None
@@ -44,12 +44,23 @@ def rows_operand(value: Stored) -> Operand:
     return Operand(place.buffer, place.dtype, place.offset, (rows, layout.shape[-1]), (stride, 1))
 
 
-def whole_operand(value: Stored) -> Operand:
-    """All of a value, as it lies."""
+def whole_operand(value: StoredValue) -> Operand:
+    """Return all of a value, as it lies."""
     return operand(value.memory, value.layout)
 
 
 def contiguous_operand(builder: PlanBuilder, node: Node) -> Operand:
-    """A node's value, its elements side by side: copied where they are not."""
+    """Return a node's value as a contiguous operand, copied where it is not."""
     value = builder.stored(node)
     return whole_operand(value if value.layout.is_contiguous() else builder.contiguous_copy(value))
+
+
+def optional_operand(builder: PlanBuilder, node: Node | None) -> Operand | None:
+    """Return None, or as `contiguous_operand`."""
+    return None if node is None else contiguous_operand(builder, node)
+
+
+def adjacent_operand(builder: PlanBuilder, node: Node) -> Operand:
+    """Return a node's value, with adjacent elements in its last dimension: copied where they are not."""
+    value = builder.stored(node)
+    return whole_operand(value if value.layout.stride(-1) == 1 else builder.contiguous_copy(value))

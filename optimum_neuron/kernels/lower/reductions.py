@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions of a Map, and what is made of them: softmax and norms. Each function returns False where a Map cannot compute the node."""
+"""Reductions, softmax and norms in a Map. Each function returns False where a Map cannot compute the node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pointwise import MEANS, REDUCING
 
 
 def reduced_dims(builder: PlanBuilder, node: Node) -> set[int]:
-    """Which dimensions of its operand a reduction takes, of those with more than one element."""
+    """Return the dimensions that a reduction takes, of those with more than one element."""
     shape = builder.fake(arguments(node)[0]).shape
     dims: Any = arguments(node)[1] if len(arguments(node)) > 1 else node.kwargs.get("dim")
     dims = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that stay calls of torch's operators, and which operators an artifact's plan may name."""
+"""Nodes that stay calls of torch's operators."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ..plan.access import PlanError
-from ..plan.operators import OPERATORS, check_arguments
-from ..plan.program import Operand, TorchCall
-from ..plan.values import dtype_name, operand
+from ..run.memory import dtype_name
+from ..steps.access import PlanError
+from ..steps.steps import Operand, TorchCall
+from ..steps.torch_operators import OPERATORS, check_arguments
 from .builder import PlanBuilder, arguments
 from .pointwise import CONVERSIONS, aten
+from .values import operand
 
 
-# Arguments that say where a result lies: in a plan, its operands tell.
+# Arguments for the place of a result: a plan has its own.
 _PLACEMENT = ("device", "pin_memory", "layout")
 
 
 def writes(node: Node) -> bool:
-    """Whether a node writes to one of its operands."""
+    """Return whether a node writes to one of its operands."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def lower_torch_call(builder: PlanBuilder, node: Node) -> None:
-    """A node as a call of torch's operator, whose results are copied to buffers of the plan.
+    """Lower a node to a call of torch's operator; its results are copied to buffers of the plan.
 
     Raises:
         PlanError: no plan may call the operator.
@@ -39,11 +40,11 @@ def lower_torch_call(builder: PlanBuilder, node: Node) -> None:
         if name not in OPERATORS:
             raise PlanError(
                 f"it calls {name}, which is not in the closed list of operators that an artifact of the cpu target may call "
-                f"(kernels/plan/operators.py); export with target='eager'"
+                f"(kernels/steps/torch_operators.py); export with target='eager'"
             )
         check_arguments(name, *map_arg((list(arguments(node)), dict(node.kwargs)), builder.fake))
     if writes(node):
-        builder.close_all()
+        builder.close_groups()
         target = builder.stored(arguments(node)[0])
         builder.emit(_call(builder, node, ()))
         builder.values[node] = target
@@ -59,7 +60,7 @@ def lower_torch_call(builder: PlanBuilder, node: Node) -> None:
 
 
 def copy_by_torch(builder: PlanBuilder, node: Node) -> None:
-    """Makes a node's value a copy of its own, in any type."""
+    """Give a node a copy of its value, of any type."""
     value = builder.stored(node)
     output = builder.allocate(value.layout.shape, value.layout.dtype)
     source = {"tensor": operand(value.memory, value.layout)}

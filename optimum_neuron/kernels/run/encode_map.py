@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Map as the words that native/plan.cpp reads. What its operators read and write, registers too, is checked here, and only here.
+"""A Map as the words that native/plan/plan.cpp reads. Its operands and registers are checked here, and only here.
 
 A register holds whole rows or one element of each, as the last item that wrote it leaves it; an operator reads as many elements
 of a register as it takes, whatever the register has.
@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ..plan.access import TYPES, check_operand, float_bits, require
-from ..plan.program import OPS, REDUCTIONS, Buffer, Item, Map
+from ..steps.access import TYPES, check_operand, float_bits, require
+from ..steps.steps import OPS, REDUCTIONS, Buffer, Item, Map
 
 
 _LOADED = TYPES | {"int8": 6}  # codes that were looked up
 _MAX_DIMS = 8
-# Elements times operators, so that nothing that native/map.cpp makes of them leaves 64 bits, nor its tasks the 40 of native/pool.cpp.
+# Elements times operators, so that nothing that native/map/map.cpp makes of them leaves 64 bits, nor its tasks the 40 of native/common/pool.cpp.
 _MAX_WORK = 1 << 48
 _MOVES = ("load", "store")  # what has an access
 _OF_TWO = frozenset(OPS[OPS.index("add") : OPS.index("where")])
@@ -26,7 +26,7 @@ _EXTENT = {False: "whole rows", True: "an element of each row"}
 
 
 def encode_map(step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
-    """The words of a Map.
+    """Yield the words of a Map.
 
     Raises:
         PlanError: an operator would read or write outside of its buffers or registers, or what no operator has written.
@@ -37,36 +37,36 @@ def encode_map(step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
     fits = 0 < step.registers <= len(step.items)
     require(fits, f"it has a map of {step.registers} registers and {len(step.items)} operators")
     whole = step.tokens is None or step.rows % step.tokens.count == 0 or not step.needs_rows
-    require(whole, "it has a map whose tokens share rows")
+    require(whole, "it has a map with tokens that share rows")
     yield from (step.rows, step.columns, step.needs_rows, step.registers, len(step.items))
     registers: dict[int, bool] = {}
     for item in step.items:
-        yield from _item(item, step, registers)
+        yield from _encode_item(item, step, registers)
         if item.access is not None:
-            yield from _access(item, step, buffers)
+            yield from _encode_access(item, step, buffers)
         if item.op != "store":
             registers[item.to] = item.rows
 
 
-def map_tokens(step: Map) -> int:
-    """How many tokens a Map computes by itself; 0 where its accesses do not tell."""
+def count_map_tokens(step: Map) -> int:
+    """Return the number of tokens that a Map computes one by one; 0 where its accesses do not say."""
     shapes = {item.access.shape[:1] for item in step.items if item.access is not None}
     return shapes.pop()[0] if len(shapes) == 1 and () not in shapes else 0
 
 
-def _item(item: Item, step: Map, registers: dict[int, bool]) -> Iterator[int]:
-    """The words of an item but for its access.
+def _encode_item(item: Item, step: Map, registers: dict[int, bool]) -> Iterator[int]:
+    """Yield the words of an item but for its access.
 
     Args:
         registers: those that are written, and whether each holds an element of each row.
     """
     _check_form(item, step)
-    takes, leaves = _extents(item)
+    takes, leaves = _find_extents(item)
     require(item.rows == leaves, f"it has {item.op!r} that gives {_EXTENT[item.rows]} instead of {_EXTENT[leaves]}")
     places, constants = [0, 0, 0], [0, 0]
     for index, (value, is_constant) in enumerate(zip(item.operands, item.constants, strict=True)):
         if is_constant:
-            constants[index] = _constant(item.op, value)
+            constants[index] = _constant_bits(item.op, value)
             continue
         require(isinstance(value, int) and value in registers, "it reads a register before it is written")
         assert isinstance(value, int)
@@ -79,7 +79,7 @@ def _item(item: Item, step: Map, registers: dict[int, bool]) -> Iterator[int]:
 
 
 def _check_form(item: Item, step: Map) -> None:
-    """Whether an item has what its operator asks for, whatever its registers hold."""
+    """Check that an item has what its operator asks for, whatever its registers hold."""
     require(item.op in OPS, f"it has an operator {item.op!r}")
     require(item.op != "rotate_half" or step.columns % 2 == 0, "it has rows without halves")
     exists = item.to == -1 if item.op == "store" else 0 <= item.to < step.registers
@@ -93,8 +93,8 @@ def _check_form(item: Item, step: Map) -> None:
     require(count == 0 or len(fixed) < count, "it has an operator without operands")
 
 
-def _extents(item: Item) -> tuple[bool, bool]:
-    """Whether an operator takes, and whether it gives, an element of each row rather than whole ones."""
+def _find_extents(item: Item) -> tuple[bool, bool]:
+    """Return whether an operator takes, and gives, an element of each row rather than whole rows."""
     if item.op in REDUCTIONS:
         return False, True
     if item.op in ("spread", "rotate_half"):
@@ -102,13 +102,13 @@ def _extents(item: Item) -> tuple[bool, bool]:
     return item.rows, item.rows
 
 
-def _constant(op: str, value: int | float | None) -> int:
-    """The bits of a constant: of an int32 or a float32."""
+def _constant_bits(op: str, value: int | float | None) -> int:
+    """Return the bits of a constant: of an int32 or a float32."""
     of_integers = (op.startswith("i") and op != "isnan") or op == "where"
     return value & 0xFFFFFFFF if of_integers and isinstance(value, int) else float_bits(value)
 
 
-def _access(item: Item, step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
+def _encode_access(item: Item, step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
     access = item.access
     assert access is not None
     check_operand(access, buffers)
@@ -116,15 +116,15 @@ def _access(item: Item, step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
     require(access.dtype in types, "it has an operand that no kernel takes")
     count = step.rows if item.rows else step.rows * step.columns
     require(math.prod(access.shape) == count, "it has an access of another size")
-    dims = _collapse(access.shape, access.strides)
+    dims = _collapse_dims(access.shape, access.strides)
     require(len(dims) <= _MAX_DIMS, "it has an access with too many dimensions")
     yield from (access.buffer, types[access.dtype], access.offset, len(dims))
     for size, stride in dims:
         yield from (size, stride)
 
 
-def _collapse(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Sizes and strides with as few dimensions as visit the same elements in the same order."""
+def _collapse_dims(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the fewest sizes and strides that visit the same elements in the same order."""
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:

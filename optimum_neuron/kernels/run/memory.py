@@ -1,91 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the buffers of a plan are."""
+"""The memory of a plan's buffers."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ...artifact.weights import check_bytes
-from ...step.spec import GraphSpec, TensorSpec
-from ..plan.access import PlanError, check_operand
-from ..plan.program import Buffer, Operand, Plan
+from ..host.machine import machine_memory
+from ..steps.access import ALIGNMENT, PlanError, check_operand
+from ..steps.steps import Buffer, Operand, PlanData
 
 
-_ALIGNMENT = 64  # a cache line
+class TensorForm(Protocol):
+    """The shape and type of an input or output of a graph; the type as torch names it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
 
 
 class PlanMemory:
-    """The memory of one graph's buffers: weights and states where they are, the rest beside them.
+    """The memory of one plan's buffers: weights and states where they are, and new memory for the rest.
 
     Attributes:
-        addresses: of an array with the address of every buffer.
-        outputs: what the graph returns, in the order of its spec: in each run the same memory, which other graphs use, too.
+        addresses: of an array with the address of each buffer.
+        outputs: what the graph returns, in order: in each run the same memory, which other plans use, too.
     """
 
     def __init__(
-        self, plan: Plan, spec: GraphSpec, vocab_size: int, tensors: Mapping[str, Tensor], arena: Tensor
+        self,
+        buffers: Sequence[Buffer],
+        inputs: Sequence[TensorForm],
+        outputs: Sequence[TensorForm],
+        tensors: Mapping[str, Tensor],
+        arena: Tensor,
     ) -> None:
-        """Finds every buffer.
+        """Find each buffer.
 
         Raises:
-            PlanError: one is larger than what it stands for.
+            PlanError: a buffer is larger than what it stands for.
+            ValueError: the machine has less memory.
         """
-        self._buffers = plan.buffers
-        self._specs = {"input": spec.inputs(), "output": spec.outputs(vocab_size)}
+        self._buffers = buffers
+        self._forms = {"input": inputs, "output": outputs}
         self._memory: dict[int, Tensor] = {}
         self._inputs: list[_Input] = []
-        outputs: dict[int, Tensor] = {}
-        place = arena.numel() - _output_bytes(plan)
-        self._array = (ctypes.c_void_p * max(len(plan.buffers), 1))()
+        found: dict[int, Tensor] = {}
+        place = arena.numel() - _count_output_bytes(buffers)
+        self._array = (ctypes.c_void_p * max(len(buffers), 1))()
         self.addresses = ctypes.addressof(self._array)
-        check_bytes(sum(buffer.bytes for buffer in plan.buffers if buffer.kind == "kept"))
-        for index, buffer in enumerate(plan.buffers):
-            self._check(buffer, tensors, arena)
+        check_bytes(sum(buffer.bytes for buffer in buffers if buffer.kind == "kept"))
+        for index, buffer in enumerate(buffers):
+            self._check_size(buffer, tensors, arena)
             if buffer.kind == "output":
                 memory = arena[place : place + buffer.bytes]
-                place += _aligned(buffer.bytes)
-                own = self._specs["output"][int(buffer.name)]
-                outputs[int(buffer.name)] = memory.view(_dtype(own)).view(own.shape)
+                place += _align(buffer.bytes)
+                found[int(buffer.name)] = _view_as(memory, outputs[int(buffer.name)])
             else:
-                memory = self._memory[index] = self._find(buffer, tensors, arena)
+                memory = self._memory[index] = _find_memory(buffer, tensors, arena)
             self._array[index] = memory.data_ptr()
             if buffer.kind == "input":
-                own = self._specs["input"][int(buffer.name)]
-                self._inputs.append(_Input(int(buffer.name), memory.view(_dtype(own)).view(own.shape)))
-        self.outputs = tuple(outputs[number] for number in sorted(outputs))
+                number = int(buffer.name)
+                self._inputs.append(_Input(number, _view_as(memory, inputs[number])))
+        self.outputs = tuple(found[number] for number in sorted(found))
 
-    def _check(self, buffer: Buffer, tensors: Mapping[str, Tensor], arena: Tensor) -> None:
+    def _check_size(self, buffer: Buffer, tensors: Mapping[str, Tensor], arena: Tensor) -> None:
         if buffer.kind in ("input", "output"):
-            specs = {str(number): each for number, each in enumerate(self._specs[buffer.kind])}
-            has = _bytes(specs[buffer.name]) if buffer.name in specs else -1
+            forms = {str(number): each for number, each in enumerate(self._forms[buffer.kind])}
+            has = (
+                math.prod(forms[buffer.name].shape) * _dtype(forms[buffer.name]).itemsize
+                if buffer.name in forms
+                else -1
+            )
             fits = buffer.bytes == has
         elif buffer.kind in ("tensor", "constant"):
             has = tensors[buffer.name].nbytes if buffer.name in tensors else -1
             fits = buffer.bytes <= has
         else:
             has = arena.numel() if buffer.kind == "arena" else buffer.bytes
-            fits = 0 <= buffer.offset <= buffer.offset + buffer.bytes <= has and buffer.offset % _ALIGNMENT == 0
+            fits = 0 <= buffer.offset <= buffer.offset + buffer.bytes <= has and buffer.offset % ALIGNMENT == 0
         if not fits or buffer.bytes < 0:
             raise PlanError(f"it takes {buffer.bytes} bytes of {buffer.kind} {buffer.name!r}, which has {has}")
 
-    def _find(self, buffer: Buffer, tensors: Mapping[str, Tensor], arena: Tensor) -> Tensor:
-        if buffer.kind in ("tensor", "constant"):
-            tensor = tensors[buffer.name]
-            return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else arena[:0]
-        if buffer.kind == "arena":
-            return arena[buffer.offset : buffer.offset + buffer.bytes]
-        return torch.empty(buffer.bytes, dtype=torch.uint8)
-
-    def tensor(self, operand: Operand) -> Tensor:
-        """An operand, as torch takes it.
+    def view_operand(self, operand: Operand) -> Tensor:
+        """Return an operand as a tensor.
 
         Raises:
-            PlanError: it leaves its buffer, or is an output of the graph, which kernels alone write.
+            PlanError: the operand leaves its buffer, or is an output of the graph, which kernels alone write.
         """
         check_operand(operand, self._buffers)
         memory = self._memory.get(operand.buffer)
@@ -95,17 +103,17 @@ class PlanMemory:
         whole = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return whole.as_strided(operand.shape, operand.strides, whole.storage_offset() + operand.offset)
 
-    def start(self, inputs: Sequence[Tensor]) -> None:
-        """Takes in the inputs of a run."""
+    def take_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Copy the inputs of a run."""
         for each in self._inputs:
-            each.take(inputs[each.number])
+            each.copy_from(inputs[each.number])
 
 
 class _Input:
     """The memory of an input of the graph.
 
-    A runner gives the same tensors in every step: what is to be asked of one is asked once, and its bytes are copied without torch, of
-    which each operator takes some 50 us to begin behind a step that has read all weights.
+    A runner gives the same tensors in every step. So each is checked once, and its bytes are copied without torch, of which an
+    operator takes some 50 us to begin after a step that has read all weights.
     """
 
     def __init__(self, number: int, memory: Tensor) -> None:
@@ -115,7 +123,7 @@ class _Input:
         self._source: Tensor | None = None
         self._from = 0
 
-    def take(self, tensor: Tensor) -> None:
+    def copy_from(self, tensor: Tensor) -> None:
         if tensor is not self._source:
             alike = tensor.shape == self._memory.shape and tensor.dtype == self._memory.dtype
             if not alike or not tensor.is_contiguous():
@@ -125,32 +133,54 @@ class _Input:
         ctypes.memmove(self._place, self._from, self._bytes)
 
 
-def allocate_arena(plans: Iterable[Plan]) -> Tensor:
-    """Bytes for what lives within a step, and for its outputs at their end, for plans that run one at a time.
+def _find_memory(buffer: Buffer, tensors: Mapping[str, Tensor], arena: Tensor) -> Tensor:
+    if buffer.kind in ("tensor", "constant"):
+        tensor = tensors[buffer.name]
+        return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else arena[:0]
+    if buffer.kind == "arena":
+        return arena[buffer.offset : buffer.offset + buffer.bytes]
+    return torch.empty(buffer.bytes, dtype=torch.uint8)
+
+
+def allocate_arena(plans: Iterable[PlanData]) -> Tensor:
+    """Return bytes for what lives within a step, and at their end for its outputs, for plans that run one at a time.
 
     Raises:
-        ValueError: this machine has less memory.
+        ValueError: the machine has less memory.
     """
-    sizes = [(_aligned(plan.arena), _output_bytes(plan)) for plan in plans]
+    sizes = [(_align(plan.arena), _count_output_bytes(plan.buffers)) for plan in plans]
     size = max((arena for arena, _ in sizes), default=0) + max((outputs for _, outputs in sizes), default=0)
     check_bytes(size)
-    memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
-    start = -memory.data_ptr() % _ALIGNMENT
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + size]
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def check_bytes(needed: int) -> None:
+    """Raise ValueError where graphs work in more memory than this machine has."""
+    memory = machine_memory()
+    if not 0 <= needed <= memory:
+        raise ValueError(
+            f"a graph takes {needed / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f} GB of memory"
+        )
 
 
-def _output_bytes(plan: Plan) -> int:
-    return sum(_aligned(buffer.bytes) for buffer in plan.buffers if buffer.kind == "output")
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _dtype(spec: TensorSpec) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, spec.dtype)
+def _count_output_bytes(buffers: Sequence[Buffer]) -> int:
+    return sum(_align(buffer.bytes) for buffer in buffers if buffer.kind == "output")
+
+
+def _view_as(memory: Tensor, form: TensorForm) -> Tensor:
+    return memory.view(_dtype(form)).view(form.shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(form: TensorForm) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, form.dtype)
     return dtype
-
-
-def _bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * _dtype(spec).itemsize

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales of codes of int4 that are short: times any code, they are numbers of bfloat16, and kernels that compute in it need not scale sums."""
+"""Short scales of int4 codes: times any code they are numbers of bfloat16, so kernels that compute in it need not scale sums."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ...step.features.codes.weight import UNUSED_SCALE_BITS
-from ..plan.program import Codes, Experts, Linears, Plan
+from ..steps.steps import Experts, Linears, PlanData
 
 
-def can_be_short(codes: Codes) -> bool:
-    unrounded = codes.shift is None and codes.activations is None
-    return codes.kind == "int4" and unrounded and codes.scale.dtype == "float16"
+# Bits of float16 that are 0 in a scale of 5 significant bits, as step/features/codes/weight.py rounds scales.
+UNUSED_SCALE_BITS = 63
 
 
 def are_short(scale: Tensor) -> bool:
-    """Whether all scales of a tensor are finite numbers of float16 and short."""
+    """Return whether all scales of a tensor are finite numbers of float16 and short."""
     if scale.dtype != torch.float16:
         return False
     return bool(((scale.view(torch.int16) & UNUSED_SCALE_BITS) == 0).all()) and bool(scale.isfinite().all())
 
 
-def short_scales(plans: Iterable[Plan], tensors: Mapping[str, Tensor]) -> frozenset[str]:
-    """Names of the tensors that plans take scales from and in which all are short: which products are taken depends on weights alone."""
+def find_short_scales(plans: Iterable[PlanData], tensors: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the names of the tensors that plans take scales from and in which all are short.
+
+    All plans share them: the products that a plan takes depend on weights alone.
+    """
     names = set()
     for plan in plans:
         for step in plan.steps:
             if not isinstance(step, Linears | Experts) or step.x.dtype != "bfloat16":
                 continue
             for layer in step.layers if isinstance(step, Linears) else (step,):
-                if layer.codes is not None and can_be_short(layer.codes):
+                if layer.codes is not None and layer.codes.can_be_short:
                     buffer = plan.buffers[layer.codes.scale.buffer]
                     names |= {buffer.name} if buffer.kind == "tensor" else set()
     return frozenset(name for name in names if name in tensors and are_short(tensors[name]))

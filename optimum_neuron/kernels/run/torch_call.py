@@ -10,66 +10,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...artifact.weights import check_bytes
-from ...errors import first_line
-from ..plan.access import PlanError, require
-from ..plan.effects import writes_in_place
-from ..plan.operators import check_arguments, resolve
-from ..plan.program import Operand, TorchCall
-from ..plan.row_calls import row_operands
-from .memory import PlanMemory
+from ..steps.access import PlanError, require
+from ..steps.effects import writes_in_place
+from ..steps.steps import Operand, TorchCall
+from ..steps.torch_operators import check_arguments, resolve, row_operands
+from .memory import PlanMemory, check_bytes
 
 
 def bind_call(step: TorchCall, memory: PlanMemory) -> Callable[[int], None]:
-    """What makes a call, given how many of the graph's tokens are live.
+    """Return a function that makes a call, given the number of live tokens.
 
     Raises:
         PlanError: a plan may not make the call, the call fails, or its results do not fit their places.
     """
     operator = resolve(step.operator)
-    arguments = [_argument(each, memory) for each in step.arguments]
-    keywords = {name: _argument(each, memory) for name, each in step.keywords.items()}
-    outputs = [None if each is None else memory.tensor(each) for each in step.outputs]
+    arguments = [_bind_argument(each, memory) for each in step.arguments]
+    keywords = {name: _bind_argument(each, memory) for name, each in step.keywords.items()}
+    outputs = [None if each is None else memory.view_operand(each) for each in step.outputs]
     check_arguments(step.operator, arguments, keywords)
     _check_call(step, operator, arguments, keywords, outputs)
 
     @torch.no_grad()
-    def run(arguments: list[Any], outputs: Sequence[Tensor | None]) -> None:
+    def run_call(arguments: list[Any], outputs: Sequence[Tensor | None]) -> None:
         results = operator(*arguments, **keywords)
-        for output, result in zip(outputs, _tensors(results), strict=False):
+        for output, result in zip(outputs, _list_tensors(results), strict=False):
             if output is not None:
                 output.copy_(result)
 
     if step.tokens is None:
-        return lambda live: run(arguments, outputs)
+        return lambda live: run_call(arguments, outputs)
     first, count, dim = step.tokens.first, step.tokens.count, step.dim
-    own = _row_arguments(step)
+    own = _find_row_arguments(step)
 
     def run_live(live: int) -> None:
         tokens = min(live - first, count)
         if tokens > 0:
             fewer = [each.narrow(dim, 0, tokens) if i in own else each for i, each in enumerate(arguments)]
-            run(fewer, [None if each is None else each.narrow(dim, 0, tokens) for each in outputs])
+            run_call(fewer, [None if each is None else each.narrow(dim, 0, tokens) for each in outputs])
 
     return run_live
 
 
-def _row_arguments(step: TorchCall) -> set[int]:
-    """The arguments of which rows can be left out."""
+def _find_row_arguments(step: TorchCall) -> set[int]:
+    """Return the numbers of the arguments that can lose rows."""
     assert step.tokens is not None
     dims = {len(each.shape) for each in step.outputs if each is not None}
     operands = row_operands(step, step.dim) if len(dims) == 1 and 0 <= step.dim < dims.pop() else []
     if not operands or any(each.shape[step.dim] != step.tokens.count for each in operands):
         raise PlanError(f"its call of {step.operator} does not compute {step.tokens.count} tokens one by one")
-    return {i for i, each in enumerate(step.arguments) if _operand(each) in operands}
+    return {i for i, each in enumerate(step.arguments) if _operand_of(each) in operands}
 
 
-def _operand(argument: Any) -> Operand | None:
+def _operand_of(argument: Any) -> Operand | None:
     return argument.get("tensor") if isinstance(argument, dict) else None
 
 
-def run_once(step: TorchCall, memory: PlanMemory) -> None:
-    """Makes a call when its plan is loaded.
+def call_once(step: TorchCall, memory: PlanMemory) -> None:
+    """Make a call when its plan is bound.
 
     Raises:
         PlanError: as `bind_call`, or the call fails on what it is given.
@@ -78,24 +75,20 @@ def run_once(step: TorchCall, memory: PlanMemory) -> None:
     try:
         call(1)
     except (RuntimeError, IndexError) as error:
-        raise PlanError(f"its call of {step.operator} fails: {first_line(error)}") from error
+        raise PlanError(f"its call of {step.operator} fails: {_first_line(error)}") from error
 
 
 def _check_call(
-    step: TorchCall,
-    operator: Any,
-    arguments: list[Any],
-    keywords: dict[str, Any],
-    outputs: Sequence[Tensor | None],
+    step: TorchCall, operator: Any, arguments: list[Any], keywords: dict[str, Any], outputs: Sequence[Tensor | None]
 ) -> None:
-    """Raises PlanError where a call's results do not fit their places, found by shapes alone."""
+    """Raise PlanError where a call's results do not fit their places, found by shapes alone."""
     try:
-        results = _tensors(operator(*_without_memory(arguments), **_without_memory(keywords)))
+        results = _list_tensors(operator(*_without_memory(arguments), **_without_memory(keywords)))
     except Exception as error:  # of whatever arguments it was given
-        raise PlanError(f"its call of {step.operator} fails: {first_line(error)}") from error
+        raise PlanError(f"its call of {step.operator} fails: {_first_line(error)}") from error
     require(all(isinstance(each, Tensor) for each in results), f"its call of {step.operator} gives no tensor")
-    known = list(_held([arguments, keywords]))
-    check_bytes(sum(each.numel() * each.itemsize for each in (*known, *results)) + _work(step, known, results))
+    known = list(_find_tensors([arguments, keywords]))
+    check_bytes(sum(each.numel() * each.itemsize for each in (*known, *results)) + _count_work(step, known, results))
     if writes_in_place(step):
         return
     require(
@@ -108,33 +101,33 @@ def _check_call(
             )
 
 
-def _work(step: TorchCall, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
-    """Bytes at most of what torch may copy of a product's operands: of each batch its own."""
+def _count_work(step: TorchCall, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
+    """Return the most bytes that torch may copy of a product's operands: for each batch its own."""
     if not step.operator.startswith("aten.matmul") or len(operands) != 2:
         return 0
     batches = math.prod(results[0].shape[:-2])
     return batches * sum(math.prod(each.shape[-2:]) * each.itemsize for each in operands)
 
 
-def _tensors(results: Any) -> Sequence[Tensor]:
+def _list_tensors(results: Any) -> Sequence[Tensor]:
     return results if isinstance(results, list | tuple) else (results,)
 
 
-def _held(value: Any) -> Iterator[Tensor]:
-    """All tensors among arguments."""
+def _find_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors among arguments."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | dict):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _held(each)
+            yield from _find_tensors(each)
 
 
-def _argument(value: Any, memory: PlanMemory) -> Any:
+def _bind_argument(value: Any, memory: PlanMemory) -> Any:
     if isinstance(value, list):
-        return [_argument(each, memory) for each in value]
+        return [_bind_argument(each, memory) for each in value]
     if isinstance(value, dict):
         if "tensor" in value:
-            return memory.tensor(value["tensor"])
+            return memory.view_operand(value["tensor"])
         if "dtype" in value:
             return getattr(torch, value["dtype"])
         return float(value["number"])
@@ -147,3 +140,8 @@ def _without_memory(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_memory(each) for each in value]
     return {name: _without_memory(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says first; errors of torch add a trace of its own code."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compile cache of all targets: what compilers made, by a digest of all that they read; kept small, checked, and shared."""
+"""The compile cache of all targets: what compilers made, by a digest of all that they read."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of the compile cache on the disk, all kinds of them: their files, what they are of, their sizes and their last use.
+"""Entries of the compile cache on the disk: their files, descriptions, sizes and last use.
 
 <kind>/<key>/entry.json      the digest of every file of code, checked while it is copied; changed at each use
 <kind>/<key>/code.<suffix>   what a target compiled
-<kind>/<key>/about.json      of what, by whom: for who looks at the cache
+<kind>/<key>/about.json      its description, for people
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _UNKNOWN, _LONGEST_NAME = "-", 200
 
 
 class BrokenError(Exception):
-    """An entry is not what was stored."""
+    """An error in an entry: it is not what was stored."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What an entry is of. Nothing depends on it: a key alone says whether an entry is the one that is wanted.
+    """The description of an entry, for people: a key alone decides whether an entry is used.
 
     Attributes:
         target: of the graph, or of kernels the instruction set.
@@ -52,7 +52,7 @@ class About:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """An entry, whole or broken.
 
     Attributes:
@@ -66,8 +66,8 @@ class Entry:
     last_use: float
 
 
-def list_entries() -> list[Entry]:
-    """All entries of the user's cache, the last used first; those that another process takes away meanwhile are left out.
+def list_entries() -> list[CacheEntry]:
+    """List the entries of the user's cache, the last used first, but for those that another process takes away meanwhile.
 
     Raises:
         PermissionError: the cache is not to be trusted.
@@ -82,28 +82,28 @@ def list_entries() -> list[Entry]:
     return sorted(found, key=lambda entry: (-entry.last_use, entry.path))
 
 
-def _look_at(path: Path) -> Entry:
+def _look_at(path: Path) -> CacheEntry:
     size = sum(each.lstat().st_size for each in path.iterdir()) if path.is_dir() else path.lstat().st_size
     record = path / RECORD
     last_use = (record if record.is_file() else path).lstat().st_mtime
-    return Entry(path, read_about(path), size, last_use)
+    return CacheEntry(path, read_about(path), size, last_use)
 
 
 def read_about(entry: Path) -> About:
-    """What an entry says that it is of; a dash in the place of what cannot be read or printed."""
+    """Return the description of an entry, with a dash in the place of what cannot be read or printed."""
     known: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         known = read_object(entry / ABOUT)
-    return About(*(_name(known.get(field)) for field in ("graph", "target", "compiler")))
+    return About(*(_printable_name(known.get(field)) for field in ("graph", "target", "compiler")))
 
 
-def _name(value: object) -> str:
+def _printable_name(value: object) -> str:
     is_name = isinstance(value, str) and value.isprintable() and 0 < len(value) <= _LONGEST_NAME
     return str(value) if is_name else _UNKNOWN
 
 
 def write_documents(entry: Path, digests: Mapping[str, str], about: About) -> None:
-    """Completes a new entry whose code is there."""
+    """Complete a new entry that has its code."""
     for name, content in ((ABOUT, asdict(about)), (RECORD, dict(digests))):
         path = entry / name
         path.touch(mode=0o600)
@@ -130,7 +130,7 @@ def copy_file(source: Path, copy: Path) -> str:
     """Copy a file of code; return its digest. Raise BrokenError where it cannot be read or trusted."""
     digest = hashlib.sha256()
     with explained_full_disk(copy.parent, "name an output folder on another disk"), copy.open("wb") as output:
-        for piece in _pieces(source):
+        for piece in _read_pieces(source):
             digest.update(piece)
             output.write(piece)
     return digest.hexdigest()
@@ -141,7 +141,7 @@ def check_code(entry: Path) -> dict[str, str]:
     digests = read_record(entry)
     for suffix, expected in digests.items():
         digest = hashlib.sha256()
-        for piece in _pieces(entry / (CODE + suffix)):
+        for piece in _read_pieces(entry / (CODE + suffix)):
             digest.update(piece)
         check_digest(suffix, digest.hexdigest(), expected)
     return digests
@@ -152,7 +152,7 @@ def check_digest(suffix: str, found: str, expected: str) -> None:
         raise BrokenError(f"{CODE}{suffix} is not what was stored")
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
+def _read_pieces(path: Path) -> Iterator[bytes]:
     try:
         _check_owner(path)
         with open_regular(path) as file:
@@ -170,7 +170,7 @@ def _check_owner(path: Path) -> None:
 
 @contextmanager
 def scratch_folder(kind: Path) -> Iterator[Path]:
-    """A folder on the disk of the cache; what killed processes left of theirs is removed.
+    """Yield a folder on the disk of the cache; remove what killed processes left of theirs.
 
     Args:
         kind: the folder of a kind of entries.
@@ -190,6 +190,6 @@ def scratch_folder(kind: Path) -> Iterator[Path]:
 
 
 def remove_entry(entry: Path) -> None:
-    """Removes an entry in one step, for whoever reads it meanwhile."""
+    """Remove an entry in one step, as others may read it meanwhile."""
     with scratch_folder(entry.parent) as aside, suppress(FileNotFoundError):
         entry.rename(aside / "removed")

@@ -53,7 +53,7 @@ class Synced:
 def sync(
     repo: str, *, revision: str | None = None, token: str | None = None, download: bool = True, upload: bool = True
 ) -> Synced:
-    """Brings entries that one side lacks from the other; an entry that both have is left as it is.
+    """Bring entries that one side lacks from the other; leave an entry that both have as it is.
 
     Args:
         repo: a model repository, as org/name.
@@ -66,19 +66,19 @@ def sync(
     """
     api, branch = HfApi(token=token), revision or _MAIN
     with told(repo, branch, other_way=", or --download-only"):
-        commit, there = _listed(api, repo, branch)
-        here = {_name(entry.path) for entry in list_entries() if entry.path.parent.name in SHARED_KINDS}
+        commit, there = _list_files(api, repo, branch)
+        here = {_entry_name(entry.path) for entry in list_entries() if entry.path.parent.name in SHARED_KINDS}
         done = Synced([], [], {})
         missing = sorted(there.keys() - here) if download else []
         with progress.stage("Downloading entries", len(missing)) as advance:
             for name in missing:
-                problem = _download(api, repo, commit, name, there[name])
-                _note(done.downloaded, done.refused, name, problem)
+                problem = _download_entry(api, repo, commit, name, there[name])
+                _note_entry(done.downloaded, done.refused, name, problem)
                 advance(name)
         extra = iter(sorted(here - there.keys()) if upload else [])
         while names := list(islice(extra, _ENTRIES_PER_COMMIT)):
-            for name, problem in _upload(api, repo, branch, names):
-                _note(done.uploaded, done.refused, name, problem)
+            for name, problem in _upload_entries(api, repo, branch, names):
+                _note_entry(done.uploaded, done.refused, name, problem)
     return done
 
 
@@ -86,22 +86,22 @@ def shared_entries(repo: str, *, revision: str | None = None, token: str | None 
     """List the entries that a repository has by name, <kind>/<key>, with the files of each; raise as `sync` does."""
     branch = revision or _MAIN
     with told(repo, branch):
-        return _listed(HfApi(token=token), repo, branch)[1]
+        return _list_files(HfApi(token=token), repo, branch)[1]
 
 
-def _note(done: list[str], refused: dict[str, str], name: str, problem: str | None) -> None:
+def _note_entry(done: list[str], refused: dict[str, str], name: str, problem: str | None) -> None:
     if problem is None:
         done.append(name)
     else:
         refused[name] = problem
 
 
-def _name(entry: Path) -> str:
+def _entry_name(entry: Path) -> str:
     return f"{entry.parent.name}/{entry.name}"
 
 
-def _listed(api: HfApi, repo: str, branch: str) -> tuple[str | None, dict[str, set[str]]]:
-    """The commit of a branch, and files of each entry that it has; what else it has is nothing of ours."""
+def _list_files(api: HfApi, repo: str, branch: str) -> tuple[str | None, dict[str, set[str]]]:
+    """Return the commit of a branch, and the files of each entry that it has."""
     commit = patiently(lambda: api.repo_info(repo, revision=branch)).sha
     found: dict[str, set[str]] = {}
     for each in api.list_repo_tree(repo, recursive=True, revision=commit):
@@ -111,13 +111,13 @@ def _listed(api: HfApi, repo: str, branch: str) -> tuple[str | None, dict[str, s
     return commit, {name: files for name, files in found.items() if RECORD in files}
 
 
-def _download(api: HfApi, repo: str, commit: str | None, name: str, files: Iterable[str]) -> str | None:
-    """Puts an entry into the cache if it is what its record says; else, returns what is wrong."""
+def _download_entry(api: HfApi, repo: str, commit: str | None, name: str, files: Iterable[str]) -> str | None:
+    """Put an entry into the cache if it is what its record says; else return what is wrong."""
     kind, _, key = name.partition("/")
     cache = CompileCache(kind)
     with cache.scratch() as scratch:
         for file in sorted(files):
-            # Beside the cache, so that a full disk is told by its folder, and moved in one step.
+            # Next to the cache, so that a full disk is named by its folder, and a move takes one step.
             api.hf_hub_download(repo, f"{name}/{file}", revision=commit, local_dir=scratch)
         entry = scratch / key
         (scratch / kind / key).rename(entry)
@@ -136,14 +136,14 @@ def _download(api: HfApi, repo: str, commit: str | None, name: str, files: Itera
     return None
 
 
-def _upload(api: HfApi, repo: str, branch: str, names: list[str]) -> Iterator[tuple[str, str | None]]:
-    """Commits entries together; yields each with what is wrong with it, or None."""
+def _upload_entries(api: HfApi, repo: str, branch: str, names: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Commit entries together; yield each with what is wrong with it, or None."""
     kind = names[0].partition("/")[0]
     with CompileCache(kind).scratch() as scratch:
         whole: list[str] = []
         for name in names:
             try:
-                _copy(name, scratch / name)
+                _copy_entry(name, scratch / name)
             except BrokenError as error:
                 yield name, str(error)
             else:
@@ -152,17 +152,17 @@ def _upload(api: HfApi, repo: str, branch: str, names: list[str]) -> Iterator[tu
         if paths:
             count = "1 graph" if len(whole) == 1 else f"{len(whole)} graphs"
             with progress.stage(f"Uploading {count}"):
-                patiently(lambda: _commit(api, repo, branch, scratch, paths))
+                patiently(lambda: _commit_files(api, repo, branch, scratch, paths))
         yield from ((name, None) for name in whole)
 
 
-def _commit(api: HfApi, repo: str, branch: str, folder: Path, paths: Iterable[Path]) -> None:
+def _commit_files(api: HfApi, repo: str, branch: str, folder: Path, paths: Iterable[Path]) -> None:
     operations = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in paths]
     api.create_commit(repo, operations, commit_message="Add compiled graphs", revision=branch)
 
 
-def _copy(name: str, copy: Path) -> None:
-    """Copies an entry as it was stored: whoever removes it meanwhile, what is sent is what was checked."""
+def _copy_entry(name: str, copy: Path) -> None:
+    """Copy an entry as it was stored: what is sent is what was checked."""
     kind, _, key = name.partition("/")
     entry = CompileCache(kind).folder / key
     copy.mkdir(parents=True, mode=0o700)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the graphs of an export are compiled already: told by the model's config alone, and the names in the cache.
+"""The graphs of an export that are compiled already, found by the model's config and the names in the cache alone.
 
 Keys are those under which the target looks while it exports. They depend on which weights are one, and on types: both follow from a
 config, except where a checkpoint contradicts its own.
@@ -35,12 +35,12 @@ State = Literal["there", "missing", "broken"]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundGraph:
     """A graph of an export, and where it is compiled.
 
     Attributes:
         here: in the user's cache, each file checked by its digest.
-        shared: in a repository, whose files are only listed; None where no one is named.
+        shared: in a repository, of which files are only listed; None where none is named.
     """
 
     graph: str
@@ -62,20 +62,20 @@ def lookup(
     trust_remote_code: bool = False,
     repo: str | None = None,
     repo_revision: str | None = None,
-) -> list[Found]:
-    """Looks for all graphs that an export would compile; compiles nothing, and changes nothing in the cache.
+) -> list[FoundGraph]:
+    """Look for all graphs that an export would compile; compile nothing, and change nothing in the cache.
 
     Args:
-        model: a Hub id, of which no weights are downloaded, or a folder with a config.json, whose weights are not read.
+        model: a Hub id, of which no weights are downloaded, or a folder with a config.json; its weights are not read.
         config: as for the export.
         token: of the Hub, for the model and for `repo`.
         repo, repo_revision: where else to look, as in `hub.sync`.
 
     Raises:
-        ValueError: the model or the options cannot be exported; only weights tell its graphs, as where their codes are kept; or the
+        ValueError: the model or the options cannot be exported; its graphs depend on its weights, as where their codes are kept; or the
             target keeps none.
         FileNotFoundError: there is no such model or repository.
-        RuntimeError: this machine lacks what decides on graphs, such as the compiler, whose version is in keys; or the Hub fails.
+        RuntimeError: this machine lacks what decides on graphs, such as the compiler, which has its version in keys; or the Hub fails.
         PermissionError: the cache is not to be trusted.
     """
     config = dataclasses.replace(config, target=resolve_target(config.target))
@@ -86,19 +86,19 @@ def lookup(
         )
     if config.quantization == "checkpoint":
         raise ValueError(
-            "quantization='checkpoint' gives weights types that only a checkpoint's files tell, and its config alone is read here; export, "
+            "quantization='checkpoint' gives weights types that only a checkpoint's files have, and its config alone is read here; export, "
             "and what the cache has is used"
         )
     checkpoint = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
-    found = _keys(checkpoint, config, target, rounded=target.rounds_activations())
+    found = _find_keys(checkpoint, config, target, rounded=target.rounds_activations())
     shared = None if repo is None else shared_entries(repo, revision=repo_revision, token=token)
     return [
-        Found(graph, key, _here(found, key), None if shared is None else _shared(found, key, shared))
+        FoundGraph(graph, key, _state_here(found, key), None if shared is None else _state_shared(found, key, shared))
         for graph, key in found.keys.items()
     ]
 
 
-def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs, *, rounded: bool) -> CacheKeys:
+def _find_keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs, *, rounded: bool) -> CacheKeys:
     if checkpoint.gguf_file is not None:
         raise ValueError(
             f"{checkpoint.source} has its config in one file with its weights, which are not read here; export it, and what the "
@@ -133,21 +133,21 @@ def _keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs, *, 
 
 
 def _check_ties(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """Raises ValueError where a checkpoint has a tensor each for weights that its config ties: if they differ, they are not tied."""
+    """Raise ValueError where a checkpoint has a tensor each for weights that its config ties: if they differ, they are not tied."""
     names = checkpoint.indexed_names()
 
-    def has(name: str) -> bool:  # with whatever prefix a multimodal model gives it
+    def has_tensor(name: str) -> bool:  # with whatever prefix a multimodal model gives it
         return any(each == name or each.endswith(f".{name}") for each in names)
 
     for alias, stored in model.all_tied_weights_keys.items():
-        if has(alias) and has(stored):
+        if has_tensor(alias) and has_tensor(stored):
             raise ValueError(
                 f"{checkpoint.source}: by its config {alias} is {stored}, and its files hold both; whether they are equal, which "
-                f"decides on graphs, only weights tell, which are not read; correct tie_word_embeddings in its config.json"
+                f"decides on graphs, depends on weights, which are not read; correct tie_word_embeddings in its config.json"
             )
 
 
-def _here(found: CacheKeys, key: str) -> State:
+def _state_here(found: CacheKeys, key: str) -> State:
     if not (cache_root() / found.kind).is_dir():
         return "missing"
     entry = cache_folder(found.kind) / key
@@ -156,10 +156,10 @@ def _here(found: CacheKeys, key: str) -> State:
     try:
         return "there" if found.suffix in check_code(entry) else "broken"
     except BrokenError:
-        return "broken" if entry.exists() else "missing"  # else somebody made room meanwhile
+        return "broken" if entry.exists() else "missing"  # else another process made room meanwhile
 
 
-def _shared(found: CacheKeys, key: str, entries: dict[str, set[str]]) -> State:
+def _state_shared(found: CacheKeys, key: str, entries: dict[str, set[str]]) -> State:
     files = entries.get(f"{found.kind}/{key}")
     if files is None:
         return "missing"

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes room in the compile cache: entries go whose last use is the longest ago, of all kinds together."""
+"""Upkeep of the compile cache: broken entries are found, and those that were not used for longest make room."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from .entries import Entry, list_entries, remove_entry
+from ... import progress
+from .entries import BrokenError, CacheEntry, check_code, list_entries, remove_entry
 from .units import parse_size
 
 
@@ -27,14 +28,16 @@ def size_limit() -> int | None:
 
 
 def keep_within(limit: int, newest: Path) -> None:
-    """Removes entries until all together take `limit` bytes; `newest` stays, however large it is."""
+    """Remove entries until all together take `limit` bytes; `newest` stays, however large it is."""
     entries = list_entries()
     left = limit - sum(entry.size for entry in entries if entry.path == newest)
-    _remove(_beyond([entry for entry in entries if entry.path != newest], left))
+    _remove_entries(_find_beyond([entry for entry in entries if entry.path != newest], left))
 
 
-def prune(*, max_size: int | None, older_than: float | None, dry_run: bool) -> tuple[list[Entry], list[Entry]]:
-    """Removes entries.
+def prune(
+    *, max_size: int | None, older_than: float | None, dry_run: bool
+) -> tuple[list[CacheEntry], list[CacheEntry]]:
+    """Remove entries.
 
     Args:
         max_size: bytes that the others take together, at most.
@@ -52,15 +55,15 @@ def prune(*, max_size: int | None, older_than: float | None, dry_run: bool) -> t
     removed = [entry for entry in entries if entry.last_use < limit]
     kept = [entry for entry in entries if entry.last_use >= limit]
     if max_size is not None:
-        removed += _beyond(kept, max_size)
+        removed += _find_beyond(kept, max_size)
     gone = {entry.path for entry in removed}
     if not dry_run:
-        _remove(removed)
+        _remove_entries(removed)
     return removed, [entry for entry in entries if entry.path not in gone]
 
 
-def _beyond(entries: Iterable[Entry], limit: int) -> list[Entry]:
-    """The entries, the last used first, behind those that fit a size together."""
+def _find_beyond(entries: Iterable[CacheEntry], limit: int) -> list[CacheEntry]:
+    """Return the entries, the last used first, after those that fit a size together."""
     found, total = [], 0
     for entry in entries:
         total += entry.size
@@ -69,6 +72,30 @@ def _beyond(entries: Iterable[Entry], limit: int) -> list[Entry]:
     return found
 
 
-def _remove(entries: Iterable[Entry]) -> None:
+def _remove_entries(entries: Iterable[CacheEntry]) -> None:
     for entry in entries:
         remove_entry(entry.path)
+
+
+def verify(*, remove: bool) -> Iterator[tuple[CacheEntry, str | None]]:
+    """Yield each entry, and what is wrong with it or None; with `remove`, remove broken ones before.
+
+    Entries that another process takes away meanwhile are left out.
+
+    Raises:
+        OSError: one is to be removed from a cache that may only be read.
+    """
+    entries = list(list_entries())
+    with progress.stage("Verifying entries", sum(entry.size for entry in entries)) as advance:
+        for entry in entries:
+            problem = None
+            try:
+                check_code(entry.path)
+            except BrokenError as error:
+                if not entry.path.exists():
+                    continue
+                problem = str(error)
+                if remove:
+                    remove_entry(entry.path)
+            advance(entry.path.name[:16], entry.size)
+            yield entry, problem

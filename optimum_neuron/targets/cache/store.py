@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compile cache as targets use it: what is broken, or not ours, is never used."""
+"""The compile cache as targets use it: what is broken, or of another user, is never used."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class CompileCache:
     """Entries of one kind. Any number of processes may read, write and remove them at once."""
 
     def __init__(self, kind: str) -> None:
-        """Raises OSError and PermissionError as `cache_folder` does, and ValueError as `size_limit`."""
+        """Raise OSError and PermissionError as `cache_folder`, and ValueError as `size_limit`."""
         self.folder = cache_folder(kind)
         self._limit = size_limit()
 
     def fetch(self, key: str, folder: Path, stem: str, *suffixes: str) -> bool:
-        """Copies the files of an entry to `folder/<stem>.<suffix>`.
+        """Copy the files of an entry to `folder/<stem>.<suffix>`.
 
         Args:
             suffixes: that it must have.
@@ -51,7 +51,7 @@ class CompileCache:
         copied: list[Path] = []
         try:
             digests = read_record(entry)
-            # First, so that nobody who makes room takes it for unused; a cache that may only be read tells no uses.
+            # First, so that a process that makes room does not take it for unused; a cache that may only be read keeps no uses.
             with suppress(OSError):
                 os.utime(entry / RECORD)
             if not set(suffixes) <= digests.keys():
@@ -62,7 +62,7 @@ class CompileCache:
         except BrokenError as error:
             for path in copied:
                 path.unlink(missing_ok=True)
-            if entry.is_dir():  # else somebody made room meanwhile
+            if entry.is_dir():  # else another process made room meanwhile
                 logger.warning("%s in the compile cache is compiled again: %s", entry, error)
                 remove_entry(entry)
             return False
@@ -73,7 +73,7 @@ class CompileCache:
         return scratch_folder(self.folder)
 
     def store(self, key: str, scratch: Path, stem: str, folder: Path, about: About) -> None:
-        """Copies what was compiled, `scratch/<stem>.*`, into a folder, as `fetch` does, and moves it into an entry.
+        """Copy what was compiled, `scratch/<stem>.*`, into a folder, as `fetch` does, and move it into an entry.
 
         Where another process has made the same entry meanwhile, that one stays. Where the cache has a size limit, those that were
         used last stay within it, this one in any case.
@@ -90,7 +90,7 @@ class CompileCache:
         self.admit(entry)
 
     def admit(self, entry: Path) -> None:
-        """Moves a complete folder on the disk of the cache, named by its key, into its place."""
+        """Move a complete folder on the disk of the cache, named by its key, into its place."""
         place = self.folder / entry.name
         try:
             entry.rename(place)
@@ -101,7 +101,7 @@ class CompileCache:
             keep_within(self._limit, place)
 
     def forget(self, digest: str) -> None:
-        """Removes every entry with a file of this sha256, which turned out to be of no use."""
+        """Remove all entries with a file of this sha256, which cannot be used."""
         for record in self.folder.glob(f"*/{RECORD}"):
             with suppress(BrokenError):
                 if digest in read_record(record.parent).values():

@@ -17,15 +17,15 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
 
 def parse_size(text: str) -> int:
     """Return the bytes of a size like 10GB, 1.5 TB, 512MiB or 4096; ValueError: it is none."""
-    return round(_quantity(text, _BYTES, "size", "500MB, 10GB or 2TiB"))
+    return round(_parse_quantity(text, _BYTES, "size", "500MB, 10GB or 2TiB"))
 
 
 def parse_age(text: str) -> float:
     """Return the seconds of an age like 12h, 30d or 2w; ValueError: it is none."""
-    return _quantity(text, _SECONDS, "age", "12h, 30d or 2w")
+    return _parse_quantity(text, _SECONDS, "age", "12h, 30d or 2w")
 
 
-def _quantity(text: str, units: dict[str, int], what: str, examples: str) -> float:
+def _parse_quantity(text: str, units: dict[str, int], what: str, examples: str) -> float:
     match = _QUANTITY.fullmatch(text.strip().lower())
     if match is None or match[2] not in units or len(match[1]) > 18:
         raise ValueError(f"{text!r} is no {what}; give a number and a unit, as in {examples}")
@@ -33,7 +33,7 @@ def _quantity(text: str, units: dict[str, int], what: str, examples: str) -> flo
 
 
 def show_size(size: int) -> str:
-    """A size to be read: 12.3 MB."""
+    """Return a size for people: 12.3 MB."""
     value, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 999.95:

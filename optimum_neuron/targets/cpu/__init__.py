@@ -14,8 +14,7 @@ from ...artifact.artifact import Artifact
 from ...artifact.skeleton import assign
 from ...artifact.weights import named_tensors, untie, write_weights
 from ...config import NeuronConfig
-from ...kernels.build import library
-from ...kernels.build.host import instruction_set
+from ...kernels.host.instruction_sets import choose_instruction_set
 from ...parity.inspect import inspect_layers
 from ...step.spec import graph_specs
 from .. import CacheKeys, CompileJob, Executable, check_one_device
@@ -26,18 +25,19 @@ from . import plan_keys
 from .compiler import CACHE_KIND, PLAN_SUFFIX, compile_graphs
 from .layout import use_natural_layout
 from .loader import load_executable
+from .native_library import load_kernels
 
 
 class CpuTarget:
-    """An artifact of it holds no native code: the kernels are this package's own, for the machine that loads it."""
+    """The cpu target. Its artifacts hold no native code: the kernels are this package's own, for the machine that loads it."""
 
     def check(self, config: NeuronConfig) -> None:
         check_one_device(config)
-        library.load()
+        load_kernels()
         CompileCache(CACHE_KIND)
 
     def rounds_activations(self) -> bool:
-        return instruction_set().rounded_is_faster
+        return choose_instruction_set().rounded_is_faster
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         use_natural_layout(model)
@@ -73,7 +73,7 @@ class CpuTarget:
 
 
 def _take_memory(model: nn.Module) -> None:
-    """Gives a model memory that nobody fills, which as long as nobody touches it costs nothing; buffers hold zeros, as some are indices."""
+    """Give a model memory that is never filled, which costs nothing until it is touched; buffers hold zeros, as some are indices."""
     parameters = dict(model.named_parameters(prefix="model", remove_duplicate=False))
     unique, tied = untie(named_tensors(model))
     tensors = {

@@ -14,7 +14,7 @@ from ...step.features.experts.expert_modules import is_experts
 
 
 def use_natural_layout(model: nn.Module, stored: Mapping[str, Stored] | None = None) -> None:
-    """Turns the weights of transposed experts into `[experts, out, in]`, as the kernel and a memory bus like them.
+    """Turn the weights of transposed experts into `[experts, out, in]`, as the kernel reads them.
 
     Args:
         stored: what the weights will be replaced by, named as in `weights.named_tensors`: layers stay as they are where
@@ -23,10 +23,10 @@ def use_natural_layout(model: nn.Module, stored: Mapping[str, Stored] | None = N
     for name, module in model.named_modules():
         if is_experts(module) and module.is_transposed:
             weights = _weights(module)
-            # Where all are square, no reader could tell the layouts apart.
-            told = [each for each, weight in weights.items() if weight.shape[1] != weight.shape[2]]
-            own = None if stored is None or not told else stored.get(f"model.{name}.{told[0]}")
-            if told and (own is None or tuple(own.shape) != tuple(weights[told[0]].shape)):
+            # Where all are square, both layouts look alike.
+            oblong = [each for each, weight in weights.items() if weight.shape[1] != weight.shape[2]]
+            own = None if stored is None or not oblong else stored.get(f"model.{name}.{oblong[0]}")
+            if oblong and (own is None or tuple(own.shape) != tuple(weights[oblong[0]].shape)):
                 for weight in weights.values():
                     weight.data = in_file(weight.data.transpose(1, 2).contiguous())
                 module.is_transposed = False

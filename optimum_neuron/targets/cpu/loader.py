@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads plans, binds weights and state to them, and makes them again where they cannot be used."""
+"""Plans of an artifact, loaded and bound to weights and states, or made again where they cannot be used."""
 
 from __future__ import annotations
 
@@ -18,43 +18,37 @@ from ...artifact.artifact import GRAPHS_FOLDER, Artifact, ArtifactError
 from ...artifact.skeleton import assign, check_spec, check_tensors, model_for
 from ...artifact.tensor_file import stored_tensors
 from ...artifact.weights import allocate_states, check_memory, read_layout, read_weights
-from ...kernels.build import library
-from ...kernels.plan.check import check_plan
-from ...kernels.plan.program import Plan
-from ...kernels.plan.values import dtype_name
+from ...kernels.plan import OldPlanError, Plan
 from ...kernels.run.memory import allocate_arena
-from ...kernels.run.short_scales import short_scales
-from ...step.slot_copies import empty_snapshots
+from ...kernels.run.short_scales import find_short_scales
 from .. import CompileJob
+from ..host_states import empty_snapshots
 from ..recompile import compiled_again
-from .compiler import CONSTANTS_SUFFIX, PLAN_SUFFIX, compile_graphs
-from .executable import BoundPlan, CpuExecutable
+from .compiler import CONSTANTS_SUFFIX, PLAN_SUFFIX, PlanFacts, compile_graphs
+from .executable import CpuExecutable, LiveTokens
 from .layout import use_natural_layout
-from .live_tokens import LiveTokens
-from .plan_file import Facts, OldPlanError, read_plan
+from .native_library import load_kernels
 
 
 logger = logging.getLogger(__name__)
 
 _Find = Callable[[str], Path]
-# Of AOTInductor's packages, which held the code of graphs.
-_OLD_SUFFIX = ".pt2"
 
 
 def load_executable(artifact: Artifact, *, trusted: bool, trust_remote_code: bool) -> CpuExecutable:
-    """Loads an artifact's plans; they are made again where they are not trusted, or are of another version of this package.
+    """Load an artifact's plans; make them again where they are not trusted, or belong to another version of this package.
 
     Raises:
         ArtifactError: they were made for another artifact than the manifest describes.
         RuntimeError: the kernels cannot be built here.
         ValueError: OPTIMUM_NEURON_CPU names what this machine lacks.
     """
-    library.load()  # first: what the machine lacks is no fault of the artifact's files
+    load_kernels()  # first: what the machine lacks is no fault of the artifact's files
     reason = None if trusted else "its graphs come from the Hub, and are not trusted"
     if reason is None:
         artifact.verify()
         try:
-            return _bind(artifact, _own_file(artifact))
+            return _bind_plans(artifact, artifact.graph_file)
         except OldPlanError as error:
             reason = str(error)
     logger.warning("compiling the graphs of %s again: %s", artifact.path, reason)
@@ -64,23 +58,11 @@ def load_executable(artifact: Artifact, *, trusted: bool, trust_remote_code: boo
         return compile_graphs(job)
 
     with compiled_again(artifact, compile_checked, trust_remote_code=trust_remote_code) as (folder, _):
-        return _bind(artifact, (folder / GRAPHS_FOLDER).joinpath)
-
-
-def _own_file(artifact: Artifact) -> _Find:
-    """Finds files of an artifact's graphs."""
-    packages = [name for name in artifact.manifest["files"] if name.endswith(_OLD_SUFFIX)]
-
-    def find(name: str) -> Path:
-        if packages:  # an export of before there were plans
-            raise OldPlanError(f"it has {packages[0]}, which this version does not run")
-        return artifact.graph_file(name)
-
-    return find
+        return _bind_plans(artifact, (folder / GRAPHS_FOLDER).joinpath)
 
 
 def _check_model(artifact: Artifact, *, trust_remote_code: bool) -> None:
-    """Refuses an artifact whose model, weights and manifest contradict each other."""
+    """Refuse an artifact where model, weights and manifest contradict each other."""
     check_memory((*artifact.states(), *artifact.snapshots()))
     layout = read_layout(artifact)
     model = model_for(artifact, layout, trust_remote_code=trust_remote_code)
@@ -91,34 +73,35 @@ def _check_model(artifact: Artifact, *, trust_remote_code: bool) -> None:
         check_spec(model, artifact.model)
 
 
-def _bind(artifact: Artifact, find: _Find) -> CpuExecutable:
-    """Binds graphs to weights and state.
+def _bind_plans(artifact: Artifact, find: _Find) -> CpuExecutable:
+    """Bind graphs to weights and states.
 
     Args:
         find: from the name of a graph's file to its path.
     """
-    facts = Facts.of(artifact.config, artifact.model)
     states = allocate_states(artifact.states())
     shared = read_weights(artifact) | states
     plans: dict[str, Plan] = {}
     constants: dict[str, dict[str, Tensor]] = {}
     for spec in artifact.graphs:
-        path = find(spec.name + PLAN_SUFFIX)
-        with _naming(path):
-            plan = plans[spec.name] = read_plan(path, spec, facts, shared)
-        own = _constants(find(spec.name + CONSTANTS_SUFFIX), shared) if _has_constants(plan) else {}
-        with _naming(path):
-            check_plan(plan, {name: dtype_name(each.dtype) for name, each in (shared | own).items()})
+        path, facts = find(spec.name + PLAN_SUFFIX), PlanFacts.collect(spec, artifact.config, artifact.model)
+        with _name_file(path):
+            plan = plans[spec.name] = Plan.load(path, shared, facts.check)
+        own = _read_constants(find(spec.name + CONSTANTS_SUFFIX), shared) if _has_constants(plan) else {}
+        with _name_file(path):
+            plan.check(shared | own)
         constants[spec.name] = own
-    with _naming(artifact.path):
+    with _name_file(artifact.path):
         arena = allocate_arena(list(plans.values()))
-        short = short_scales(plans.values(), shared)
+        short = find_short_scales(plans.values(), shared)
     bound = {}
     for spec in artifact.graphs:
-        tensors = shared | constants[spec.name]
-        with _naming(find(spec.name + PLAN_SUFFIX)):
-            bound_plan = BoundPlan(plans[spec.name], spec, artifact.model.vocab_size, tensors, arena, short)
-        bound[spec.name] = bound_plan, LiveTokens(spec)
+        tensors, outputs = shared | constants[spec.name], spec.outputs(artifact.model.vocab_size)
+        with _name_file(find(spec.name + PLAN_SUFFIX)):
+            own_plan = plans[spec.name].bind(
+                tensors, spec.inputs(), outputs, arena, library=load_kernels(), short_scales=short
+            )
+        bound[spec.name] = own_plan, LiveTokens(spec)
     return CpuExecutable(bound, states, empty_snapshots(artifact.config, artifact.model))
 
 
@@ -126,8 +109,8 @@ def _has_constants(plan: Plan) -> bool:
     return any(buffer.kind == "constant" for buffer in plan.buffers)
 
 
-def _constants(path: Path, others: Collection[str]) -> dict[str, Tensor]:
-    with _naming(path):
+def _read_constants(path: Path, others: Collection[str]) -> dict[str, Tensor]:
+    with _name_file(path):
         names = stored_tensors(path).keys() & set(others)
         if names:
             raise ValueError(f"it holds {min(names)}, which is no constant of a graph")
@@ -136,8 +119,8 @@ def _constants(path: Path, others: Collection[str]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Tells of which file a graph's own checks speak."""
+def _name_file(path: Path) -> Iterator[None]:
+    """Name the file in the errors of a graph's own checks."""
     try:
         yield
     except OldPlanError:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.operators import NAMESPACE
+from ...kernels.steps.access import COLUMN_BLOCK, HEAD_DIM_LIMIT, HEAD_DIM_STEP
 from ...step.attention import attend_cache
 from ...step.attention_rows import AttentionRows
 from ...step.features.codes.coded_states import Stored
@@ -20,26 +21,23 @@ from ...step.masks import AttentionChunk
 from ...step.ops import StepOps
 
 
-HEAD_DIM_STEP, HEAD_DIM_LIMIT = 16, 256
-# Columns that the attention kernel takes at a time, of a bias by column too.
-COLUMN_BLOCK = 64
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_taken(call: AttentionCall, keys: Stored, values: Stored) -> bool:
-    """Whether the attention kernel takes a call. It reads what its tokens see, and no further."""
+    """Return whether the attention kernel takes a call. It reads what its tokens see, and no further."""
     dim = keys.shape[-1]
     plain = not isinstance(call.sliding_window, AttentionChunk) and values.shape[-1] == dim and call.attends_to_all
     return plain and call.query.dtype in DTYPES and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
 
 
-def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
-    """A drop-in for `attend_cache` that reads slots and blocks in place and stops at each token's own position."""
+def _attend_in_place(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
+    """Attend as `attend_cache`, but read slots and blocks in place, and stop at each token's own position."""
     window = call.sliding_window
     if isinstance(window, AttentionChunk) or not is_taken(call, keys, values):
         return attend_cache(call, group, query, keys, values)
     sinks = None if call.sinks is None else call.sinks.float()
-    (codes, key_scale), (value_codes, value_scale) = _parts(keys), _parts(values)
+    (codes, key_scale), (value_codes, value_scale) = _split_parts(keys), _split_parts(values)
     output: Tensor = getattr(torch.ops, NAMESPACE).attend(
         query,
         codes,
@@ -57,12 +55,12 @@ def _attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stor
     return output
 
 
-def _parts(states: Stored) -> tuple[Tensor, Tensor | None]:
+def _split_parts(states: Stored) -> tuple[Tensor, Tensor | None]:
     return (states, None) if isinstance(states, Tensor) else (states.codes, states.scale)
 
 
 def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tensor:
-    """A table for all columns that a row may have, to the end of the kernel's last block: it reads whole vectors."""
+    """Return a table for all columns that a row may have, to the end of the kernel's last block: it reads whole vectors."""
     per_row = group.blocks.shape[1] if group.blocks is not None and group.blocks.dim() == 2 else 1
     width = -(-keys.shape[2] * per_row // COLUMN_BLOCK) * COLUMN_BLOCK
     table = column_bias[:, :width].float()
@@ -70,7 +68,7 @@ def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tenso
 
 
 def _write_cache(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
-    """A drop-in for `kv_cache.write`."""
+    """Write as `kv_cache.write`."""
     operators = getattr(torch.ops, NAMESPACE)
     if isinstance(cache, Tensor):
         operators.write_cache(cache, states, blocks, columns)
@@ -81,7 +79,7 @@ def _write_cache(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor)
 
 
 def _grouped_experts(call: ExpertsCall) -> Tensor:
-    """A drop-in for `dense_experts` that reads and computes the experts in use alone.
+    """Compute as `dense_experts`, but read and compute the experts in use alone.
 
     What a token gets depends on it and its experts only, to the bit.
     """
@@ -93,7 +91,7 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
 
 
 def expert_linear(x: Tensor, index: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """The linear layers of experts.
+    """Return the results of experts' linear layers.
 
     Args:
         x: `[tokens, inputs]`, or `[tokens, k, inputs]`.
@@ -118,7 +116,7 @@ def expert_linear(x: Tensor, index: Tensor, weight: Tensor | QuantizedWeight, bi
 
 
 def _quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """A drop-in for `reference_product` that reads codes, and keeps no dequantized weight.
+    """Multiply as `reference_product`, but read codes, and keep no dequantized weight.
 
     Raises:
         ValueError: the kernels take no such weight, or no such input.
@@ -130,7 +128,7 @@ def _quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -
 
 
 def check_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:
-    """Raises ValueError where the kernels take no such weight, or no input of this type."""
+    """Raise ValueError where the kernels take no such weight, or no input of this type."""
     if weight.kind in PACKED and weight.group_size % 2:
         raise ValueError(
             f"a quantized weight of {weight.kind} has {weight.group_size} inputs to a scale, and target='cpu' takes two codes of a "
@@ -142,18 +140,18 @@ def check_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:
         )
 
 
-def _convolve(
+def _convolve_slots(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, positions: Tensor
 ) -> Tensor:
-    """A drop-in for the convolution of `SlotConvolutions` that reads a slot's own inputs, and no other slot's."""
+    """Convolve as `SlotConvolutions`, but read a slot's own inputs, and no other slot's."""
     taps = weight.float().t().contiguous()
     own_bias = None if bias is None else bias.float()
     outputs: Tensor = getattr(torch.ops, NAMESPACE).convolve(inputs, taps, own_bias, state, slots, positions)
     return outputs
 
 
-def _walk(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:
-    """A drop-in for the scans of StepOps that takes each slot's state on token by token, in place."""
+def _walk_tokens(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:
+    """Scan as StepOps, but token by token, with each slot's state in place."""
     decay = call.decay if call.rates is not None else call.decay.exp()
     outputs: Tensor = getattr(torch.ops, NAMESPACE).walk(
         call.query,
@@ -170,27 +168,27 @@ def _walk(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:
 
 
 def _output_rows(rows: Tensor) -> Tensor:
-    """Tells a plan which tokens reach the model's head: what no other token's rows need can be left out."""
+    """Mark the tokens that reach the model's head: a plan leaves out what they do not need."""
     marked: Tensor = getattr(torch.ops, NAMESPACE).output_rows(rows)
     return marked
 
 
-def _sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
-    """A drop-in for `sample` that chooses the same tokens, and reads a greedy row's logits once."""
+def _sample_tokens(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+    """Choose the same tokens as `sample`, but read a greedy row's logits once."""
     tokens: Tensor = getattr(torch.ops, NAMESPACE).sample(logits, sampling_params, uniforms)
     return tokens
 
 
 OPS = StepOps(
-    attend_cache=_attend,
+    attend_cache=_attend_in_place,
     write_cache=_write_cache,
     reads_visible=is_taken,
     quantized_linear=_quantized_linear,
-    convolve=_convolve,
+    convolve=_convolve_slots,
     experts=_grouped_experts,
-    delta_rule=_walk,
-    state_space_scan=_walk,
-    selective_scan=_walk,
-    sample=_sample,
+    delta_rule=_walk_tokens,
+    state_space_scan=_walk_tokens,
+    selective_scan=_walk_tokens,
+    sample=_sample_tokens,
     output_rows=_output_rows,
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plan of a graph depends on, as a digest: the key of its entry in the compile cache.
+"""Keys of plans in the compile cache: digests of all that a plan depends on.
 
 The compiler of plans is this package and torch, and what it reads are a model's config and code, a graph's sizes, and of the
 weights their names, shapes and types, and which of them are one tensor. No weight's values, no folder and no version of this
@@ -28,7 +28,7 @@ from ...step.state_specs import state_specs
 from .. import CompileJob
 
 
-# Of a config: where it came from, who wrote it, and a type that the artifact's own stands for.
+# Of a config: its origin, its author, and a type in the place of which the artifact has its own.
 _NOT_READ = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
@@ -65,15 +65,15 @@ def _module_files(folder: Path, name: str) -> list[Path]:
 
 
 def plan_keys(job: CompileJob, tensors: Mapping[str, Stored]) -> dict[str, str]:
-    """The key of each graph's plan, by the graph's name.
+    """Return the key of each graph's plan, by the graph's name.
 
     Args:
-        job: whose folder holds config.json, what is told of quantized layers, and the model's code where that is trusted; weights are
+        job: its folder holds config.json, the formats of quantized layers, and the model's code where that is trusted; weights are
             not read.
         tensors: what the file of weights holds, by name.
 
     Raises:
-        ValueError: transformers cannot read config.json, or nobody quantization.json.
+        ValueError: config.json or quantization.json cannot be read.
     """
     config = read_config(job.folder, trust_remote_code=job.trust_remote_code).to_dict()
     code = sorted(job.folder.glob("*.py")) if job.trust_remote_code else []
@@ -83,7 +83,7 @@ def plan_keys(job: CompileJob, tensors: Mapping[str, Stored]) -> dict[str, str]:
         "model": job.model.to_dict(),
         "dtype": job.config.dtype,
         "quantized": {name: asdict(each) for name, each in read_formats(job.folder).items()},
-        # Of a cache of blocks, a graph's own spec does not tell them: what takes padding is as long as the artifact's largest step.
+        # A graph's own spec lacks those of a cache of blocks: what takes padding is as long as the artifact's largest step.
         "states": [asdict(state) for state in state_specs(job.config, job.model)],
         "tensors": {name: [str(each.dtype), list(each.shape)] for name, each in tensors.items()},
         "tied": job.tied_weights,

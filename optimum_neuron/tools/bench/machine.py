@@ -16,13 +16,13 @@ def describe_machine() -> dict[str, Any]:
     import torch
     import transformers
 
-    from ...kernels.build.host import instruction_set
-    from ...targets.cores import usable_cpus
+    from ...kernels.host.instruction_sets import choose_instruction_set
+    from ...kernels.host.machine import usable_cpus
 
     return {
         "cpu": cpu_model(),
         "isa": torch.backends.cpu.get_cpu_capability(),
-        "kernels": instruction_set().name,
+        "kernels": choose_instruction_set().name,
         "cores": usable_cpus(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

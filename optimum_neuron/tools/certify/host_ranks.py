@@ -20,10 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ...kernels.host.processes import TiedProcess
 from ...step.spec import PROMPT_LOGITS
 from ...targets.neuron.graph_io import CHOSEN, GraphIO
 from ...targets.neuron.lowering import hlo
-from ...targets.processes import TiedProcess
 
 
 _TIMEOUT = 3600.0  # seconds

@@ -14,12 +14,12 @@ from ... import progress
 from ...artifact.artifact import WEIGHTS_NAME, Artifact
 from ...config import NeuronConfig
 from ...generate import NeuronModelForCausalLM
+from ...kernels.host.machine import available_memory
 from ...runtime.stopwatch import seconds_of
 from ...step.spec import GraphSpec, graph_specs
 from ...step.state_sizes import byte_count
 from ...targets.neuron.sdk.hardware import CHIPS
 from ...targets.neuron.sdk.step_times import DECODE, PREFILL
-from ...targets.processes import available_memory
 from ..estimate.core_sizes import CoreSizes
 from ..estimate.step_needs import core_memory
 from ..estimate.step_speed import graph_work

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmark.generate import formats
-from optimum_neuron.kernels.build.host import CPU_VARIABLE, instruction_set, instruction_sets
+from optimum_neuron.kernels.host.instruction_sets import CPU_VARIABLE, choose_instruction_set, list_instruction_sets
 
 
 def test_a_ratio_is_of_one_round_and_a_slower_format_is_marked() -> None:
@@ -49,7 +49,7 @@ def test_each_instruction_set_has_a_process_that_is_held_to_it(
     monkeypatch.setattr(formats.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["formats", "--rows", "2", "--artifacts", str(tmp_path)])
     assert formats.main() == 0
-    names = [each.name for each in instruction_sets() if each.needs]
+    names = [each.name for each in list_instruction_sets() if each.needs]
     assert [name for name, _ in started] == names
     for name, command in started:
         assert command[:5] == [sys.executable, "-m", "benchmark.generate.formats", "--rows", "2"]
@@ -61,7 +61,7 @@ def test_each_instruction_set_has_a_process_that_is_held_to_it(
 def test_it_runs(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = instruction_set()
+    own = choose_instruction_set()
     monkeypatch.setenv(CPU_VARIABLE, own.name)
     options = ["--model", str(tiny_checkpoint), "--dtype", "float32", "--formats", "int8", "--rows", "2", "1"]
     options += ["--rounds", "1", "--artifacts", str(tmp_path)]

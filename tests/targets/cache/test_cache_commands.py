@@ -14,9 +14,8 @@ from cached import KEY, OTHER, call, flip, store, used
 
 from optimum_neuron import targets
 from optimum_neuron.targets.cache.entries import KINDS, About, list_entries
-from optimum_neuron.targets.cache.prune import SIZE_VARIABLE
+from optimum_neuron.targets.cache.prune import SIZE_VARIABLE, verify
 from optimum_neuron.targets.cache.store import CompileCache
-from optimum_neuron.targets.cache.verify import verify
 
 
 def test_entries_are_listed_by_what_they_are_of(

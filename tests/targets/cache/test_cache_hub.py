@@ -201,12 +201,12 @@ def test_a_hub_that_cannot_be_reached_or_must_not_be_asked(
 def test_an_entry_that_is_removed_while_it_is_uploaded_is_sent_whole(
     hub: LoopbackHub, cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, commit = folder_bytes(store(cache, folder)), hub_module._commit
+    before, commit = folder_bytes(store(cache, folder)), hub_module._commit_files
 
     def remove_first(*arguments: object) -> None:
         shutil.rmtree(cache.folder / KEY)
         commit(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(hub_module, "_commit", remove_first)
+    monkeypatch.setattr(hub_module, "_commit_files", remove_first)
     assert sync(REPO, token=TOKEN).uploaded == [ENTRY]
     assert {name: hub.files[f"{ENTRY}/{name}"] for name in before} == before

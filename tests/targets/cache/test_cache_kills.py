@@ -18,8 +18,8 @@ from hub_server import REPO, TOKEN, LoopbackHub
 from huggingface_hub import HfApi
 
 from optimum_neuron.targets.cache.hub import sync
+from optimum_neuron.targets.cache.prune import verify
 from optimum_neuron.targets.cache.store import CompileCache
-from optimum_neuron.targets.cache.verify import verify
 
 
 # What changes something outside of a process, or asks the Hub to.

@@ -30,13 +30,13 @@ from transformers import (
 )
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.kernels.build import library
 from optimum_neuron.step.spec import GraphSpec, graph_specs
 from optimum_neuron.targets.cache.entries import list_entries
 from optimum_neuron.targets.cache.hub import sync
 from optimum_neuron.targets.cache.lookup import lookup
-from optimum_neuron.targets.cache.verify import verify
+from optimum_neuron.targets.cache.prune import verify
 from optimum_neuron.targets.cpu import compiler
+from optimum_neuron.targets.cpu.native_library import load_kernels
 
 
 TIED = LlamaConfig(**TINY_SIZES, tie_word_embeddings=True)
@@ -90,7 +90,7 @@ CHANGES: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _kernels() -> None:
     """Those of the other tests, which a cache of a test's own would build anew."""
-    library.load()
+    load_kernels()
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(spec.name)
         (scratch / f"{spec.name}.json").write_text("{}", encoding="utf-8")
 
-    monkeypatch.setattr(compiler, "_compile", make_none)
+    monkeypatch.setattr(compiler, "_compile_graph", make_none)
     return names
 
 
@@ -216,13 +216,13 @@ def test_the_second_machine_compiles_nothing(
 ) -> None:
     """Plans are made for real: the first machine makes and shares them, the second one is told that all are there, and makes none."""
     made: list[str] = []
-    compile_one = compiler._compile
+    compile_one = compiler._compile_graph
 
     def counted(model: Any, states: Any, spec: GraphSpec, *others: Any) -> None:
         made.append(spec.name)
         compile_one(model, states, spec, *others)
 
-    monkeypatch.setattr(compiler, "_compile", counted)
+    monkeypatch.setattr(compiler, "_compile_graph", counted)
     words = ("--model", str(tiny_checkpoint), *COMMAND)
     shared = (*words, "--repo", REPO)
     code, out, err = call(monkeypatch, capsys, "lookup", *shared)
@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], str]] = {
     "an adapter": (lambda folder: folder, ("--adapter", "lora"), "--adapter lora changes weights"),
     "ranks": (lambda folder: folder, ("--tensor-parallel-size", "2"), "tensor_parallel_size=2 needs as many devices"),
     "a revision of nothing": (lambda folder: folder, ("--repo-revision", "v1"), "--repo-revision v1 needs a repository; name it by --repo"),
-    "codes": (lambda folder: folder, ("--quantization", "checkpoint"), "quantization='checkpoint' gives weights types that only a checkpoint's files tell"),
+    "codes": (lambda folder: folder, ("--quantization", "checkpoint"), "quantization='checkpoint' gives weights types that only a checkpoint's files have"),
     "idle exclusion": (
         lambda folder: folder, ("--quantization", "int8", "--quantization-exclude", "no.such"), "quantization_exclude='no.such' is the name of none",
     ),

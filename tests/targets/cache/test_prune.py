@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cached import KEY, OTHER, store, used
 
-from optimum_neuron.targets.cache.entries import Entry, list_entries
+from optimum_neuron.targets.cache.entries import CacheEntry, list_entries
 from optimum_neuron.targets.cache.prune import SIZE_VARIABLE, prune
 from optimum_neuron.targets.cache.store import CompileCache
 from optimum_neuron.targets.cache.units import parse_age, parse_size, show_size
@@ -17,7 +17,7 @@ from optimum_neuron.targets.cache.units import parse_age, parse_size, show_size
 KEYS = [str(number) * 64 for number in range(4)]
 
 
-def keys(entries: list[Entry]) -> list[str]:
+def keys(entries: list[CacheEntry]) -> list[str]:
     return [entry.path.name for entry in entries]
 
 

@@ -14,13 +14,14 @@ import torch
 from helpers import artifact_runner, export_tiny, folder_bytes, generate, python_process, random_tokens, tiny_config
 
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
-from optimum_neuron.kernels.build import library, native_build
-from optimum_neuron.kernels.build.host import instruction_set
+from optimum_neuron.kernels.host import library, native_build
+from optimum_neuron.kernels.host.instruction_sets import choose_instruction_set
+from optimum_neuron.kernels.host.processes import Processes
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.targets.cache.store import CompileCache
 from optimum_neuron.targets.cpu import compiler
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND
-from optimum_neuron.targets.processes import Processes
+from optimum_neuron.targets.cpu.native_library import load_kernels
 
 
 GRAPHS = sorted(graph.name for graph in graph_specs(tiny_config()))
@@ -32,15 +33,15 @@ FUNCTIONS = ("step_interface", "step_plan", "step_free", "step_run")
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An empty cache of plans; holds the graphs that were compiled."""
     asked: list[str] = []
-    compile_one = compiler._compile
+    compile_one = compiler._compile_graph
 
     def record(model: object, states: object, spec: object, *others: object) -> None:
         asked.append(spec.name)  # type: ignore[attr-defined]
         compile_one(model, states, spec, *others)  # type: ignore[arg-type]
 
-    library.load()
+    load_kernels()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "_compile", record)
+    monkeypatch.setattr(compiler, "_compile_graph", record)
     return asked
 
 
@@ -101,9 +102,9 @@ def test_a_cache_that_others_may_write_to_stops_an_export_before_it_starts(
 def empty_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has not loaded the kernels, and a cache without them."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    library.load.cache_clear()
+    load_kernels.cache_clear()
     yield
-    library.load.cache_clear()
+    load_kernels.cache_clear()
 
 
 def test_kernels_are_built_once(empty_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,45 +121,45 @@ def test_kernels_are_built_once(empty_library: None, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(native_build, "build", record)
     for _ in range(2):
-        library.load()
-        library.load.cache_clear()
+        load_kernels()
+        load_kernels.cache_clear()
     assert built == ["kernels.so"]
 
 
 def test_a_wheels_library_is_used_where_it_was_built_from_these_sources(
     empty_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = instruction_set()
+    chosen = choose_instruction_set()
     sources = Path(shutil.copytree(native_build.SOURCES, tmp_path / "native"))
     monkeypatch.setattr(native_build, "SOURCES", sources)
     monkeypatch.setattr(native_build, "PREBUILT", tmp_path / "prebuilt")
     (tmp_path / "prebuilt").mkdir()
-    prebuilt = tmp_path / "prebuilt" / native_build.prebuilt_name(chosen)
+    prebuilt = tmp_path / "prebuilt" / native_build.name_prebuilt(chosen)
     (tmp_path / "stub.cpp").write_text('extern "C" long step_interface() { return 77; }', encoding="ascii")
-    native_build._run(
+    native_build._run_command(
         Processes(),
-        [str(native_build.compiler()), "-shared", "-fPIC", str(tmp_path / "stub.cpp"), "-o", str(prebuilt)],
+        [str(native_build.find_compiler()), "-shared", "-fPIC", str(tmp_path / "stub.cpp"), "-o", str(prebuilt)],
     )
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match="have the interface 77, and this version calls"):
-        library.load()
-    with (sources / "pool.h").open("a", encoding="ascii") as file:
+        load_kernels()
+    with (sources / "common" / "pool.h").open("a", encoding="ascii") as file:
         file.write("// changed")
     with pytest.raises(RuntimeError, match="has no kernels built from its sources"):
-        library.load()
+        load_kernels()
 
 
 @pytest.mark.parametrize("fact", ["machine", "flags", "name", "platform"])
 def test_a_library_is_for_one_machine_and_one_set_of_flags(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = instruction_set()
-    before = native_build.key(chosen)
+    chosen = choose_instruction_set()
+    before = native_build.digest_sources(chosen)
     if fact == "machine":
         monkeypatch.setattr(native_build.platform, "machine", lambda: "another")
     elif fact == "platform":
         monkeypatch.setattr(native_build.sys, "platform", "another")
     else:
         chosen = replace(chosen, **{fact: ("-mother",) if fact == "flags" else "another"})  # type: ignore[arg-type]
-    assert native_build.key(chosen) != before
+    assert native_build.digest_sources(chosen) != before
 
 
 @pytest.mark.usefixtures("empty_library")
@@ -176,9 +177,9 @@ def test_without_a_compiler_an_export_says_so_before_it_starts(
 
 def test_a_compiler_may_be_named_with_what_it_is_to_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stub.cpp").write_text("static_assert(ASKED == 3);", encoding="ascii")
-    monkeypatch.setattr(native_build, "source_files", lambda: [tmp_path / "stub.cpp"])
-    monkeypatch.setenv("CXX", f"{native_build.compiler()} -DASKED=3")
-    native_build.build(tmp_path / "stub.so", instruction_set())
+    monkeypatch.setattr(native_build, "list_sources", lambda: [tmp_path / "stub.cpp"])
+    monkeypatch.setenv("CXX", f"{native_build.find_compiler()} -DASKED=3")
+    native_build.build(tmp_path / "stub.so", choose_instruction_set())
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
     with pytest.raises(RuntimeError, match="CXX \\(now 'no-such-compiler -O3', which is no program here\\)"):
         native_build.check_compiler()
@@ -197,9 +198,9 @@ def test_kernels_that_do_not_compile_are_not_kept(
     (tmp_path / "sources" / "source.cpp").write_text(text, encoding="ascii")
     monkeypatch.setattr(native_build, "SOURCES", tmp_path / "sources")
     with pytest.raises(RuntimeError, match=rf"failed on the CPU kernels:[\s\S]*{words}"):
-        native_build.build(tmp_path / "kernels.so", instruction_set())
+        native_build.build(tmp_path / "kernels.so", choose_instruction_set())
     with pytest.raises(RuntimeError, match="failed on the CPU kernels"):
-        library.load()
+        load_kernels()
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
@@ -212,7 +213,7 @@ def test_a_library_of_another_interface_is_refused(
     )
     monkeypatch.setattr(native_build, "SOURCES", tmp_path / "sources")
     with pytest.raises(RuntimeError, match="have the interface 99, and this version calls"):
-        library.load()
+        load_kernels()
 
 
 @pytest.mark.slow

@@ -24,8 +24,7 @@ ROUTING = {f"aten.{name}" for name in ("softmax.int", "topk.default", "div_.Tens
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=[pytest.mark.full] * (kind == "lightning")) for kind in CONFIGS],
+    scope="module", params=[pytest.param(kind, marks=[pytest.mark.full] * (kind == "lightning")) for kind in CONFIGS]
 )
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from helpers import artifact_runner, export_tiny
 
-from optimum_neuron.targets.cpu import loader
+from optimum_neuron.kernels.plan import Plan
+from optimum_neuron.kernels.run.bound_plan import BoundPlan
 
 
 @pytest.mark.parametrize(
@@ -33,13 +34,13 @@ def test_scales_of_an_export_in_int4_are_short_where_sums_need_not_be_scaled(
         tiny_checkpoint, tmp_path / "artifact", target="cpu", dtype=dtype, quantization="int4", **options
     )
     found: list[frozenset[str]] = []
-    bind = loader.BoundPlan
+    bind = Plan.bind
 
-    def watched(*arguments: Any) -> loader.BoundPlan:
-        found.append(arguments[5])
-        return bind(*arguments)
+    def watched(*arguments: Any, **options: Any) -> BoundPlan:
+        found.append(options["short_scales"])
+        return bind(*arguments, **options)
 
-    monkeypatch.setattr(loader, "BoundPlan", watched)
+    monkeypatch.setattr(Plan, "bind", watched)
     artifact_runner(path)
     assert len(set(found)) == 1  # all graphs sum alike
     assert all("_proj" in name for name in found[0])

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose outputs nobody reads leaves out what only they need, and leaves the states to the bit as any other does."""
+"""A run without readers of its outputs leaves out what only they need, and leaves the states to the bit as any other does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from helpers import artifact_runner, prefill_pieces, random_tokens
-from kernel_calls import Kernels, Planned
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.kernels.plan.states import steps_for_states
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_rows import PromptPart, StepRows
 from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
@@ -49,7 +46,7 @@ def test_parts_of_a_prompt_that_do_not_end_it_need_no_outputs(cpu_artifact: Call
     """Seen by the operators that ran: of the last layer no more than its keys and values, and no logits."""
     runner = artifact_runner(cpu_artifact("llama"))
     executable, ran = runner.executable, []
-    runner.executable = runner._for_states = _Told(executable, ran)
+    runner.executable = runner._for_states = _Recording(executable, ran)
     request = _Request()
     rows: StepRows[_Request] = StepRows(runner)
     rows.start(request, None)
@@ -61,7 +58,7 @@ def test_parts_of_a_prompt_that_do_not_end_it_need_no_outputs(cpu_artifact: Call
     assert "Sample" in ran[len(before) :]
 
 
-class _Told(Executable):
+class _Recording(Executable):
     """An executable that runs by operators, and keeps their names."""
 
     def __init__(self, executable: object, ran: list[str]) -> None:
@@ -78,40 +75,3 @@ class _Request:
     """A request as the rows of a step know it."""
 
     slot, sampling, uniforms, on_host, logprobs = 1, GREEDY, None, False, False
-
-
-class _Keeping(nn.Module):
-    """Writes to its state amid what its output needs."""
-
-    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
-        super().__init__()
-        self._write = write
-        self.up = nn.Linear(8, 8).requires_grad_(False)
-        self.register_buffer("state", torch.zeros(3, 8))
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        y = self.up(x) * 2
-        self._write(self.state, y)
-        return (self.up(y).sort(-1).values + self.state.sum(),)
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda state, y: state.copy_(y * 3),
-        lambda state, y: state.index_copy_(0, torch.tensor([2, 0, 1]), y),
-        lambda state, y: state[1:].add_(y[:2]),
-    ],
-    ids=["all", "by index", "in place"],
-)
-def test_whatever_writes_to_a_state_is_run(best_kernels: Kernels, write: Callable[[Tensor, Tensor], object]) -> None:
-    module, x = _Keeping(write), torch.randn(3, 8)
-    planned = Planned(best_kernels, module, [x])
-    assert 0 < steps_for_states(planned.plan) < len(planned.plan.steps)
-    found = []
-    for run in (planned._bound.run, planned._bound.run_for_states, lambda inputs, _: module(*inputs)):
-        module.state.fill_(0.25)
-        run([x], 3)
-        found.append(module.state.clone())
-    assert torch.equal(found[0], found[1])
-    assert torch.allclose(found[0], found[2], atol=1e-6) and not torch.equal(found[0], torch.full((3, 8), 0.25))

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .... import progress
+from ....kernels.host.processes import Processes, parallel_jobs, run_jobs
 from ...cache.entries import About
 from ...cache.store import CompileCache
-from ...processes import Processes, parallel_jobs, run_jobs
 from ..graph_files import write_graph
 from ..sdk.flags import LNC_VARIABLE, logical_core_size
 from .graph_keys import graph_flags, graph_key

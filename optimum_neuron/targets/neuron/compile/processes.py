@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...processes import Processes
+from ....kernels.host.processes import Processes
 from ..sdk.compiler_errors import explain_failure
 
 

@@ -14,7 +14,7 @@ from ..graph_io import CACHE, SNAPSHOTS
 
 
 class StateCopy(nn.Module):
-    """As `step.slot_copies.SlotCopies.keep` and `restore`, with both rows as inputs.
+    """As `HostStates.keep_state` and `restore_state`, with both rows as inputs.
 
     A row is selected whole and written over the other, whatever that holds: nothing is computed with either.
     """

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...processes import Processes, TiedProcess
+from ....kernels.host.processes import Processes, TiedProcess
 from ..rank import __file__ as _rank_init
 from ..rank.packages import RUNTIME_PACKAGES
 from ..sdk.stacks import Found

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ...processes import TiedProcess
+from ....kernels.host.processes import TiedProcess
 from ..rank.plan import RankPlan
 from ..rank.wire import Channel, WireError
 from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES

@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from ....artifact.artifact import Artifact
-from ....targets.cores import usable_cores
+from ....kernels.host.machine import usable_cores
 from ....targets.neuron.sdk.devices import VISIBLE_CORES, check_devices
 from ....targets.neuron.sdk.hardware import CHIPS
 from ..draining import DrainingServer, server_config

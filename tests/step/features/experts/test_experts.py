@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, DbrxConfig
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.kernels.lower.lower import lower
-from optimum_neuron.kernels.plan.program import Experts, TorchCall
+from optimum_neuron.kernels.steps.steps import Experts, TorchCall
 from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.step_tensors import Chunk

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan bound to memory, and run: kernels by their library, other operators by torch. Steps have names for people."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..steps.access import PlanError
+from ..steps.effects import find_operands, list_written
+from ..steps.steps import Buffer, PlanData, Step, TorchCall
+from .encode import encode_step
+from .memory import PlanMemory, TensorForm
+from .torch_call import bind_call, call_once
+
+
+# Memory of these kinds is read by no later run.
+_OF_A_RUN = ("input", "output", "arena")
+# Runs a part of a plan, for so many live tokens.
+_Run = Callable[[int], None]
+
+
+class BoundPlan:
+    """One graph: its steps in order, as runs of kernels with calls of torch in between.
+
+    Attributes:
+        outputs: what the graph returns, in order: each run writes to the same memory, and so may runs of other plans.
+    """
+
+    def __init__(
+        self,
+        plan: PlanData,
+        tensors: Mapping[str, Tensor],
+        inputs: Sequence[TensorForm],
+        outputs: Sequence[TensorForm],
+        arena: Tensor,
+        library: ctypes.CDLL,
+        short_scales: Collection[str],
+        threads: Callable[[], int] | None,
+    ) -> None:
+        """Bind a plan, as `Plan.bind`."""
+        self._library, self._threads = library, threads or torch.get_num_threads
+        self._plan = plan
+        self._memory = PlanMemory(plan.buffers, inputs, outputs, tensors, arena)
+        self.outputs = self._memory.outputs
+        words, calls = self._encode_steps(short_scales)
+        self._segments = list(self._group_calls(calls))
+        self._state_steps = count_state_steps(plan)
+        self._state_segments = list(self._group_calls(calls[: self._state_steps]))
+        array = np.array(words, dtype=np.int64)
+        self._handle = library.step_plan(array.ctypes.data, len(words))
+        if not self._handle:
+            raise PlanError("its steps cannot be read")
+        for step in plan.once:
+            call_once(step, self._memory)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.step_free(self._handle)
+
+    def _encode_steps(self, short_scales: Collection[str]) -> tuple[list[int], list[_Run | None]]:
+        """Return the words of all kernel steps, and for each step the call of torch that it is, if it is one."""
+        words: list[int] = []
+        calls: list[_Run | None] = []
+        for step in self._plan.steps:
+            if isinstance(step, TorchCall):
+                calls.append(bind_call(step, self._memory))
+            else:
+                words += encode_step(step, self._plan.buffers, short_scales)
+                calls.append(None)
+        return words, calls
+
+    def _group_calls(self, calls: Sequence[_Run | None]) -> Iterator[_Run]:
+        """Yield what runs the first steps in order: adjacent kernels as one, and the calls of torch between them."""
+        begin = end = 0
+        for call in calls:
+            if call is None:
+                end += 1
+                continue
+            if end > begin:
+                yield self._bind_kernels(begin, end)
+            begin = end
+            yield call
+        if end > begin:
+            yield self._bind_kernels(begin, end)
+
+    def _bind_kernels(self, begin: int, end: int) -> _Run:
+        addresses = self._memory.addresses
+
+        def run_kernels(live: int) -> None:
+            if self._library.step_run(self._handle, begin, end, addresses, live, self._threads()) >= 0:
+                raise IndexError("it takes a token, position or slot that the graph does not have")
+
+        return run_kernels
+
+    def run(self, inputs: Sequence[Tensor], live: int) -> tuple[Tensor, ...]:
+        """Run the graph for its first `live` tokens, and return its outputs; their rows of other tokens are undefined.
+
+        Raises:
+            IndexError: a step takes an index that its operand does not have.
+        """
+        self._memory.take_inputs(inputs)
+        for segment in self._segments:
+            segment(live)
+        return self.outputs
+
+    def run_for_states(self, inputs: Sequence[Tensor], live: int) -> None:
+        """Run the graph without what only outputs need."""
+        self._memory.take_inputs(inputs)
+        for segment in self._state_segments:
+            segment(live)
+
+    def run_by_operators(
+        self, inputs: Sequence[Tensor], live: int, ended: Callable[[str], None], *, outputs: bool
+    ) -> tuple[Tensor, ...]:
+        """As `run`, or without `outputs` as `run_for_states`, a step at a time; `ended` gets the name of each."""
+        self._memory.take_inputs(inputs)
+        for name, run in self._operators if outputs else self._operators[: self._state_steps]:
+            run(live)
+            ended(name)
+        return self.outputs
+
+    @cached_property
+    def _operators(self) -> list[tuple[str, _Run]]:
+        operators: list[tuple[str, _Run]] = []
+        native = 0
+        for step in self._plan.steps:
+            if isinstance(step, TorchCall):
+                run = bind_call(step, self._memory)
+            else:
+                run = self._bind_kernels(native, native + 1)
+                native += 1
+            operators.append((name_step(step, self._plan.buffers), run))
+        return operators
+
+
+def count_state_steps(plan: PlanData) -> int:
+    """Return the number of steps up to the last one that writes to what outlives a run; later ones serve the outputs alone."""
+    for number in range(len(plan.steps), 0, -1):
+        if any(plan.buffers[each.buffer].kind not in _OF_A_RUN for each in list_written(plan.steps[number - 1])):
+            return number
+    return 0
+
+
+# The operands that name a step, by its kind; of other kinds none.
+_NAMING = {
+    "Linears": ("layers", "weight"),
+    "Experts": ("weight",),
+    "Attend": ("keys",),
+    "Select": ("source",),
+    "WriteCache": ("cache",),
+    "WriteCodes": ("codes",),
+    "Convolve": ("state",),
+    "Walk": ("state",),
+    "Map": ("items",),
+}
+
+
+def name_step(step: Step, buffers: Sequence[Buffer]) -> str:
+    """Return a name as "Linears model.model.layers.0.self_attn.q_proj.weight + 2", of three that share their input."""
+    kind = step.operator if isinstance(step, TorchCall) else type(step).__name__
+    member, *inner = _NAMING.get(type(step).__name__, ("",))
+    parts = getattr(step, member, ())
+    operands = find_operands([getattr(each, inner[0]) for each in parts] if inner else parts)
+    named = list(
+        dict.fromkeys(buffers[each.buffer].name for each in operands if buffers[each.buffer].kind == "tensor")
+    )
+    more = f" + {len(named) - 1}" if len(named) > 1 else ""
+    return f"{kind} {named[0]}{more}" if named else kind

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers, and steps over them, as plain data that is written as JSON. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+BufferKind = Literal["input", "output", "tensor", "constant", "kept", "arena"]
+# How the names of states begin: of an artifact's tensors, steps write to these alone.
+STATES = "kv_cache."
+# The operators of a Map, numbered as in native/map/map.h.
+_OPS = """
+    load store add sub mul div max min pow iadd isub imul imax imin iand ior ixor lt le gt ge eq ne ilt ile igt ige
+    ieq ine where neg abs exp log sqrt rsqrt reciprocal sigmoid silu tanh erf gelu gelu_tanh relu sin cos floor ceil
+    round trunc isnan expm1 log1p softplus round_bfloat16 round_float16 ineg iabs inot to_float to_int to_bool
+    ito_bool sum row_max row_min isum irow_max irow_min spread rotate_half
+"""
+OPS = _OPS.split()
+REDUCTIONS = frozenset(["sum", "row_max", "row_min", "isum", "irow_max", "irow_min"])
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A piece of memory, at `offset` in the arena where it lives there.
+
+    Attributes:
+        kind: an input or output of the graph; a tensor of the artifact, weight or state; a constant of the graph; what is
+            computed once, when the plan is bound ("kept"); what lives within a step ("arena").
+        name: of a tensor or constant; of inputs and outputs, their number.
+    """
+
+    kind: BufferKind
+    name: str
+    bytes: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor in a buffer; `offset` and `strides` in elements."""
+
+    buffer: int
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of the graph, in order, that a step computes one by one: the step may end at the last live one."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """An operator of a Map on registers.
+
+    Attributes:
+        operands: registers, or numbers where the operator takes a constant.
+        rows: whether it has one element per row, not per column.
+        access: what `load` reads or `store` writes.
+    """
+
+    op: str
+    to: int
+    operands: tuple[int | float | None, ...] = ()
+    constants: tuple[bool, ...] = ()
+    rows: bool = False
+    access: Operand | None = None
+
+
+@dataclass(frozen=True)
+class Map:
+    """Operators over `rows` times `columns` elements; one row where none takes whole rows. `tokens` count its first dimension."""
+
+    rows: int
+    columns: int
+    registers: int
+    items: tuple[Item, ...]
+    tokens: Tokens | None = None
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether an operator takes whole rows, or has an element of each."""
+        return any(item.rows or item.op == "rotate_half" for item in self.items)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Scales and shifts of a quantized weight: a code stands for code * scale + shift, of its group.
+
+    Attributes:
+        kind: of step/features/codes/weight.py.
+        scale: `[..., outputs, groups]` in float32, float16 or bfloat16.
+        shift: the same in float32; without one, codes of int4 stand for themselves less 8.
+        activations: "int8" where rows of x are rounded to it before (step/features/codes/activations.py).
+    """
+
+    kind: str
+    scale: Operand
+    shift: Operand | None
+    activations: str | None = None
+
+    @property
+    def can_be_short(self) -> bool:
+        """Whether kernels may take such codes times their scales as numbers of bfloat16."""
+        unrounded = self.shift is None and self.activations is None
+        return self.kind == "int4" and unrounded and self.scale.dtype == "float16"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer: `output [rows, outputs] = x @ weight.T + bias`. Layers of a step have `codes` of one kind and group, or none."""
+
+    weight: Operand
+    bias: Operand | None
+    output: Operand
+    codes: Codes | None = None
+
+
+@dataclass(frozen=True)
+class Linears:
+    """Linear layers that share their input `x [rows, columns]`."""
+
+    x: Operand
+    layers: tuple[Layer, ...]
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`y[t, i] = x[t] @ weight[index[t, i]].T + bias[index[t, i]]`; x may have a row per expert."""
+
+    x: Operand
+    index: Operand
+    weight: Operand
+    bias: Operand | None
+    output: Operand
+    codes: Codes | None = None
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention of `query [rows, heads, tokens, dim]` over `keys`, `values [blocks, kv_heads, columns, dim]`, numbers or codes.
+
+    `positions [rows, tokens]` and `blocks [rows, n]`, or `[rows]`, are int32, `sinks [heads]` float32. `blocks` are those of each
+    row, in order; without them, row i has block i. `column_bias [heads, n]` float32 has a number for each column that a row may have,
+    up to a whole number of the kernel's blocks. Codes have `key_scale`, `value_scale [blocks, kv_heads, columns, 1]` float32.
+    """
+
+    query: Operand
+    keys: Operand
+    values: Operand
+    blocks: Operand | None
+    positions: Operand
+    sinks: Operand | None
+    column_bias: Operand | None
+    output: Operand
+    scaling: float
+    window: int
+    softcap: float
+    key_scale: Operand | None = None
+    value_scale: Operand | None = None
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Select:
+    """`output[o, i] = source[o, index[i]]`, of contiguous tensors; `index` chooses along dimension `dim`.
+
+    Attributes:
+        wraps: whether a negative index counts from the end; else it is refused.
+        of_live: whether its source has a row per token, of which a live row of the output has a live one.
+    """
+
+    source: Operand
+    index: Operand
+    output: Operand
+    dim: int
+    wraps: bool
+    of_live: bool = False
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class WriteCache:
+    """`cache[blocks[t], :, columns[t]] = states[t]`, of `cache [blocks, heads, columns, dim]`, `states [tokens, heads, dim]`."""
+
+    cache: Operand
+    states: Operand
+    blocks: Operand
+    columns: Operand
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class WriteCodes:
+    """`states [tokens, heads, dim]` rounded to `codes [blocks, heads, columns, dim]`, int8 or float8_e4m3fn, by each head of a token, with
+    its `scale [blocks, heads, columns, 1]` float32: at `blocks[t], :, columns[t]`.
+    """
+
+    codes: Operand
+    scale: Operand
+    states: Operand
+    blocks: Operand
+    columns: Operand
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Convolve:
+    """A short causal convolution of each channel over the tokens of each slot, which keeps its last `past` inputs.
+
+    `inputs [tokens, channels]` and `state [slots + 1, past, channels]` have one type; the last row of `weight [past + 1, channels]`
+    is for a token's own input, `bias [channels]` and `output [tokens, channels]` float32; `slots`, `positions [tokens]` int32.
+    """
+
+    inputs: Operand
+    weight: Operand
+    bias: Operand | None
+    state: Operand
+    slots: Operand
+    positions: Operand
+    output: Operand
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A recurrence, token by token: `S = decay * S; d = value, or share * (value - key @ S); S += outer(key, d); output = query @ S`.
+
+    `query`, `key [tokens, key_heads, key_dim]`, `value`, `output [tokens, heads, value_dim]`, `decay [tokens, heads, 1 or key_dim]`,
+    `share [tokens, heads]` and `state [slots + 1, heads, key_dim, value_dim]` are float32; `slots`, `positions [tokens]` int32.
+    With `rates [key_dim, value_dim]`, a state decays by `exp(rates * decay)`, of `decay [tokens, heads, value_dim]`.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    decay: Operand
+    share: Operand | None
+    rates: Operand | None
+    state: Operand
+    slots: Operand
+    positions: Operand
+    output: Operand
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The on-device sampler: from `logits [rows, vocab]`, `params [rows, 4]` and `uniforms [rows]` to int32 `output [rows]`."""
+
+    logits: Operand
+    params: Operand
+    uniforms: Operand
+    output: Operand
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class TorchCall:
+    """An operator of torch: its results are copied to the outputs, unless it writes to its first argument.
+
+    Arguments are JSON values, with {"tensor": operand}, {"dtype": name} and lists of them.
+
+    Attributes:
+        dim: the dimension that counts `tokens`, in its results and in what torch_operators.py names.
+    """
+
+    operator: str
+    arguments: list[Any]
+    keywords: dict[str, Any]
+    outputs: tuple[Operand | None, ...]
+    dim: int = 0
+    tokens: Tokens | None = None
+
+
+Step = Map | Linears | Experts | Attend | Select | WriteCache | WriteCodes | Convolve | Walk | Sample | TorchCall
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """A graph's steps over buffers.
+
+    `once` is called when the plan is bound, before the first step; `arena` are bytes of the memory that lives within a step.
+    """
+
+    buffers: tuple[Buffer, ...]
+    once: tuple[TorchCall, ...]
+    steps: tuple[Step, ...]
+    arena: int = 0

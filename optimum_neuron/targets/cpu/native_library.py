@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library of the kernels, through the compile cache."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+from ... import progress
+from ...kernels.host import library, native_build
+from ...kernels.host.instruction_sets import InstructionSet
+from ..cache.entries import About
+from ..cache.store import CompileCache
+
+
+CACHE_KIND = "kernels"
+
+
+@cache
+def load_kernels() -> ctypes.CDLL:
+    """Return the kernels of this process: the wheel's, or those of the cache, which are built at first.
+
+    Raises:
+        RuntimeError: they cannot be built.
+        ValueError: OPTIMUM_NEURON_CPU names an instruction set that this machine lacks.
+    """
+    return library.load_library(fetch_library)
+
+
+def fetch_library(folder: Path, chosen: InstructionSet) -> Path:
+    """Put the library into a folder, from the cache or from its sources, and return its path."""
+    path = folder / "kernels.so"
+    store, key = CompileCache(CACHE_KIND), native_build.digest_sources(chosen)
+    if not store.fetch(key, folder, path.stem, path.suffix):
+        native_build.check_compiler()
+        title, count = f"Compiling kernels for {chosen.name}", len(native_build.list_sources())
+        with store.scratch() as scratch, progress.stage(title, count) as advance:
+            native_build.build(scratch / path.name, chosen, compiled=advance)
+            about = About("kernels", chosen.name, Path(native_build.find_compiler() or "").name)
+            store.store(key, scratch, path.stem, folder, about)
+    return path

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels on tensors: plans of one step, and plans of exported functions, for any instruction set of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulated_amx import AMX
+from emulation import EMULATED, EmulatedLibrary, emulator
+from filelock import FileLock
+from torch import Tensor, nn
+
+from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
+from optimum_neuron.kernels.host import library
+from optimum_neuron.kernels.host.instruction_sets import CPU_VARIABLE, list_instruction_sets
+from optimum_neuron.kernels.lower.lower import lower
+from optimum_neuron.kernels.plan import Plan
+from optimum_neuron.kernels.run.encode import encode_step
+from optimum_neuron.kernels.run.memory import allocate_arena
+from optimum_neuron.kernels.run.short_scales import are_short
+from optimum_neuron.kernels.steps.steps import (
+    Attend,
+    Buffer,
+    Codes,
+    Convolve,
+    Experts,
+    Layer,
+    Linears,
+    Map,
+    Operand,
+    Sample,
+    Select,
+    Step,
+    TorchCall,
+    Walk,
+    WriteCache,
+    WriteCodes,
+)
+from optimum_neuron.step.features.codes.weight import QuantizedWeight
+from optimum_neuron.step.spec import TensorSpec
+from optimum_neuron.targets.cpu.native_library import fetch_library
+
+
+# Where a run plays a machine of one set, the kernels of that one alone.
+NAMES = tuple(each.name for each in list_instruction_sets() if os.environ.get(CPU_VARIABLE, "") in ("", each.name))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Half the distance of two neighbouring numbers, relative to them.
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+_GUARD, _GUARD_BYTE = 256, 0xA5
+
+with_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def random(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(sizes).to(dtype)
+
+
+def int32(values: Any) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.int32)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors are equal to the bit; any NaN is another."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if not left.is_floating_point():
+        return torch.equal(left, right)
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(
+        _bits(left.nan_to_num(0)), _bits(right.nan_to_num(0))
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class RefusedError(Exception):
+    """A step was given an index that it does not have."""
+
+
+@dataclass
+class Tensors:
+    """The tensors of a step, as buffers that end where the tensors' memory does."""
+
+    held: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, tensor: Tensor) -> Operand:
+        self.held.append(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Operand(len(self.held) - 1, dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+    def optional(self, tensor: Tensor | None) -> Operand | None:
+        return None if tensor is None else self(tensor)
+
+    def codes(self, weight: QuantizedWeight) -> Codes:
+        return Codes(weight.kind, self(weight.scale), self.optional(weight.shift), weight.activations)
+
+    @property
+    def short_scales(self) -> set[str]:
+        """Of parts of one tensor all or none: it is to be known of the whole."""
+        return {str(i) for i, each in enumerate(self.held) if each.dtype == torch.float16 and are_short(_whole(each))}
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [Buffer("tensor", str(i), each.untyped_storage().nbytes()) for i, each in enumerate(self.held)]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor's memory."""
+    return torch.tensor([], dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+def guarded(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A new tensor amid bytes that nobody may write to; see `check_guards`."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    memory = torch.full((size + 2 * _GUARD,), _GUARD_BYTE, dtype=torch.uint8)
+    return memory[_GUARD : _GUARD + size].view(dtype).view(tuple(shape))
+
+
+def check_guards(tensor: Tensor) -> None:
+    memory = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
+    assert (memory[:_GUARD] == _GUARD_BYTE).all() and (memory[-_GUARD:] == _GUARD_BYTE).all(), (
+        "it wrote beside its output"
+    )
+
+
+class Kernels:
+    """The kernels of one instruction set, as functions of tensors, with threads of their own."""
+
+    def __init__(self, name: str, library: Callable[[Sequence[Buffer]], Any]) -> None:
+        """Kernels of a library.
+
+        Args:
+            library: its C functions, for plans over such buffers.
+        """
+        self.name, self.library, self.threads = name, library, 2
+
+    @contextmanager
+    def with_threads(self, count: int) -> Iterator[None]:
+        before, self.threads = self.threads, count
+        try:
+            yield
+        finally:
+            self.threads = before
+
+    def run(self, step: Step, tensors: Tensors) -> None:
+        """Runs one step.
+
+        Raises:
+            PlanError: it does not fit its tensors.
+            RefusedError: it met an index that is out of range.
+        """
+        words = np.array(encode_step(step, tensors.buffers, tensors.short_scales), dtype=np.int64)
+        addresses = (ctypes.c_void_p * len(tensors.held))(
+            *(each.untyped_storage().data_ptr() for each in tensors.held)
+        )
+        library = self.library(tensors.buffers)
+        plan = library.step_plan(words.ctypes.data, len(words))
+        assert plan
+        try:
+            result = library.step_run(plan, 0, 1, ctypes.addressof(addresses), 1, self.threads)
+        finally:
+            library.step_free(plan)
+        assert result in (-1, 0)
+        if result == 0:
+            raise RefusedError
+
+    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        tensors = Tensors()
+        outputs = [guarded((len(x), len(weight)), x.dtype) for weight in weights]
+        layers = tuple(
+            Layer(tensors(weight), tensors.optional(bias), tensors(output))
+            for weight, bias, output in zip(weights, biases, outputs, strict=True)
+        )
+        self.run(Linears(tensors(x), layers), tensors)
+        for output in outputs:
+            check_guards(output)
+        return outputs
+
+    def quantized_linears(
+        self, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        tensors = Tensors()
+        outputs = [guarded((len(x), weight.outputs), x.dtype) for weight in weights]
+        layers = tuple(
+            Layer(tensors(weight.codes), tensors.optional(bias), tensors(output), tensors.codes(weight))
+            for weight, bias, output in zip(weights, biases, outputs, strict=True)
+        )
+        self.run(Linears(tensors(x), layers), tensors)
+        for output in outputs:
+            check_guards(output)
+        return outputs
+
+    def quantized_expert_linear(
+        self, x: Tensor, index: Tensor, weight: QuantizedWeight, bias: Tensor | None
+    ) -> Tensor:
+        tensors, output = Tensors(), guarded((*index.shape, weight.outputs), x.dtype)
+        operands = tensors(x), tensors(index), tensors(weight.codes), tensors.optional(bias), tensors(output)
+        self.run(Experts(*operands, tensors.codes(weight)), tensors)
+        check_guards(output)
+        return output
+
+    def expert_linear(self, x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        tensors, output = Tensors(), guarded((*index.shape, weight.shape[1]), x.dtype)
+        self.run(
+            Experts(tensors(x), tensors(index), tensors(weight), tensors.optional(bias), tensors(output)), tensors
+        )
+        check_guards(output)
+        return output
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor | None,
+        positions: Tensor,
+        scaling: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        *,
+        column_bias: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        rows, heads, tokens, dim = query.shape
+        tensors = Tensors()
+        output = guarded((rows, tokens, heads, dim), query.dtype) if output is None else output
+        step = Attend(
+            *(tensors(each) for each in (query, keys, values)),
+            tensors.optional(slots),
+            tensors(positions),
+            tensors.optional(sinks),
+            tensors.optional(column_bias),
+            tensors(output),
+            scaling,
+            window,
+            softcap,
+            *map(tensors, scales or ()),
+        )
+        self.run(step, tensors)
+        check_guards(output)
+        return output
+
+    def select(
+        self, source: Tensor, index: Tensor, dim: int = 0, *, wraps: bool = False, output: Tensor | None = None
+    ) -> Tensor:
+        tensors = Tensors()
+        if output is None:
+            output = guarded((*source.shape[:dim], *index.shape, *source.shape[dim + 1 :]), source.dtype)
+        self.run(Select(tensors(source), tensors(index), tensors(output), dim, wraps), tensors)
+        check_guards(output)
+        return output
+
+    def write_cache(self, cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+        tensors = Tensors()
+        self.run(WriteCache(*(tensors(each) for each in (cache, states, rows, columns))), tensors)
+
+    def write_codes(self, codes: Tensor, scale: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+        tensors = Tensors()
+        self.run(WriteCodes(*(tensors(each) for each in (codes, scale, states, rows, columns))), tensors)
+
+    def convolve(
+        self, inputs: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, positions: Tensor
+    ) -> Tensor:
+        tensors, output = Tensors(), guarded(inputs.shape, torch.float32)
+        before = [tensors(inputs), tensors(weight), tensors.optional(bias)]
+        self.run(Convolve(*before, *(tensors(each) for each in (state, slots, positions, output))), tensors)
+        check_guards(output)
+        return output
+
+    def walk(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        share: Tensor | None,
+        rates: Tensor | None,
+        state: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
+        tensors, output = Tensors(), guarded(value.shape, torch.float32)
+        before = [tensors(each) for each in (query, key, value, decay)]
+        after = [tensors(each) for each in (state, slots, positions, output)]
+        self.run(Walk(*before, tensors.optional(share), tensors.optional(rates), *after), tensors)
+        check_guards(output)
+        return output
+
+    def sample(self, logits: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
+        tensors, output = Tensors(), guarded((len(logits),), torch.int32)
+        self.run(Sample(*(tensors(each) for each in (logits, params, uniforms, output))), tensors)
+        check_guards(output)
+        return output
+
+
+@cache
+def load_kernels(name: str) -> Kernels:
+    """Those of one instruction set; of the processes of a test run, one builds them."""
+    with FileLock(f"{os.environ[CACHE_VARIABLE]}-{name}.lock"), pytest.MonkeyPatch.context() as patch:
+        if name in EMULATED:
+            return Kernels(name, partial(EmulatedLibrary, emulator(name)))
+        if name == AMX.name:
+            patch.setattr(library, "choose_instruction_set", lambda: AMX)
+        patch.setenv(CPU_VARIABLE, name)
+        compiled = library.load_library(fetch_library)
+        return Kernels(name, lambda buffers: compiled)
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._function(*inputs)
+
+
+class Planned:
+    """A function of tensors as a plan, called with tensors of the same shapes and types.
+
+    Args:
+        tokens: rows of each of its outputs, of which a run can leave out the last.
+    """
+
+    def __init__(
+        self, kernels: Kernels, function: Callable[..., Any], inputs: Sequence[Tensor], tokens: int = 0
+    ) -> None:
+        module = function if isinstance(function, nn.Module) else _Function(function)
+        with torch.no_grad():
+            program = torch.export.export(module, tuple(inputs), strict=False)
+        output = next(node for node in program.graph_module.graph.nodes if node.op == "output")
+        outputs = [_spec(node.meta["val"]) for node in output.args[0]]
+        self.plan: Plan
+        self.plan, constants = lower(program, tokens, [str(number) for number in range(len(outputs))])
+        tensors = constants | {name: each.detach() for name, each in module.state_dict().items()}
+        self._arena = allocate_arena([self.plan])
+        self._bound = self.plan.bind(
+            tensors, [_spec(each) for each in inputs], outputs, self._arena, library=kernels.library(self.plan.buffers)
+        )
+
+    @property
+    def operators(self) -> set[str]:
+        """What the plan's maps compute by."""
+        return {item.op for step in self.plan.steps if isinstance(step, Map) for item in step.items}
+
+    @property
+    def calls_torch(self) -> list[str]:
+        return [step.operator for step in self.plan.steps if isinstance(step, TorchCall)]
+
+    def __call__(self, *inputs: Tensor, live: int = 1 << 40) -> list[Tensor]:
+        """Runs it for the first `live` tokens, in memory that holds NaN: as integers, no indices."""
+        self._arena.fill_(0xFF)
+        with torch.no_grad():
+            outputs = self._bound.run([each.contiguous() for each in inputs], live)
+            return [each.clone() for each in outputs]  # the next run uses their memory again
+
+
+def _spec(tensor: Tensor) -> TensorSpec:
+    return TensorSpec("", tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

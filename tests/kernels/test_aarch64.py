@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of aarch64, run by an emulator: a few calls of each kind, and a whole model. `make test-full` runs all tests of kernels so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulation import EMULATED
+from helpers import Opener, artifact_runner, decode_tokens, generate, prefill_pieces, random_tokens
+from kernel_calls import ROUNDING, Kernels, Planned, RefusedError, int32, load_kernels, random, same_bits, with_dtypes
+from test_kernels import ATTEND_ERROR, attend_exactly, make_cache
+from test_quantized_kernels import FORMS, check_near, quantized
+from test_rounded_kernels import FORMS as ROUNDED_FORMS
+from test_rounded_kernels import rounded
+from torch.nn.functional import gelu, linear, silu
+
+from optimum_neuron.kernels.plan import Plan
+from optimum_neuron.kernels.run.bound_plan import BoundPlan
+
+
+pytestmark = [
+    pytest.mark.skipif(not EMULATED, reason="needs g++-aarch64-linux-gnu and qemu-user, on another architecture"),
+    pytest.mark.usefixtures("torch_with_one_thread"),
+]
+
+
+# The vectors of sve512 are as many lanes as those of AVX512, of whose kernels all is tested.
+_PARAMETERS = [pytest.param(each, marks=pytest.mark.full if each == "sve512" else ()) for each in EMULATED]
+
+
+@pytest.fixture(scope="module", params=_PARAMETERS)
+def emulated(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
+    return load_kernels(request.param)
+
+
+@with_dtypes
+def test_linears_are_exact_and_a_row_depends_on_nothing_else(emulated: Kernels, dtype: torch.dtype) -> None:
+    weights, bias = [random(size, 203, dtype=dtype) for size in (37, 3)], random(37, dtype=dtype)
+    x = random(60, 203, dtype=dtype)
+    results = emulated.linears(x, weights, [bias, None])
+    for result, weight, own in zip(results, weights, (bias, None), strict=True):
+        exact = linear(x.double(), weight.double(), None if own is None else own.double())
+        terms = linear(x.double().abs(), weight.double().abs()) + 1
+        assert ((result.double() - exact).abs() <= terms * 2**-21 + exact.abs() * ROUNDING[dtype] * 1.001).all()
+    for rows, threads in ((1, 1), (2, 2), (5, 3), (6, 2), (7, 2), (13, 2), (49, 1)):
+        with emulated.with_threads(threads):
+            fewer = emulated.linears(x[60 - rows :], weights, [bias, None])
+        assert all(same_bits(own, whole[60 - rows :]) for own, whole in zip(fewer, results, strict=True)), rows
+
+
+@with_dtypes
+def test_experts_compute_what_linears_do(emulated: Kernels, dtype: torch.dtype) -> None:
+    x, weight, bias = (random(*sizes, dtype=dtype) for sizes in ((9, 50), (4, 21, 50), (4, 21)))
+    index = torch.randint(0, 5, (9, 2))
+    result = emulated.expert_linear(x, index, weight, bias)
+    for token, place in ((token, place) for token in range(9) for place in range(2)):
+        expert = int(index[token, place])
+        if expert == 4:
+            assert not result[token, place].any()
+            continue
+        (own,) = emulated.linears(x[token : token + 1], [weight[expert]], [bias[expert]])
+        assert same_bits(result[token, place], own[0])
+
+
+@with_dtypes
+def test_quantized_layers_are_near_float64_and_a_row_depends_on_nothing_else(
+    emulated: Kernels, dtype: torch.dtype
+) -> None:
+    for kind, shifted, scale in FORMS:
+        weight = quantized(kind, 37, 96, group=48, shifted=shifted, scale=scale)
+        x = random(29, 96, dtype=dtype)
+        (whole,) = emulated.quantized_linears(x, [weight], [None])
+        check_near(whole, x, weight, None)
+        assert same_bits(emulated.quantized_linears(x[3:5], [weight], [None])[0], whole[3:5])
+
+
+@with_dtypes
+def test_quantized_layers_with_activations_of_int8_have_the_bits_of_other_cpus(
+    emulated: Kernels, best_kernels: Kernels, dtype: torch.dtype
+) -> None:
+    for (kind, shifted, scale), (columns, group) in product(ROUNDED_FORMS, ((256, 64), (1100, 110), (96, 32))):
+        weight = rounded(kind, 37, columns, group=group, shifted=shifted, scale=scale)
+        x = random(19, columns, dtype=dtype)
+        for rows in (1, 19):
+            (wanted,) = best_kernels.quantized_linears(x[:rows], [weight], [None])
+            assert same_bits(emulated.quantized_linears(x[:rows], [weight], [None])[0], wanted), (kind, group, rows)
+
+
+@with_dtypes
+@pytest.mark.parametrize("window", [0, 30])
+def test_attention_is_exact_and_a_token_depends_on_nothing_else(
+    emulated: Kernels, dtype: torch.dtype, window: int
+) -> None:
+    columns, tokens, dim = 151, 37, 48
+    positions = torch.arange(columns - tokens, columns, dtype=torch.int32)[None]
+    keys, values = make_cache(2, 2, columns + 9, dim, {1: columns - 1}, dtype)
+    query = random(1, 6, tokens, dim, dtype=dtype)
+    options = (dim**-0.5, window, 5.0, torch.randn(6))
+    whole = emulated.attend(query, keys, values, int32([1]), positions, *options)
+    exact = attend_exactly(query, keys, values, int32([1]), positions, *options)
+    assert (whole.double() - exact).abs().max() < 2 * ATTEND_ERROR[dtype]
+    slots, alone = torch.full((tokens,), 1, dtype=torch.int32), query.permute(2, 1, 0, 3)
+    for threads in (1, 2):
+        with emulated.with_threads(threads):
+            decoded = emulated.attend(alone, keys, values, slots, positions[0][:, None].contiguous(), *options)
+            chunk = emulated.attend(
+                query[:, :, 9:20], keys, values, int32([1]), positions[:, 9:20].contiguous(), *options
+            )
+        assert same_bits(decoded[:, 0], whole[0]) and same_bits(chunk[0], whole[0, 9:20])
+
+
+def test_maps_are_those_of_this_machine(emulated: Kernels, best_kernels: Kernels) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        half = (x * y).half().float()
+        return [
+            silu(x) * y,
+            gelu(x + y),
+            x.softmax(-1),
+            x.bfloat16().float() - y,
+            half,
+            (x * x).mean(-1),
+            x.exp().tanh(),
+        ]
+
+    inputs = [torch.randn(7, 133) * 3 for _ in range(2)]
+    results = [Planned(each, function, inputs)(*inputs) for each in (emulated, best_kernels)]
+    assert all(same_bits(*pair) for pair in zip(*results, strict=True))
+
+
+def test_rows_that_are_not_there_are_refused(emulated: Kernels) -> None:
+    table, index = torch.randn(5, 7), torch.tensor([4, 0])
+    assert same_bits(emulated.select(table, index), table[index])
+    with pytest.raises(RefusedError):
+        emulated.select(table, torch.tensor([5]))
+
+
+@pytest.mark.slow
+def test_a_model_gives_the_tokens_of_the_eager_target_and_the_same_bits_however_it_is_chunked(
+    emulated: Kernels, open_runner: Opener, cpu_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind_here = Plan.bind
+
+    def bind(plan: Plan, *arguments: Any, **options: Any) -> BoundPlan:
+        return bind_here(plan, *arguments, **options | {"library": emulated.library(plan.buffers)})
+
+    monkeypatch.setattr(Plan, "bind", bind)
+    runner, prompt = artifact_runner(cpu_artifact("llama")), random_tokens(21)
+    tokens, logits = generate(runner, prompt, 6)
+    expected, exact = generate(open_runner("llama"), prompt, 6)
+    assert tokens == expected
+    torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
+    runner.reset_all()
+    whole = prefill_pieces(runner, 0, prompt, [16, 5])
+    runner.reset_all()
+    assert torch.equal(prefill_pieces(runner, 0, prompt, [8, 5, 8]), whole)
+    runner.reset_all()
+    prefill_pieces(runner, 1, prompt[:20], [16, 4])
+    assert torch.equal(decode_tokens(runner, {1: int(prompt[20])})[1][1], whole)

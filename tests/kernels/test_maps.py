@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps against torch: every operator on numbers of all kinds, and what becomes of graphs of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from kernel_calls import ROUNDING, Kernels, Planned, same_bits
+from torch import Tensor
+from torch.nn import functional
+
+from optimum_neuron.kernels.steps.steps import OPS
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INFINITY, NAN = math.inf, math.nan
+with_floats = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+_INTEGERS = (0, 1, -1, 2, 3, 7, 31, -128, 2**24 + 1, 2**31 - 1, -(2**31), -(2**31) + 1)
+
+
+def special(dtype: torch.dtype) -> Tensor:
+    """Zeros, the largest and smallest numbers, subnormal ones, ties of roundings, and what is no number."""
+    info = torch.finfo(dtype)
+    least = info.smallest_normal * info.eps
+    positive = [0.0, least, 3 * least, info.smallest_normal * 0.75, info.smallest_normal, 1e-4, 0.49999, 0.5, 1.0]
+    positive += [1.0 + info.eps, 1.5, 2.5, 3.0, 9.0, 20.5, 88.0, 1000.0, info.max / 2, info.max, INFINITY]
+    return torch.tensor([*positive, *(-number for number in positive), NAN], dtype=torch.float64).to(dtype)
+
+
+def numbers(dtype: torch.dtype) -> Tensor:
+    """More than a tile holds, and no multiple of a vector."""
+    if dtype == torch.bool:
+        return torch.rand(2111) < 0.5
+    if dtype == torch.int32:
+        return torch.cat([torch.randint(-(2**31), 2**31, (2100,), dtype=torch.int32), torch.tensor(_INTEGERS).int()])
+    scales = torch.tensor([1e-3, 1.0, 10.0, 80.0]).repeat_interleave(525)
+    return torch.cat([torch.randn(2100) * scales, special(dtype).float()]).to(dtype)
+
+
+def pairs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Every special number with every other."""
+    some = special(dtype) if dtype.is_floating_point else numbers(dtype)[-20:]
+    return some[:, None].contiguous(), some[None]
+
+
+def plan_of(kernels: Kernels, function: Callable[..., Any], inputs: Sequence[Tensor], *operators: str) -> Planned:
+    """A plan that has these operators, and leaves nothing to torch."""
+    planned = Planned(kernels, function, inputs)
+    assert planned.calls_torch == []
+    assert planned.operators.issuperset(operators), {*operators} - planned.operators
+    return planned
+
+
+def check_exact(kernels: Kernels, function: Callable[..., Any], inputs: Sequence[Tensor], *operators: str) -> None:
+    check_all_exact(kernels, {"": (function, *operators)}, inputs)
+
+
+def check_all_exact(kernels: Kernels, table: Mapping[str, Sequence[Any]], inputs: Sequence[Tensor]) -> None:
+    """Whether functions of the same inputs, in one plan, give the bits of torch; beside each, what it becomes."""
+    functions = [entry[0] for entry in table.values()]
+    operators = [operator for entry in table.values() for operator in entry[1:]]
+    planned = plan_of(kernels, lambda *given: tuple(function(*given) for function in functions), inputs, *operators)
+    for name, function, found in zip(table, functions, planned(*inputs), strict=True):
+        expected = function(*inputs).contiguous()
+        assert same_bits(found, expected), (name, wrong_places(found, expected, inputs))
+
+
+def wrong_places(found: Tensor, expected: Tensor, inputs: Sequence[Tensor]) -> list[Any]:
+    """The first differences, for messages."""
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        return [found.dtype, found.shape, expected.dtype, expected.shape]
+    differs = [i for i in range(found.numel()) if not same_bits(found.reshape(-1)[i], expected.reshape(-1)[i])]
+    shown: list[Any] = []
+    for i in differs[:5]:
+        operands = [each.expand(expected.shape).reshape(-1)[i].item() for each in inputs if _meets(each, expected)]
+        shown.append((operands, found.reshape(-1)[i].item(), expected.reshape(-1)[i].item()))
+    return shown
+
+
+def _meets(tensor: Tensor, expected: Tensor) -> bool:
+    try:
+        return tensor.expand(expected.shape) is not None
+    except RuntimeError:
+        return False
+
+
+# Functions of numbers of any type that a plan computes to torch's bits, and the operators that it must have for them.
+EXACT_UNARY: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "neg": (lambda x: -x, "neg"),
+    "abs": (lambda x: x.abs(), "abs"),
+    "reciprocal": (lambda x: x.reciprocal(), "reciprocal"),
+    "reciprocal by power": (lambda x: x**-1, "reciprocal"),
+    "relu": (lambda x: x.relu(), "relu"),
+    "floor": (lambda x: x.floor(), "floor"),
+    "ceil": (lambda x: x.ceil(), "ceil"),
+    "round": (lambda x: x.round(), "round"),
+    "trunc": (lambda x: x.trunc(), "trunc"),
+    "isnan": (lambda x: x.isnan(), "isnan"),
+    "square": (lambda x: x.square(), "mul"),
+    "power of two": (lambda x: x**2, "mul"),
+    "constant added": (lambda x: x + 0.1, "add"),
+    "constant subtracted": (lambda x: x - 0.1, "sub"),
+    "subtracted from a constant": (lambda x: 0.3 - x, "sub"),
+    "multiplied by a constant": (lambda x: x * 1.7, "mul"),
+    "divided by a constant": (lambda x: x / 3, "div"),
+    "less than a constant": (lambda x: x < 0.1, "lt"),
+    "less or a constant": (lambda x: x <= 2.5, "le"),
+    "more than a constant": (lambda x: x > -0.1, "gt"),
+    "more or a constant": (lambda x: x >= 0.5, "ge"),
+    "a constant": (lambda x: x == 1.5, "eq"),
+    "no constant": (lambda x: x != 0, "ne"),
+    "clamp": (lambda x: x.clamp(-0.7, 20.1), "max"),
+    "clamp from below": (lambda x: x.clamp_min(0.1), "max"),
+    "clamp from above": (lambda x: x.clamp(max=0.1), "min"),
+    "masked fill": (lambda x: x.masked_fill(x > 1, -INFINITY), "where"),
+    "where, of constants": (lambda x: torch.where(x > 0.5, 1.5, -2.0).to(x.dtype), "where"),
+    "where, of a constant first": (lambda x: torch.where(x > 0.5, 0.1, x), "where"),
+    "where, of a constant last": (lambda x: torch.where(x > 0.5, x, 0.1), "where"),
+    "to float32": (lambda x: x.float() * 1, "mul"),
+    "to bfloat16": (lambda x: x.bfloat16(), "store"),
+    "to float16": (lambda x: x.half(), "store"),
+    "to bool": (lambda x: x.bool(), "to_bool"),
+}
+
+
+@with_floats
+def test_operators_that_round_exactly_give_the_bits_of_torch(kernels: Kernels, dtype: torch.dtype) -> None:
+    check_all_exact(kernels, EXACT_UNARY, [numbers(dtype)])
+
+
+EXACT_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "lt": lambda x, y: x < y,
+    "le": lambda x, y: x <= y,
+    "gt": lambda x, y: x > y,
+    "ge": lambda x, y: x >= y,
+    "eq": lambda x, y: x == y,
+    "ne": lambda x, y: x != y,
+    "where": lambda x, y: torch.where(x < y, x, y),
+}
+
+
+@with_floats
+def test_operators_of_two_numbers_give_the_bits_of_torch(kernels: Kernels, dtype: torch.dtype) -> None:
+    table = {name: (function, name) for name, function in EXACT_BINARY.items()}
+    check_all_exact(kernels, table, pairs(dtype))
+    shuffled = numbers(dtype)
+    check_all_exact(kernels, table, [shuffled, shuffled[torch.randperm(len(shuffled))]])
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
+def test_constants_are_rounded_where_torch_rounds_them(kernels: Kernels, dtype: torch.dtype) -> None:
+    constant = torch.tensor(0.1)
+    functions: dict[str, Sequence[Any]] = {
+        "sum": (lambda x: x + constant,),
+        "sum from the left": (lambda x: constant + x,),
+        "difference": (lambda x: x - constant,),
+        "difference from the left": (lambda x: constant - x,),
+        "product": (lambda x: x * constant,),
+        "product from the left": (lambda x: constant * x,),
+        "quotient": (lambda x: x / constant,),
+        "quotient from the left": (lambda x: constant / x,),
+        "largest": (lambda x: torch.maximum(x, constant),),
+        "smallest": (lambda x: torch.minimum(constant, x),),
+    }
+    check_all_exact(kernels, functions, [numbers(dtype)])
+
+
+# Functions that nobody rounds exactly, with how many units in the last place of float32 they may be off.
+CLOSE: dict[str, tuple[Callable[[Tensor], Tensor], str, float]] = {
+    "sqrt": (lambda x: x.sqrt(), "sqrt", 0.51),
+    "square root by power": (lambda x: x.abs() ** 0.5, "sqrt", 0.51),
+    "rsqrt": (lambda x: x.rsqrt(), "rsqrt", 1.5),
+    "rsqrt by power": (lambda x: x.abs() ** -0.5, "rsqrt", 1.5),
+    "power of three": (lambda x: x**3, "mul", 1.5),
+    "power": (lambda x: x.abs() ** 1.5, "pow", 1),
+    "negative power": (lambda x: x.abs() ** -1.5, "pow", 1),
+    "exp": (lambda x: x.exp(), "exp", 2),
+    "log": (lambda x: x.log(), "log", 1),
+    "sigmoid": (lambda x: x.sigmoid(), "sigmoid", 3),
+    "silu": (functional.silu, "silu", 3),
+    "tanh": (lambda x: x.tanh(), "tanh", 2),
+    "erf": (lambda x: x.erf(), "erf", 2),
+    "gelu": (functional.gelu, "gelu", 2),
+    "gelu_tanh": (lambda x: functional.gelu(x, approximate="tanh"), "gelu_tanh", 3),
+    "sin": (lambda x: x.sin(), "sin", 1),
+    "cos": (lambda x: x.cos(), "cos", 1),
+    "expm1": (lambda x: x.expm1(), "expm1", 2),
+    "log1p": (lambda x: x.log1p(), "log1p", 2),
+    "softplus": (functional.softplus, "softplus", 3),
+}
+
+
+@with_floats
+def test_functions_are_as_exact_as_their_type(kernels: Kernels, dtype: torch.dtype) -> None:
+    x = numbers(dtype)
+    functions = [function for function, _, _ in CLOSE.values()]
+    operators = [operator for _, operator, _ in CLOSE.values()]
+    results = plan_of(kernels, lambda x: tuple(function(x) for function in functions), [x], *operators)(x)
+    for (name, (function, _, ulps)), found in zip(CLOSE.items(), results, strict=True):
+        exact = function(x.double())
+        # What a difference to one cancels is lost.
+        scale = torch.maximum(exact.abs(), x.double().abs()) if "gelu" in name else exact.abs()
+        check_close(found, exact, scale * ulps * 2.0**-23, name, least=2e-36 if name == "silu" else 2e-38)
+
+
+def check_close(found: Tensor, exact: Tensor, error: Tensor, name: str = "", *, least: float = 2e-38) -> None:
+    """Whether a result is the nearest number of its type to one that is off by no more than `error`."""
+    kind, expected = torch.finfo(found.dtype), exact.to(found.dtype)
+    assert torch.equal(found.isnan(), expected.isnan()), name
+    finite = expected.isfinite()
+    assert torch.equal(found[~finite].nan_to_num(1), expected[~finite].nan_to_num(1)), name
+    assert found[finite].isfinite().all(), name
+    rounding = exact.abs() * ROUNDING[found.dtype] + kind.smallest_normal * kind.eps
+    if found.dtype == torch.float32:
+        rounding = 0 * exact.abs()
+    wrong = ((found.double() - exact).abs() > (error + rounding) * 1.001 + least) & finite
+    assert not wrong.any(), (name, found[wrong][:5].tolist(), exact[wrong][:5].tolist())
+
+
+INTEGER_UNARY: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "negative": (lambda x: -x, "ineg"),
+    "abs": (lambda x: x.abs(), "iabs"),
+    "constant added": (lambda x: x + 7, "iadd"),
+    "constant subtracted": (lambda x: x - 2**30, "isub"),
+    "multiplied by a constant": (lambda x: x * -3, "imul"),
+    "clamp": (lambda x: x.clamp(-5, 100), "imax"),
+    "less": (lambda x: x < 3, "ilt"),
+    "no more": (lambda x: x <= 3, "ile"),
+    "more": (lambda x: x > -128, "igt"),
+    "no less": (lambda x: x >= -128, "ige"),
+    "equal": (lambda x: x == 7, "ieq"),
+    "not equal": (lambda x: x != 7, "ine"),
+    "masks": (lambda x: (x & 255) | 16, "iand"),
+    "where": (lambda x: torch.where(x > 0, x, -1), "where"),
+    "masked fill": (lambda x: x.masked_fill(x < 0, 5), "where"),
+    "to float32": (lambda x: x.float(), "to_float"),
+    "to bfloat16": (lambda x: x.bfloat16(), "to_float"),
+    "to float16": (lambda x: (x & 65535).half(), "to_float"),
+    "to bool": (lambda x: x.bool(), "ito_bool"),
+    "plus a fraction": (lambda x: x + 0.5, "to_float"),
+    "divided": (lambda x: x / 3, "div"),
+}
+INTEGER_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "iadd": lambda x, y: x + y,
+    "isub": lambda x, y: x - y,
+    "imul": lambda x, y: x * y,
+    "imax": torch.maximum,
+    "imin": torch.minimum,
+    "iand": lambda x, y: x & y,
+    "ior": lambda x, y: x | y,
+    "ixor": lambda x, y: x ^ y,
+    "ilt": lambda x, y: x < y,
+    "ile": lambda x, y: x <= y,
+    "igt": lambda x, y: x > y,
+    "ige": lambda x, y: x >= y,
+    "ieq": lambda x, y: x == y,
+    "ine": lambda x, y: x != y,
+}
+
+
+def test_integers_give_the_bits_of_torch(kernels: Kernels) -> None:
+    check_all_exact(kernels, INTEGER_UNARY, [numbers(torch.int32)])
+    table = {name: (function, name) for name, function in INTEGER_BINARY.items()}
+    check_all_exact(kernels, table, pairs(torch.int32))
+
+
+BOOLEAN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "and": (lambda x, y: x & y, "iand"),
+    "or": (lambda x, y: x | y, "ior"),
+    "exclusive or": (lambda x, y: x ^ y, "ixor"),
+    "logical and": (torch.logical_and, "iand"),
+    "logical or": (torch.logical_or, "ior"),
+    "logical exclusive or": (torch.logical_xor, "ixor"),
+    "not": (lambda x, y: ~x & y, "inot"),
+    "logical not": (lambda x, y: x.logical_not() & y, "inot"),
+    "equal": (lambda x, y: x == y, "ieq"),
+    "not equal": (lambda x, y: x != y, "ine"),
+    "where": (lambda x, y: torch.where(x, y, True), "where"),
+    "to int32": (lambda x, y: x.int() + y.int(), "iadd"),
+    "to float32": (lambda x, y: x.float() * y, "to_float"),
+    "to bfloat16": (lambda x, y: x.bfloat16() + y, "to_float"),
+}
+
+
+def test_truths_give_the_bits_of_torch(kernels: Kernels) -> None:
+    check_all_exact(kernels, BOOLEAN, [numbers(torch.bool), numbers(torch.bool)])
+
+
+def test_codes_become_numbers(kernels: Kernels) -> None:
+    codes = torch.arange(-128, 128, dtype=torch.int8).repeat(9).view(64, 36)
+    table: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
+        "float32": (lambda x: x.float() * 0.3,),
+        "bfloat16": (lambda x: x.bfloat16(),),
+        "of columns": (lambda x: x[:, 3:30:2].float(),),
+        "int32": (lambda x: x.int() * 3,),
+        "bool": (lambda x: x.bool(),),
+    }
+    check_all_exact(kernels, table, [codes])
+
+
+def test_numbers_become_integers_toward_zero(kernels: Kernels) -> None:
+    x = torch.cat([torch.randn(2100) * 1000, torch.tensor([0.0, -0.0, 0.99999, -0.99999, 2.0**31 - 128, -(2.0**31)])])
+    for dtype in FLOATS:
+        y = x.to(dtype)
+        check_exact(kernels, lambda x: x.int(), [y[y.float().abs() <= 2.0**31 - 128]], "to_int")
+    check_exact(kernels, lambda x: x.int() * 2, [torch.randint(-(2**31), 2**31, (2111,))], "imul")
+
+
+def test_types_meet_as_in_torch(kernels: Kernels) -> None:
+    x, y, z = torch.randn(7, 33), torch.randn(33).bfloat16(), torch.randint(-9, 9, (7, 1), dtype=torch.int32)
+    functions: dict[str, Sequence[Any]] = {
+        "arithmetic": (lambda x, y, z: (x + z) * y,),
+        "where": (lambda x, y, z: torch.where(z > 0, x, y),),
+        "comparisons": (lambda x, y, z: (y > z) == (x < y),),
+        "float16": (lambda x, y, z: torch.maximum(y.half(), z.half()),),
+        "truths": (lambda x, y, z: (x * (y > 0)) * z.bool(),),
+    }
+    check_all_exact(kernels, functions, [x, y, z])
+
+
+# Rows of one element, of fewer and more than are summed side by side, and of more than a tile.
+ROWS = [(1, 1), (5, 2), (300, 31), (3, 33), (70, 64), (2, 2048), (3, 5001)]
+
+
+@with_floats
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+def test_sums_and_means_are_as_exact_as_their_type(
+    kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    x = torch.randn(shape).to(dtype)
+
+    def totals(x: Tensor) -> tuple[Tensor, ...]:
+        return x.sum(-1), x.mean(-1), x.sum(), x.mean(0, keepdim=True)
+
+    for found, exact, terms in zip(
+        plan_of(kernels, totals, [x])(x), totals(x.double()), totals(x.double().abs()), strict=True
+    ):
+        check_close(found, exact, terms * 2.0**-21)
+
+
+@with_floats
+@pytest.mark.parametrize("shape", ROWS, ids=str)
+def test_softmax_and_norms_are_as_exact_as_their_type(
+    kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    x = (torch.randn(shape) * 4).to(dtype)
+    x[0, 0] = -INFINITY if shape[1] > 1 else 0
+    (found,) = Planned(kernels, lambda x: x.softmax(-1), [x])(x)
+    exact = x.double().softmax(-1)
+    distance = (x.double().amax(-1, keepdim=True) - x.double()).nan_to_num(0, 0, 0) + 8
+    check_close(found, exact, exact * distance * 2.0**-22)
+    x[0, 0] = 1
+    weight, bias = torch.randn(shape[1]).to(dtype), torch.randn(shape[1]).to(dtype)
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.layer_norm(x, (shape[1],), weight, bias)
+
+    if shape[1] > 1:
+        planned = plan_of(kernels, norm, [x, weight, bias])
+        for inputs in ((x, weight, bias), (x * 100 + 30, weight, bias)):
+            (found,) = planned(*inputs)
+            exact = norm(*(each.double() for each in inputs))
+            spread = (inputs[0].double().abs().amax(-1, keepdim=True) / inputs[0].double().std(-1, keepdim=True)) + 4
+            check_close(found, exact, (weight.double().abs() * spread + bias.double().abs()) * 2.0**-21)
+
+
+@with_floats
+@pytest.mark.parametrize("columns", [2, 31, 40, 64, 130])
+def test_rows_are_read_where_they_lie(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
+    def part(x: Tensor) -> Tensor:
+        return x[..., 5 : 5 + columns]
+
+    def largest(x: Tensor) -> Tensor:
+        return part(x).amax(-1, keepdim=True)
+
+    functions: dict[str, Sequence[Any]] = {
+        "with one number each": (lambda x, y, z: part(x) - largest(x), "spread"),
+        "with one of another type": (lambda x, y, z: part(x) * largest(x).float(), "spread"),
+        "by an operator that takes none": (lambda x, y, z: torch.minimum(largest(x) * 3, part(x)),),
+        "the same for all": (lambda x, y, z: z * (part(x) - largest(x)),),
+        "the same for some": (lambda x, y, z: (part(x) + y) * (part(x) > largest(x) / 2),),
+        "with themselves": (lambda x, y, z: part(x) * part(x) + largest(x),),
+        "one behind another": (lambda x, y, z: (x + x.amax(-1, keepdim=True)) - x,),
+        "turned": (lambda x, y, z: (part(x).transpose(0, 1) - z) + largest(x).transpose(0, 1),),
+    }
+    shapes = (70, 3, columns + 9), (70, 1, columns), (columns,)  # of whole numbers, which nothing rounds
+    check_all_exact(kernels, functions, [torch.randint(-5, 6, shape).to(dtype) for shape in shapes])
+
+
+@with_floats
+def test_a_result_is_stored_as_often_as_it_is_asked_for(kernels: Kernels, dtype: torch.dtype) -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        product = x * y
+        return product, product, product.float()
+
+    inputs = [torch.randint(-5, 6, (2111,)).to(dtype) for _ in range(2)]
+    planned = plan_of(kernels, function, inputs)
+    assert len(planned.plan.steps) == 1
+    assert all(same_bits(*pair) for pair in zip(planned(*inputs), function(*inputs), strict=True))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2), (-1,), (-2,)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 34), (1, 4, 2), (3, 1, 2), (2, 3, 1), (1, 1, 1), (2, 1, 40)], ids=str)
+def test_reductions_take_any_dimensions(
+    best_kernels: Kernels, dims: tuple[int, ...], shape: tuple[int, int, int], keep: bool
+) -> None:
+    whole = torch.randint(-50, 50, shape)  # no order of additions changes their sums
+    floats: dict[str, Sequence[Any]] = {
+        "sum": (lambda x: (x * 1).sum(dims, keep) + 1,),
+        "mean": (lambda x: (x + 1).mean(dims, keep),),
+        "largest": (lambda x: x.amax(dims, keep),),
+        "smallest": (lambda x: x.amin(dims, True) * x,),
+        "moved": (lambda x: x.amax(dims, keep).unsqueeze(0).transpose(0, -1),),
+    }
+    integers: dict[str, Sequence[Any]] = {
+        "sum": (lambda x: x.sum(dims, keep, dtype=torch.int32),),
+        "largest": (lambda x: x.amax(dims, keep),),
+        "smallest": (lambda x: x.amin(dims, keep),),
+    }
+    check_all_exact(best_kernels, floats, [whole.float()])
+    check_all_exact(best_kernels, integers, [whole.int()])
+
+
+def test_reductions_of_special_numbers_are_those_of_torch(kernels: Kernels) -> None:
+    for dtype in FLOATS:
+        x = special(dtype)
+        rows = torch.stack([x, x.nan_to_num(2, INFINITY, 3), x.nan_to_num(2, 3, -INFINITY), -x.abs().nan_to_num(2)])
+        check_exact(kernels, lambda x: x.amax(-1), [rows], "row_max")
+        check_exact(kernels, lambda x: x.amin(-1), [rows], "row_min")
+        check_exact(kernels, lambda x: (x / 64).sum(-1).abs() > 1e30, [rows], "sum")
+        check_exact(kernels, lambda x: x.max() + x.min(), [rows])
+        check_exact(kernels, lambda x: (x > x.amax(-1, keepdim=True)).any(-1), [rows], "spread")
+    integers = numbers(torch.int32)[-2080:].view(4, 520)
+    check_exact(kernels, lambda x: x.amax(-1), [integers], "irow_max")
+    check_exact(kernels, lambda x: x.amin(-1), [integers], "irow_min")
+    check_exact(kernels, lambda x: x.sum(-1, dtype=torch.int32), [integers], "isum")
+    truths = torch.rand(9, 3, 5) < 0.4
+    check_exact(kernels, lambda x: x.any(-1), [truths], "irow_max")
+    check_exact(kernels, lambda x: x.all(1), [truths], "irow_min")
+    check_exact(kernels, lambda x: x.any(0, keepdim=True), [truths], "irow_max")
+
+
+def test_every_operator_of_a_map_is_tested() -> None:
+    tables = [*EXACT_UNARY.values(), *CLOSE.values(), *INTEGER_UNARY.values(), *BOOLEAN.values()]
+    tested = {entry[1] for entry in tables} | {*EXACT_BINARY} | {*INTEGER_BINARY}
+    tested |= {
+        "load",
+        "store",
+        "to_int",
+        "sum",
+        "row_max",
+        "row_min",
+        "isum",
+        "irow_max",
+        "irow_min",
+        "spread",
+        "rotate_half",
+        "round_bfloat16",
+        "round_float16",
+    }
+    assert tested == {*OPS}
+
+
+def test_parts_without_elements_are_left_out(kernels: Kernels) -> None:
+    """As a Qwen3.5 of few rotary dimensions has them: what of an axis of positions is none of its frequencies."""
+
+    def function(x: Tensor) -> Tensor:
+        mixed = x * 2
+        mixed[..., 4:4] = (x + 1)[..., 4:4]
+        return mixed * 3
+
+    x = torch.randn(3, 4)
+    planned = Planned(kernels, function, [x])
+    assert same_bits(planned(x)[0], function(x))
