@@ -67,7 +67,7 @@ def _timeline(drawing: Drawing, top: int, policy: str, meaning: str) -> None:
     )
     scheduler = Scheduler(config, SchedulerOptions(policy=policy))
     for number in range(3):
-        scheduler.add(
+        scheduler.add_request(
             Request(
                 request_id=f"{number}",
                 prompt_token_ids=[number * 20 + 3 + each for each in range(4)],
@@ -77,17 +77,19 @@ def _timeline(drawing: Drawing, top: int, policy: str, meaning: str) -> None:
     while len(step_plan := scheduler.schedule().decodes) < 3:
         _run(scheduler)
     assert len(step_plan) == 3
-    scheduler.add(Request(request_id="3", prompt_token_ids=[100 + each for each in range(64)], max_new_tokens=100))
+    scheduler.add_request(
+        Request(request_id="3", prompt_token_ids=[100 + each for each in range(64)], max_new_tokens=100)
+    )
     drawing.text(20, top + 8, f"{policy}: {meaning}", bold=True)
     for slot in range(4):
         drawing.text(100, top + 34 + slot * 28, f"request {slot}", anchor="end", size=11)
     x, taken = 110.0, widths()[0]
     while x < 720:
         step = scheduler.schedule()
-        width = taken["token_generation" if not step.chunks else "mixed" if step.decodes else "chunked_prefill"]
+        width = taken["token_generation" if not step.pieces else "mixed" if step.decodes else "chunked_prefill"]
         for decode in step.decodes:
             drawing.box(x, top + 20 + int(decode.request_id) * 28, width - 2, 22, DECODE)
-        for chunk in step.chunks:
+        for chunk in step.pieces:
             number = chunk.start // config.prefill_chunk_size + 1
             drawing.box(x, top + 20 + int(chunk.request_id) * 28, width - 2, 22, CHUNK, str(number), 11)
         x += width
@@ -96,7 +98,7 @@ def _timeline(drawing: Drawing, top: int, policy: str, meaning: str) -> None:
 
 def _run(scheduler: Scheduler) -> None:
     step = scheduler.schedule()
-    scheduler.commit(step, [1] * len(step.decodes), [1] * len(step.chunks))
+    scheduler.commit(step, [1] * len(step.decodes), [1] * len(step.pieces))
 
 
 def cache() -> Drawing:

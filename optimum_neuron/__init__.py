@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import NeuronConfig as NeuronConfig
+    from .core import Request as Request
     from .engine.policy import SchedulerOptions as SchedulerOptions
-    from .engine.request import Request as Request
     from .export.recipe import export_model as export_model
     from .generate import NeuronModelForCausalLM as NeuronModelForCausalLM
     from .runtime.profile import Profile as Profile
@@ -23,7 +23,7 @@ _PUBLIC = {
     "NeuronConfig": ".config",
     "NeuronModelForCausalLM": ".generate",
     "Profile": ".runtime.profile",
-    "Request": ".engine.request",
+    "Request": ".core",
     "SamplingParams": ".step.spec",
     "SchedulerOptions": ".engine.policy",
     "export_model": ".export.recipe",

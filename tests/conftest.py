@@ -86,7 +86,7 @@ def open_runner(tiny_models: dict[str, nn.Module], cpu_artifact: Callable[[str],
             made[key] = artifact_runner(cpu_artifact(name))
         elif key not in made:
             made[key] = eager_runner(tiny_models[name], tiny_config(**changes))
-        made[key].reset_all()
+        made[key].reset_slots()
         return made[key]
 
     return open_one

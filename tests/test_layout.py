@@ -15,7 +15,7 @@ import optimum_neuron
 PACKAGE = Path(optimum_neuron.__file__).parent
 # From the bottom up: a room may import those before it, wherever in a file the import stands.
 ROOMS = (
-    "kernels", "version", "errors", "options", "config", "progress", "step", "parity", "checkpoints", "artifact", "cli", "targets",
+    "kernels", "version", "errors", "options", "config", "progress", "step", "core", "parity", "checkpoints", "artifact", "cli", "targets",
     "runtime", "engine", "export", "generate", "vllm", "tools", "__init__",
 )  # fmt: skip
 # The doors to tools: what a caller asks of them.

@@ -22,7 +22,7 @@ from optimum_neuron import (
     export_model,
 )
 from optimum_neuron.engine.engine import Engine
-from optimum_neuron.runtime.prefill import prefill
+from optimum_neuron.runtime.prefill import prefill_prompts
 
 
 pytestmark = pytest.mark.slow
@@ -116,7 +116,7 @@ def test_the_engine_gives_each_request_what_it_gets_alone(smollm2: Any, target: 
             for request in arrivals.get(step, ()):
                 engine.add_request(request)
             if step == 9:
-                engine.abort("aborted")
+                engine.abort_request("aborted")
             for event in engine.step():
                 tokens.setdefault(event.request_id, []).append(event.token_id)
             step += 1
@@ -146,8 +146,8 @@ def test_bfloat16_logits_are_as_close_to_float32_as_the_type_allows(smollm2: Any
         runner = smollm2("cpu", dtype).runner
         rows = []
         for prompt in prompts:
-            runner.reset_all()
-            rows.append(prefill(runner, [prompt])[1])
+            runner.reset_slots()
+            rows.append(prefill_prompts(runner, [prompt])[1])
         logits[dtype] = torch.cat(rows)
     rms = (logits["bfloat16"] - logits["float32"]).pow(2).mean().sqrt()
     assert 0 < rms < BFLOAT16_RMS

@@ -79,17 +79,17 @@ def measure(runner: GraphRunner, args: Namespace, *, warm_up: bool) -> dict[str,
     """Return medians over all slots in ms: of first prompts, without the first slot, which finds the graph cold, and of later ones."""
     import numpy as np
 
-    from optimum_neuron.runtime.step_tensors import Chunk
+    from optimum_neuron.core import PromptPiece
 
     if warm_up:
         runner.warm_up()
     prompt = np.arange(1, args.prompt_length + 1, dtype=np.int32)
     times = []
     for _ in range(args.rounds + 1):
-        runner.reset_all()
+        runner.reset_slots()
         for slot in range(args.slots):
             start = time.perf_counter()
-            runner.prefill([Chunk(slot, prompt)])
+            runner.run_step([PromptPiece(slot, prompt)])
             times.append(1e3 * (time.perf_counter() - start))
     first, later = times[1 : args.slots], times[args.slots :]
     return {"warm_up": warm_up, "first_ms": statistics.median(first), "later_ms": statistics.median(later)}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optimum_neuron.cli import add_option, reported_errors
+from optimum_neuron.runtime.step_tensors import DecodeRows
 
 from ..machine import describe_machine, warn_if_busy
 from ..options import add_file_options, add_model_options, artifacts_folder, make_parser, positive
@@ -161,11 +162,11 @@ def decode_ms(runner: GraphRunner, rows: int) -> float:
     active = np.arange(slots) < rows
     token_ids, uniforms = np.ones(slots, dtype=np.int32), np.zeros(slots, dtype=np.float32)
     params = np.tile(np.array(GREEDY, dtype=np.float32), (slots, 1))
-    runner.reset_all()
+    runner.reset_slots()
     runner.lengths[active] = CONTEXT
     start = time.perf_counter()
     for _ in range(STEPS):
-        runner.decode(token_ids, active, params, uniforms)
+        runner.run_step((), DecodeRows(token_ids, active, params, uniforms))
     return 1e3 * (time.perf_counter() - start) / STEPS
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.engine.request import Request
 from optimum_neuron.generate import NeuronModelForCausalLM
 
 from ..systems import continuous_batching, next_output

@@ -5,49 +5,27 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
+
+from ..core import Prefix
 
 
 # The place before the first block of every prompt.
 _ROOT = 0
 
 
-class BlockMatch(NamedTuple):
-    """What of a prompt is in the cache.
-
-    Attributes:
-        shared: full blocks that contain the prompt's first tokens, in order.
-        source: a block whose first `common` tokens are those that follow; of no meaning where `common` is 0.
-        ends: `source` contains nothing else.
-    """
-
-    shared: tuple[int, ...]
-    source: int
-    common: int
-    ends: bool
-
-    def first(self, length: int, block_length: int) -> BlockMatch:
-        """What of it has the first `length` tokens."""
-        full, rest = divmod(length, block_length)
-        if not rest:
-            return BlockMatch(self.shared[:full], 0, 0, False)
-        if full < len(self.shared):
-            return BlockMatch(self.shared[:full], self.shared[full], rest, False)
-        return self._replace(common=rest)
-
-
-NO_MATCH = BlockMatch((), 0, 0, False)
+# A shorter common prefix saves no step, and to copy it costs more than to compute it along with the rest.
+MIN_REUSE = 16
 
 
 class BlockPool:
     """Blocks of a cache `[blocks, block_length]`.
 
-    The contents of a block are the tokens whose keys and values other rows may use. They outlive the rows that had the
-    block, until it is given to another one: blocks without contents go first, from the lowest number on, then those used
-    least recently. Contents stand for all tokens before them too, so a block is found by the block that comes before it
-    and by its own tokens, all of which are compared.
+    The contents of a block are the tokens with keys and values that other rows may use. They outlive the rows that had the
+    block, until another row gets it: blocks without contents go first, from the lowest number on, then the least recently
+    used. Contents stand for all tokens before them too, so a block is found by the block before it and by its own tokens,
+    all of which are compared.
 
     Args:
         min_reuse: tokens that a part of a block must have to be copied.
@@ -59,12 +37,14 @@ class BlockPool:
         self._references = [0] * blocks
         self._tokens = np.zeros((blocks, block_length), np.int32)
         self._lengths = np.zeros(blocks, np.int64)
+        # The same memory without numpy, for what happens for each token.
+        self._cells, self._counts = self._tokens.data, self._lengths.data
         self._empty = list(range(blocks))
         self._kept: dict[int, None] = {}  # without references, with contents: least recently used first
         # A place is what the tokens of a full block, and of all before it, lead to.
         self._places = 1
         self._before = [_ROOT] * blocks
-        self._behind = [_ROOT] * blocks
+        self._after = [_ROOT] * blocks
         self._full: dict[tuple[int, bytes], int] = {}
         # By the first tokens, as many as are reused at least.
         self._beginning: dict[tuple[int, bytes], dict[int, None]] = {}
@@ -74,41 +54,41 @@ class BlockPool:
         """Blocks that no row has."""
         return len(self._empty) + len(self._kept)
 
-    def references(self, block: int) -> int:
-        """How many rows have a block."""
+    def count_rows(self, block: int) -> int:
+        """Return how many rows have a block."""
         return self._references[block]
 
-    def length(self, block: int) -> int:
-        """How many tokens a block contains."""
-        return int(self._lengths[block])
+    def count_tokens(self, block: int) -> int:
+        """Return how many tokens a block contains."""
+        return self._counts[block]
 
-    def contents(self, block: int) -> np.ndarray:
-        """Tokens that others may use, int32 `[length]`."""
+    def read_tokens(self, block: int) -> np.ndarray:
+        """Return the tokens that other rows may use, int32 `[length]`."""
         return self._tokens[block, : self._lengths[block]].copy()
 
-    def candidates(self) -> Iterator[int]:
-        """Blocks that no row has, in the order in which they are given away."""
+    def list_free(self) -> Iterator[int]:
+        """Yield blocks that no row has, in the order in which they are given away."""
         yield from self._empty
         yield from self._kept
 
-    def acquire(self, blocks: Sequence[int], *, fresh: bool) -> None:
-        """Notes that one more row has these blocks.
+    def acquire_blocks(self, blocks: Sequence[int], *, fresh: bool) -> None:
+        """Give blocks to one more row.
 
         Args:
-            fresh: they are to be written anew: no row has them, and their contents are void. Otherwise they are read.
+            fresh: the row writes them: no other row has them, and their contents are void. Otherwise it reads them.
 
         Raises:
-            RuntimeError: a fresh block is another row's.
+            RuntimeError: another row has a fresh block.
         """
         for block in blocks:
             if fresh:
-                self.forget(block)
+                self.forget_block(block)
             if not self._references[block]:
                 self._leave_free(block)
             self._references[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Takes the blocks of a row back; the last ones are given away before those that they follow.
+    def release_blocks(self, blocks: Sequence[int]) -> None:
+        """Take back the blocks of a row; the last ones are given away before those that they follow.
 
         Raises:
             RuntimeError: no row has one of them.
@@ -120,86 +100,104 @@ class BlockPool:
             if not self._references[block]:
                 self._join_free(block)
 
-    def forget(self, block: int) -> None:
-        """Voids the contents of a block that no row has.
+    def forget_block(self, block: int) -> None:
+        """Void the contents of a block that no row has.
 
         Raises:
             RuntimeError: a row has it.
         """
         if self._references[block]:
             raise RuntimeError(
-                f"block {block} has {self._references[block]} rows that read it, and cannot be written anew"
+                f"block {block} has {self._references[block]} rows that read it, and cannot be overwritten"
             )
         if self._lengths[block]:
             self._leave_free(block)
-            self._void(block)
+            self.void_block(block)
             self._join_free(block)
 
-    def clear(self) -> None:
-        """Voids the contents of all blocks."""
+    def forget_all(self) -> None:
+        """Void the contents of all blocks."""
         for block in np.flatnonzero(self._lengths).tolist():
             if self._references[block]:
-                self._void(block)
+                self.void_block(block)
             else:
-                self.forget(block)
+                self.forget_block(block)
 
-    def write(self, row: Sequence[int], start: int, tokens: np.ndarray | Sequence[int]) -> None:
-        """Adds tokens to the contents of a row's blocks, behind what is in them.
+    def write_tokens(self, row: Sequence[int], start: int, tokens: np.ndarray | Sequence[int]) -> None:
+        """Add tokens to the contents of a row's blocks.
 
         Args:
             row: its blocks, in order.
-            start: place of the first token in the row.
+            start: place of the first token in the row; all before it are there.
         """
         end, place = start + len(tokens), start
         while place < end:
             index, offset = divmod(place, self.block_length)
             count = min(self.block_length - offset, end - place)
-            before = self._behind[row[index - 1]] if index else _ROOT
-            self._add(row[index], before, offset, tokens[place - start : place - start + count])
+            before = self._after[row[index - 1]] if index else _ROOT
+            self._add_tokens(row[index], before, offset, tokens[place - start : place - start + count])
             place += count
 
-    def match(self, prompt: np.ndarray, exclude: Collection[int] = ()) -> BlockMatch:
-        """What of a prompt is in the cache but for its last token, whose logits choose the next one.
+    def append_token(self, row: Sequence[int], place: int, token_id: int) -> None:
+        """Add one token, as `write_tokens` does."""
+        size = self.block_length
+        offset = place % size
+        end = offset + 1
+        if offset and end != self._min_reuse and end != size:  # the block is found as before
+            block = row[place // size]
+            self._cells[block, offset] = token_id
+            self._counts[block] = end
+        else:
+            self.write_tokens(row, place, (token_id,))
+
+    def match_prompt(self, prompt: np.ndarray, exclude: Collection[int] = ()) -> Prefix:
+        """Return what the cache holds of a prompt, without its last token, which chooses the next one.
 
         Args:
             prompt: int32 `[n]`.
             exclude: blocks to leave out.
         """
         size, limit = self.block_length, len(prompt) - 1
-        shared: list[int] = []
+        full: list[int] = []
         place = _ROOT
-        while (len(shared) + 1) * size <= limit:
-            block = self._full.get((place, prompt[len(shared) * size : (len(shared) + 1) * size].tobytes()))
+        while (len(full) + 1) * size <= limit:
+            block = self._full.get((place, prompt[len(full) * size : (len(full) + 1) * size].tobytes()))
             if block is None or block in exclude:
                 break
-            shared.append(block)
-            place = self._behind[block]
-        return BlockMatch(tuple(shared), *self._part(place, prompt[len(shared) * size : limit], exclude))
+            full.append(block)
+            place = self._after[block]
+        start = len(full) * size
+        source, common, ends = self._match_part(place, prompt[start:], exclude)
+        return Prefix(start + common, tuple(full), source, ends)
 
-    def _part(self, place: int, rest: np.ndarray, exclude: Collection[int]) -> tuple[int, int, bool]:
-        """The block behind a place that shares the most tokens with `rest`."""
-        if len(rest) < self._min_reuse:
-            return 0, 0, False
+    def _match_part(self, place: int, rest: np.ndarray, exclude: Collection[int]) -> tuple[int | None, int, bool]:
+        """Return the block after a place that shares the most tokens with `rest`, their number, and whether it ends with them.
+
+        Of equals, one that ends with them comes first, then the lowest. A block that ends with the last token of `rest` counts as
+        such: that token is computed once more. A full block does not, as others may follow it.
+        """
+        if len(rest) <= self._min_reuse:
+            return None, 0, False
         begins = self._beginning.get((place, rest[: self._min_reuse].tobytes()), ())
-        blocks = [block for block in begins if block not in exclude]
+        blocks = sorted(block for block in begins if block not in exclude)
         if not blocks:
-            return 0, 0, False
+            return None, 0, False
         lengths = np.minimum(self._lengths[blocks], len(rest))
         columns = int(lengths.max())
         same = self._tokens[blocks, :columns] == rest[:columns]
         common = np.minimum(np.where(same.all(axis=1), columns, same.argmin(axis=1)), lengths)
         free = np.array([not self._references[block] for block in blocks])
-        ends = free & (common == self._lengths[blocks])
+        ends = free & (common == self._lengths[blocks]) & (common < self.block_length)
         best = int(np.argmax(2 * common + ends))
-        return blocks[best], int(common[best]), bool(ends[best])
+        return blocks[best], min(int(common[best]), len(rest) - 1), bool(ends[best])
 
-    def touch(self, block: int) -> None:
-        """Marks a block as the most recently used one."""
+    def touch_block(self, block: int) -> None:
+        """Mark a block as the most recently used one."""
         if block in self._kept:
             del self._kept[block]
             self._kept[block] = None
 
-    def _add(self, block: int, before: int, offset: int, tokens: np.ndarray | Sequence[int]) -> None:
+    def _add_tokens(self, block: int, before: int, offset: int, tokens: np.ndarray | Sequence[int]) -> None:
         end = offset + len(tokens)
         self._before[block] = before
         self._tokens[block, offset:end] = tokens
@@ -207,29 +205,30 @@ class BlockPool:
         if offset < self._min_reuse <= end:
             self._beginning.setdefault(self._start_key(block), {})[block] = None
         if end == self.block_length:
-            other = self._full.setdefault(self._key(block), block)
+            other = self._full.setdefault(self._full_key(block), block)
             if other == block:
-                self._behind[block] = self._places
+                self._after[block] = self._places
                 self._places += 1
-            else:  # two rows computed the same: what follows either is found behind both
-                self._behind[block] = self._behind[other]
+            else:  # two rows computed the same: what follows either is found after both
+                self._after[block] = self._after[other]
 
-    def _void(self, block: int) -> None:
+    def void_block(self, block: int) -> None:
+        """Void the contents of a block, whoever has it."""
         if self._lengths[block] >= self._min_reuse:
             alike = self._beginning[self._start_key(block)]
             del alike[block]
             if not alike:
                 del self._beginning[self._start_key(block)]
-        if self._full.get(self._key(block)) == block:
-            del self._full[self._key(block)]
+        if self._full.get(self._full_key(block)) == block:
+            del self._full[self._full_key(block)]
         self._lengths[block] = 0
-        self._behind[block] = _ROOT
+        self._after[block] = _ROOT
 
     def _join_free(self, block: int) -> None:
         length = self._lengths[block]
-        is_double = length == self.block_length and self._full.setdefault(self._key(block), block) != block
+        is_double = length == self.block_length and self._full.setdefault(self._full_key(block), block) != block
         if is_double or length < self._min_reuse:
-            self._void(block)
+            self.void_block(block)
         if self._lengths[block]:
             self._kept[block] = None
         else:
@@ -241,7 +240,7 @@ class BlockPool:
         else:
             del self._empty[bisect_left(self._empty, block)]
 
-    def _key(self, block: int) -> tuple[int, bytes]:
+    def _full_key(self, block: int) -> tuple[int, bytes]:
         return self._before[block], self._tokens[block].tobytes()
 
     def _start_key(self, block: int) -> tuple[int, bytes]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of step comes next, and how large its chunks may be. Knows nothing of requests, slots or devices."""
+"""The kind of the next step, and how large its chunks may be. Knows nothing of requests, rows or devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMMITS_UNTIL_FORGOTTEN = 128
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """How the scheduler fills steps.
+    """Options of the scheduler: how it fills steps.
 
     Attributes:
         policy: "mixed" decodes and takes in prompts in the same step; "alternate" does so in turn; "prefill_first"
@@ -35,10 +35,10 @@ class SchedulerOptions:
             sizes follow from measured step times. None: always the largest chunks.
         max_bypass: steps in a row in which prompts of the same priority that end in one step may go before a longer
             one. "all_chunks" never lets them.
-        chunk_alignment: a chunk that is not a prompt's last ends at a multiple of this, unless nothing would be left.
-        prefix_reuse: whether a prompt reuses the cache rows of an earlier request that starts alike; where a model's slots keep
-            state beside such rows, as far as there is a snapshot of it.
-        reuse_generated: whether those may be rows of generated tokens, not only of prompts.
+        chunk_alignment: a piece that is not a prompt's last ends at a multiple of this, unless nothing would be left.
+        prefix_reuse: whether a prompt reuses what the cache holds of an earlier request that starts alike; where a model's rows
+            keep state too, as far as there is a snapshot of it.
+        reuse_generated: whether prompts reuse generated tokens too, not only prompts.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -58,10 +58,10 @@ class SchedulerOptions:
         if self.policy not in get_args(Policy):
             raise ValueError(f"policy={self.policy!r} is not known; choose one of {', '.join(get_args(Policy))}")
         if self.max_step_tokens is not None:
-            _check_whole("max_step_tokens", self.max_step_tokens, 1)
-        _check_whole("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _check_whole("max_bypass", self.max_bypass, 0)
-        _check_whole("chunk_alignment", self.chunk_alignment, 1)
+            _check_number("max_step_tokens", self.max_step_tokens, 1)
+        _check_number("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _check_number("max_bypass", self.max_bypass, 0)
+        _check_number("chunk_alignment", self.chunk_alignment, 1)
         for name in ("prefix_reuse", "reuse_generated"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, not {getattr(self, name)!r}")
@@ -78,7 +78,7 @@ class SchedulerOptions:
             )
 
 
-def _check_whole(name: str, value: object, least: int) -> None:
+def _check_number(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     if value < least:
@@ -86,7 +86,7 @@ def _check_whole(name: str, value: object, least: int) -> None:
 
 
 def resolve_policy(policy: Policy, mixed_step: bool) -> Policy:
-    """The policy that "auto" stands for, and any other as it is.
+    """Return the policy that "auto" stands for, and any other as it is.
 
     Raises:
         ValueError: the policy needs graphs that the artifact lacks.
@@ -104,14 +104,14 @@ def resolve_policy(policy: Policy, mixed_step: bool) -> Policy:
 def next_kind(
     policy: Policy, *, decodes: bool, prompts: bool, after_chunks: bool, unfinished: bool
 ) -> GraphKind | None:
-    """The kind of the next step, or None where nothing can be advanced.
+    """Return the kind of the next step, or None where nothing can be advanced.
 
     Args:
         policy: a resolved one, not "auto".
         decodes: whether a request generates.
         prompts: whether a prompt can be advanced.
         after_chunks: whether the last step took in prompts.
-        unfinished: whether a prompt is taken in only in part.
+        unfinished: whether a prompt is only partly taken in.
     """
     if not prompts:
         return "token_generation" if decodes else None
@@ -125,16 +125,15 @@ def next_kind(
 
 
 class StepCosts:
-    """Measured times of steps, in seconds, by the graph that ran. Its kind and chunk size tell its time: contexts grow
-    slowly, and old times are dropped."""
+    """Measured times of steps, in seconds, by the kind and chunk size of the graph: contexts grow slowly, and old times go."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[GraphKind, int], deque[float]] = {}
         self._last_commit: dict[tuple[GraphKind, int], int] = {}
         self._commits = 0
 
-    def record(self, graph: GraphSpec, seconds: float | None) -> None:
-        """Notes the time of a step; None where it was not measured."""
+    def record_time(self, graph: GraphSpec, seconds: float | None) -> None:
+        """Note the time of a step; None where it was not measured."""
         key = graph.kind, graph.chunk_size
         if seconds is not None and (key not in self._times or self._is_old(key)):
             self._times[key] = deque(maxlen=_TIMES_KEPT)
@@ -144,31 +143,33 @@ class StepCosts:
             self._last_commit[key] = self._commits
 
     def _is_old(self, key: tuple[GraphKind, int]) -> bool:
-        """Whether times are forgotten; those of decode steps, to which all others are compared, never are."""
+        """Return whether times are forgotten; those of decode steps, to which all others are compared, never are."""
         return bool(key[1]) and self._commits - self._last_commit[key] > _COMMITS_UNTIL_FORGOTTEN
 
     def largest_within(self, target: float, chunk_sizes: Sequence[int], kind: GraphKind) -> int:
-        """The largest chunk size with which decoding pauses for at most `target` seconds.
+        """Return the largest chunk size with which decoding pauses for at most `target` seconds.
 
-        The smallest where none does, or where no step of the kind was measured.
+        It is the smallest where none does, or where no step of the kind was measured.
 
         Args:
             chunk_sizes: ascending.
             kind: "mixed", or "chunked_prefill" where a decode step follows each chunk step.
         """
-        pauses = {size: self._pause(kind, size) for size in chunk_sizes}
+        pauses = {size: self._estimate_pause(kind, size) for size in chunk_sizes}
         fitting = [size for size, pause in pauses.items() if pause is not None and pause <= target]
         return fitting[-1] if fitting else chunk_sizes[0]
 
-    def _pause(self, kind: GraphKind, chunk_size: int) -> float | None:
-        step = self.estimate(kind, chunk_size)
+    def _estimate_pause(self, kind: GraphKind, chunk_size: int) -> float | None:
+        step = self.estimate_time(kind, chunk_size)
         if step is None or kind == "mixed":
             return step
         return step + self._decode_time()
 
-    def estimate(self, kind: GraphKind, chunk_size: int) -> float | None:
-        """Time of a step: measured, or on the straight line from the decode step's time through the nearest measured
-        size; None where no size of the kind was measured."""
+    def estimate_time(self, kind: GraphKind, chunk_size: int) -> float | None:
+        """Return the time of a step; None where no size of the kind was measured.
+
+        Where this size was not, it lies on the line from the decode step's time through the nearest measured size.
+        """
         known = {
             size: median(times)
             for (other, size), times in self._times.items()
@@ -181,6 +182,6 @@ class StepCosts:
         return base + (known[nearest] - base) * chunk_size / nearest
 
     def _decode_time(self) -> float:
-        """0 where unknown, which makes larger sizes look slower than they are: the safe side."""
+        """Return 0 where unknown, which makes larger sizes look slower than they are: the safe side."""
         times = self._times.get(("token_generation", 0))
         return median(times) if times else 0.0

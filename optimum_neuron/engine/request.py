@@ -1,100 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request and how far it is. Knows nothing of steps, graphs or other requests; imports no torch."""
+"""The progress of a request, and whether it can be served at all. Knows nothing of other requests; imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from numbers import Real
-from typing import Any, Literal
 
 import numpy as np
 
-from ..runtime.token_ids import check_whole_numbers
-from ..step.spec import GREEDY, SamplingParams
-
-
-# An end token was chosen; all tokens asked for are there; the caller gave up.
-FinishReason = Literal["stop", "length", "abort"]
-_LARGEST_TOKEN = np.iinfo(np.int32).max
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
-    """What a caller asks for. Two requests are equal only if they are the same object.
-
-    Attributes:
-        request_id: unique among the requests that are not finished.
-        prompt_token_ids: int32 `[n]`, read-only; any sequence of whole numbers is accepted.
-        max_new_tokens: most tokens to generate. None: as many as a slot of the cache holds.
-        eos_token_ids: tokens that end the generation; the one chosen is returned as the last token.
-        sampling: how the on-device sampler chooses.
-        seed: makes sampling repeatable.
-        priority: lower goes first.
-        atomic: the prompt is taken in by a single step, because its tokens see later ones of the same prompt.
-        processors: logits processors that choose tokens on the host; None leaves the choice to the device.
-        do_sample: with `processors`, whether the host draws tokens instead of taking the best one.
-        logprobs: whether the graphs tell the log-probability of each token that they choose, before sampling parameters.
-        ends: given the generated tokens and the seconds since its first step began, says why the text ends there, or None.
-
-    Raises:
-        TypeError: the prompt, `eos_token_ids`, `max_new_tokens` or `priority` hold something other than whole numbers, or
-            `sampling` is no SamplingParams of numbers.
-        ValueError: the prompt is not one-dimensional, or a token is negative or beyond int32.
-    """
-
-    request_id: str
-    prompt_token_ids: np.ndarray
-    max_new_tokens: int | None = None
-    eos_token_ids: frozenset[int] = frozenset()
-    sampling: SamplingParams = GREEDY
-    seed: int | None = None
-    priority: int = 0
-    atomic: bool = False
-    processors: Any = None
-    do_sample: bool = False
-    logprobs: bool = False
-    ends: Callable[[Sequence[int], float], FinishReason | None] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_token_ids", _read_only_tokens(self.request_id, self.prompt_token_ids))
-        object.__setattr__(self, "eos_token_ids", frozenset(self._whole("eos_token_ids", self.eos_token_ids)))
-        self._whole("max_new_tokens", () if self.max_new_tokens is None else (self.max_new_tokens,))
-        self._whole("priority", (self.priority,))
-        if not isinstance(self.sampling, SamplingParams) or not all(isinstance(each, Real) for each in self.sampling):
-            raise TypeError(
-                f"request {self.request_id!r} has sampling={self.sampling!r}; give SamplingParams of numbers"
-            )
-
-    def _whole(self, name: str, values: Collection[int]) -> Collection[int]:
-        what = f"{name} of request {self.request_id!r}"
-        if not isinstance(values, Collection) or isinstance(values, str):
-            raise TypeError(f"{what} is {values!r}; give a set of token ids")
-        check_whole_numbers(values, what)
-        return values
-
-
-def _read_only_tokens(request_id: str, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    given = np.asarray(token_ids)
-    if given.ndim != 1:
-        raise ValueError(
-            f"the prompt of request {request_id!r} has shape {list(given.shape)}, not [tokens]; give one row of token ids"
-        )
-    if given.size and given.dtype.kind not in "iu":
-        raise TypeError(f"the prompt of request {request_id!r} holds {given.dtype} values; give whole numbers")
-    if given.size and not 0 <= int(given.min()) <= int(given.max()) <= _LARGEST_TOKEN:
-        raise ValueError(
-            f"the prompt of request {request_id!r} holds token ids from {given.min()} to {given.max()}; "
-            f"they must lie between 0 and {_LARGEST_TOKEN}"
-        )
-    tokens = given.astype(np.int32)
-    tokens.setflags(write=False)
-    return tokens
+from ..config import NeuronConfig
+from ..core import FinishReason, Request
+from ..runtime.lengths import check_length
 
 
 class RequestStatus(Enum):
-    """Where a request is: without a slot, taking in its tokens, generating, or gone."""
+    """Where a request is: without a row, taking in its tokens, generating, or gone."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -104,18 +24,17 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """Progress of one request. The scheduler alone changes it.
+    """The progress of one request. Only the scheduler changes it.
 
     Attributes:
-        arrival: number of the request in the order of arrival; tells it from a later one with the same id.
-        max_new_tokens: the request's own, or what its slot holds.
-        slot: row of the cache, from the first chunk on.
+        arrival: number of the request in the order of arrival; distinguishes it from a later one with the same id.
+        max_new_tokens: the request's own, or what its row holds.
+        slot: row of the cache, from the first piece on.
         tokens: int32 `[n]`, what it takes in before it generates: its prompt, and what it had generated when it was preempted.
-        computed: of these, how many are in the cache, reused ones included.
-        parts_at: where its chunks have a cut, as in `ScheduledChunk`.
+        computed: how many of these are in the cache, reused ones included.
+        cut: where its pieces have a cut, as in `PromptPiece`.
         bypassed: steps in a row in which later prompts went before this one.
-        preemptions: how often it was preempted.
-        lost: the most tokens that it had in the cache when it was.
+        lost: the most tokens that it had in the cache when it was preempted.
     """
 
     request: Request
@@ -123,9 +42,8 @@ class RequestState:
     max_new_tokens: int
     slot: int | None = None
     computed: int = 0
-    parts_at: int = 0
+    cut: int = 0
     bypassed: int = 0
-    preemptions: int = 0
     lost: int = 0
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -136,17 +54,17 @@ class RequestState:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes before whom: by priority, then by arrival."""
+        """Priority, then arrival: the lower one goes first."""
         return self.request.priority, self.arrival
 
     @property
     def remaining(self) -> int:
-        """Of `tokens`, those that are not in the cache yet."""
+        """Number of `tokens` that are not in the cache yet."""
         return len(self.tokens) - self.computed
 
     @property
     def atomic_tokens(self) -> int:
-        """Tokens that the next chunk has to take in all at once; 0 where it may end anywhere."""
+        """Tokens that the next piece has to take in all at once; 0 where it may end anywhere."""
         return len(self.request.prompt_token_ids) if self.request.atomic and not self.computed else 0
 
     @property
@@ -159,15 +77,14 @@ class RequestState:
         """Cache columns that the next token to be fed back sees, its own included."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
-    def preempt(self) -> None:
-        """Has the request wait again, to be computed from its tokens."""
+    def restart(self) -> None:
+        """Make a preempted request wait again, to be computed from its tokens."""
         self.lost = max(self.lost, self.cached)
-        self.preemptions += 1
         self.tokens = np.concatenate([self.request.prompt_token_ids, np.asarray(self.output_token_ids, np.int32)])
-        self.slot, self.computed, self.parts_at, self.status = None, 0, 0, RequestStatus.WAITING
+        self.slot, self.computed, self.cut, self.status = None, 0, 0, RequestStatus.WAITING
 
-    def append(self, token_id: int) -> FinishReason | None:
-        """Adds a generated token and returns why the request ends with it, or None where it goes on.
+    def append_token(self, token_id: int) -> FinishReason | None:
+        """Add a generated token; return why the request ends with it, or None where it continues.
 
         Raises:
             RuntimeError: the prompt is unfinished, so no token can follow it.
@@ -180,3 +97,31 @@ class RequestState:
         if token_id in self.request.eos_token_ids:
             return "stop"
         return "length" if len(self.output_token_ids) >= self.max_new_tokens else None
+
+
+def check_admission(request: Request, config: NeuronConfig, *, largest_step: int, most_decodes: int) -> int:
+    """Return how many tokens a request gets at most.
+
+    Args:
+        largest_step: tokens of a step, decodes and prompt tokens together.
+        most_decodes: decodes that a step with a prompt may hold.
+
+    Raises:
+        ValueError: no step or no row could ever hold the request.
+    """
+    who, prompt = f"request {request.request_id!r}", len(request.prompt_token_ids)
+    most = check_length(prompt, request.max_new_tokens, config, f"the prompt of {who}")
+    if not request.atomic:
+        return most
+    capacity, budget = config.prompt_capacity, largest_step - most_decodes
+    if prompt > capacity:
+        raise ValueError(
+            f"{who} is atomic with {prompt} prompt tokens, but one step takes in at most ctx_batch_size * prefill_chunk_size = "
+            f"{config.ctx_batch_size} * {config.prefill_chunk_size} = {capacity}; export with a larger prefill_chunk_size"
+        )
+    if prompt > budget:
+        raise ValueError(
+            f"{who} is atomic with {prompt} prompt tokens, but max_step_tokens leaves {budget} for prompts while the other "
+            f"slots decode; raise max_step_tokens by {prompt - budget}"
+        )
+    return most

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tokens of one request are chosen: by the graphs, or by logits processors on the host."""
+"""The choice of one request's tokens: by the graphs, or by logits processors on the host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from ..config import NeuronConfig
+from ..core import Request
 from ..runtime.step_rows import UniformStream
 from ..runtime.token_choice import HostChoice
 from ..step.spec import GREEDY, SamplingParams
-from .request import Request
 
 
 # Scores are float32: another temperature would be 0 or infinite to them.
@@ -28,7 +28,7 @@ _COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32
 
 
 def check_sampling(request: Request, config: NeuronConfig) -> None:
-    """Raises ValueError where neither the graphs nor the host could choose a request's tokens."""
+    """Raise ValueError where neither the graphs nor the host could choose a request's tokens."""
     top_k, top_p, temperature, min_p = request.sampling
     who = f"request {request.request_id!r}"
     # Written so that NaN is refused too.
@@ -52,7 +52,7 @@ def check_sampling(request: Request, config: NeuronConfig) -> None:
 
 
 def _host_reason(request: Request, config: NeuronConfig) -> str | None:
-    """Why the host chooses the request's tokens, or None where the graphs do."""
+    """Return why the host chooses the request's tokens, or None where the graphs do."""
     if request.processors is not None:
         return "brings logits processors, which run on the host"
     if not config.on_device_sampling:
@@ -65,13 +65,13 @@ class RequestSampler:
 
     Attributes:
         slot: its row of the cache, from its first chunk on.
-        began: `time.perf_counter()` when the step of that began.
-        on_host: whether `choose` is asked, instead of the graphs.
-        sampling: what the graphs are told.
+        began: `time.perf_counter()` when the step of that began; 0 before.
+        on_host: whether `choose_token` chooses, instead of the graphs.
+        sampling: how the graphs choose.
         uniforms: its random numbers, where the graphs draw with them.
-        logprobs: whether the graphs tell the log-probabilities of its tokens.
-        logprob: log probability of the last token that the host chose, among what the processors left; or, where the request asks for
-            what the graphs tell, among all tokens.
+        logprobs: whether the graphs return the log-probabilities of its tokens.
+        logprob: log-probability of the last token that the host chose, among what the processors left; where the request asks for
+            log-probabilities, among all tokens.
         top: then, the most likely tokens with theirs.
     """
 
@@ -86,19 +86,19 @@ class RequestSampler:
         self.uniforms = UniformStream(seed) if draws else None
         self.logprob: float | None = None
         self.top: tuple[tuple[int, float], ...] = ()
-        self._tells = config.top_logprobs if request.logprobs else None
+        self._top_count = config.top_logprobs if request.logprobs else None
         if self.on_host:
             generator = torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
             processors, do_sample = request.processors, request.do_sample
             if processors is None:
-                processors, do_sample = _warpers(request.sampling, vocab_size), request.sampling.temperature > 0
+                processors, do_sample = _make_warpers(request.sampling, vocab_size), request.sampling.temperature > 0
             self._choice = HostChoice(processors, do_sample, scores=[], generator=generator)
 
-    def choose(self, output_token_ids: Sequence[int], logits: Tensor) -> int:
-        """The next token from `logits [vocab]` float32, by the processors.
+    def choose_token(self, output_token_ids: Sequence[int], logits: Tensor) -> int:
+        """Return the next token from `logits [vocab]` float32, by the processors.
 
         Raises:
-            ValueError: the processors left no score per token, or none to choose by. Whatever a processor raises comes out, too.
+            ValueError: the processors left no score per token, or none to choose by. What a processor raises comes out, too.
         """
         tokens = np.concatenate([self.request.prompt_token_ids, np.asarray(output_token_ids, dtype=np.int32)])
         token = int(self._choice.choose(torch.from_numpy(tokens).long()[None], logits[None])[0])
@@ -107,16 +107,16 @@ class RequestSampler:
         best = float(scores.max())  # NaN where one is
         if not best > -np.inf:
             raise ValueError(f"scores have {best} as the best; they need a number above -inf, and no NaN")
-        logprobs = torch.log_softmax(scores[0] if self._tells is None else logits, dim=-1)
+        logprobs = torch.log_softmax(scores[0] if self._top_count is None else logits, dim=-1)
         self.logprob = float(logprobs[token])
-        if self._tells:
-            top = logprobs.topk(self._tells)
+        if self._top_count:
+            top = logprobs.topk(self._top_count)
             self.top = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return token
 
 
-def _warpers(sampling: SamplingParams, vocab_size: int) -> LogitsProcessorList:
-    """What the on-device sampler does, in its order."""
+def _make_warpers(sampling: SamplingParams, vocab_size: int) -> LogitsProcessorList:
+    """Return the warpers that do what the on-device sampler does, in its order."""
     warpers = LogitsProcessorList()
     if sampling.temperature > 0:
         warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))

@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides what each step does, and keeps the requests' progress. Knows nothing of tensors, models or devices.
 
-`schedule` proposes a step and changes nothing; `commit` takes the tokens that the step produced. Whoever runs steps
-has at most one between the two.
+`schedule` proposes a step and changes nothing; `commit` takes the tokens that the step produced. A caller has at most one step
+between the two.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import chain
-from operator import attrgetter, itemgetter
 
 from ..config import NeuronConfig
+from ..core import Assignment, KeptSnapshot, PromptPiece, Request, RequestRow, Step
 from ..step.family import GraphFamily
 from ..step.spec import GraphKind, GraphSpec, graph_specs
-from .admission import check_request
+from .block_draft import BlockDraft
+from .block_pool import MIN_REUSE
 from .block_table import BlockTable
-from .placement import CacheDraft
-from .planner import ChunkLimits, plan_chunks
+from .events import TokenEvent
+from .planner import PromptLimits, plan_prompts
 from .policy import SchedulerOptions, StepCosts, next_kind, resolve_policy
-from .request import Request, RequestState, RequestStatus
-from .slots import MIN_REUSE, SlotTable
+from .queues import RequestQueues
+from .request import RequestState, RequestStatus, check_admission
 from .snapshots import SnapshotTable
-from .step import Assignment, KeptState, PassedOver, Preempted, ScheduledChunk, ScheduledDecode, Step, TokenEvent
 
 
 # Waiting prompts that a step looks at. More would find shorter ones to let pass, at a cost that every step pays.
@@ -31,20 +30,20 @@ WAITING_WINDOW = 64
 
 
 class Scheduler:
-    """Continuous batching over the slots, or the blocks, of one artifact.
+    """Continuous batching over the rows of one artifact's cache.
 
     Args:
         config: the artifact's sizes.
         options: how steps are filled.
         family: the graphs, which choose that of each step; None: those that `config` describes.
         min_reuse: tokens that a common prefix must have to be reused.
-        snapshots: places for snapshots of state that slots keep beside keys and values, without which they reuse nothing; None where
-            they keep none.
+        snapshots: places for snapshots of state that rows keep next to keys and values, without which they reuse nothing; None
+            where they keep none.
 
     Attributes:
-        options: as given.
         policy: what `options.policy` stands for.
-        slots: who holds which slot, or which row and blocks.
+        queues: the requests that are not finished.
+        cache: which request holds which row and blocks.
 
     Raises:
         ValueError: the artifact cannot do what the options ask.
@@ -75,154 +74,126 @@ class Scheduler:
         kept = None
         if snapshots is not None and self._reuses:
             kept = SnapshotTable(snapshots, min_reuse, config.prompt_capacity, config.state_snapshot_interval)
-        self.slots: SlotTable | BlockTable = SlotTable(config.batch_size, config.sequence_length, min_reuse, kept)
-        if config.kv_block_size is not None:
-            self.slots = BlockTable(config, min_reuse, kept)
-        # Then who decodes needs nothing but its slot: most steps are of such alone, and are planned at once.
+        self.cache = BlockTable(config, min_reuse, kept)
+        # Then a decode needs nothing but its row: most steps have decodes alone, and are planned at once.
         self._holds_all = config.kv_block_size is None and kept is None
         self._costs = StepCosts()
-        self._live: dict[str, RequestState] = {}
-        self._waiting: list[RequestState] = []
-        self._prefilling: list[RequestState] = []
-        self._running: dict[int, RequestState] = {}
-        self._decodes: tuple[ScheduledDecode, ...] = ()
-        self._running_changed = False
-        self._context = 0  # cache columns that the decodes see
-        self._after_chunks = False
+        self.queues = RequestQueues()
+        self._live = self.queues.live  # each token looks in it
+        self._after_prompts = False
         self._arrivals = 0
-
-    @property
-    def waiting(self) -> int:
-        """Requests without a slot."""
-        return len(self._waiting)
-
-    @property
-    def prefilling(self) -> int:
-        """Requests whose prompt is taken in only in part."""
-        return len(self._prefilling)
-
-    @property
-    def running(self) -> int:
-        """Requests that generate."""
-        return len(self._running)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is not finished."""
-        return bool(self._live)
+        return bool(self.queues.live)
 
-    def state(self, request_id: str) -> RequestState:
-        """Progress of a request that is not finished; not to be changed.
+    def find_state(self, request_id: str) -> RequestState:
+        """Return the progress of a request that is not finished; not to be changed.
 
         Raises:
             KeyError: the id is unknown, or its request finished.
         """
-        return self._live[request_id]
+        return self.queues.live[request_id]
 
-    def add(self, request: Request) -> None:
-        """Queues a request.
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
 
         Raises:
             ValueError: the request could never be served.
         """
-        max_new_tokens = self.check(request)
-        state = RequestState(request, self._arrivals, max_new_tokens)
+        state = RequestState(request, self._arrivals, self.check_request(request))
         self._arrivals += 1
-        self._live[request.request_id] = state
-        insort(self._waiting, state, key=_queue_order)
+        self.queues.add_state(state)
 
-    def check(self, request: Request) -> int:
-        """Raises what `add` would raise and changes nothing; returns how many tokens the request gets at most."""
-        if request.request_id in self._live:
+    def check_request(self, request: Request) -> int:
+        """Raise what `add_request` would raise and change nothing; return how many tokens the request gets at most."""
+        if request.request_id in self.queues.live:
             raise ValueError(
                 f"request {request.request_id!r} is not finished; choose another id, or abort the first one"
             )
-        return check_request(
-            request,
-            self._config,
-            largest_step=self._largest_step,
-            decodes_beside=self._config.batch_size - 1 if self.policy == "mixed" else 0,
-        )
+        most_decodes = self._config.batch_size - 1 if self.policy == "mixed" else 0
+        return check_admission(request, self._config, largest_step=self._largest_step, most_decodes=most_decodes)
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request in whatever state it is and frees its slot; returns False where no such request is live.
+    def abort_request(self, request_id: str) -> bool:
+        """End a request in whatever state it is and free its row; return False where no such request is live.
 
         A step under way may still hold the request: `commit` drops its tokens.
         """
-        state = self._live.get(request_id)
+        state = self.queues.live.get(request_id)
         if state is None:
             return False
-        if state.status is RequestStatus.WAITING:
-            _remove(self._waiting, state)
-        elif state.status is RequestStatus.PREFILLING:
-            _remove(self._prefilling, state)
-        self._finish(state)
-        self._refresh_decodes()
+        self._finish_request(state)
+        self.queues.refresh_decodes()
         return True
 
     def schedule(self) -> Step | None:
-        """The next step, or None where no request is live. Changes nothing, so that two calls agree."""
-        if self._decodes and self._holds_all and not self._waiting and not self._prefilling:
-            return Step(self._family.select("token_generation", self._context), self._decodes, ())
-        draft: CacheDraft = self.slots.draft(chain(self._running.values(), self._prefilling))
-        decodes, context, prefilling = self._decodes, self._context, self._prefilling
+        """Return the next step, or None where no request is live. Changes nothing, so that two calls agree."""
+        queues = self.queues
+        decodes, context, prefilling = queues.decodes, queues.context, queues.prefilling
+        if decodes and self._holds_all and not queues.waiting and not prefilling:
+            return Step(self._family.select("token_generation", context), decodes, ())
+        draft = self.cache.draft_step(chain(queues.running.values(), prefilling))
         if draft.preempted:
             gone = {each.arrival for each in draft.preempted}
             decodes = tuple(decode for decode in decodes if decode.arrival not in gone)
-            context = max((self._running[decode.slot].context for decode in decodes), default=0)
+            running = (state for state in queues.running.values() if state.arrival not in gone)
+            context = max((state.context for state in running), default=0)
             prefilling = [state for state in prefilling if state.arrival not in gone]
-        step = self._step(draft, prefilling, decodes, context)
+        step = self._plan_step(draft, prefilling, decodes, context)
         if step is None:
             return None
-        step, kept = draft.complete(step, self._running), self.slots.snapshots
-        return step if kept is None else step._replace(kept=kept.plan(step, self.state))
+        step, kept = draft.complete_step(step, queues.running), self.cache.snapshots
+        return step if kept is None else step._replace(kept=kept.plan_step(step, self.find_state))
 
-    def _step(
-        self, draft: CacheDraft, prefilling: Sequence[RequestState], decodes: tuple[ScheduledDecode, ...], context: int
+    def _plan_step(
+        self, draft: BlockDraft, prefilling: Sequence[RequestState], decodes: tuple[RequestRow, ...], context: int
     ) -> Step | None:
         kind = next_kind(
             self.policy,
             decodes=bool(decodes),
-            prompts=bool(prefilling or (self._waiting and draft.open_slots)),
-            after_chunks=self._after_chunks,
+            prompts=bool(prefilling or (self.queues.waiting and draft.open_rows)),
+            after_chunks=self._after_prompts,
             unfinished=bool(prefilling),
         )
         if kind is None:
             return None
         if kind != "token_generation":
-            beside, seen = (decodes, context) if kind == "mixed" else ((), 1)
-            plan = plan_chunks(self._candidates(prefilling, draft), draft, self._limits(kind, len(beside)))
-            if plan.chunks:
-                graph = self._graph(kind, beside, seen, plan.chunks)
-                return Step(graph, beside, plan.chunks, plan.passed_over)
-        # No prompt advances, be it that all wait for the blocks of those who decode.
-        return Step(self._graph("token_generation", decodes, context, ()), decodes, ())
+            rows, seen = (decodes, context) if kind == "mixed" else ((), 1)
+            plan = plan_prompts(self._list_candidates(prefilling, draft), draft, self._find_limits(kind, len(rows)))
+            if plan.pieces:
+                graph = self._select_graph(kind, rows, seen, plan.pieces)
+                return Step(graph, rows, plan.pieces, plan.passed_over)
+        # No prompt advances: all of them may wait for the blocks of requests that decode.
+        return Step(self._select_graph("token_generation", decodes, context, ()), decodes, ())
 
-    def _graph(
-        self, kind: GraphKind, decodes: Sequence[ScheduledDecode], context: int, chunks: Sequence[ScheduledChunk]
+    def _select_graph(
+        self, kind: GraphKind, decodes: Sequence[RequestRow], context: int, pieces: Sequence[PromptPiece]
     ) -> GraphSpec:
-        """The smallest graph of a step whose decodes see so many columns, each of its own blocks, where these are read in place."""
-        counts = [chunk.count for chunk in chunks]
-        seen = max([chunk.start + chunk.count for chunk in chunks], default=1)
-        if self._family.in_place and isinstance(self.slots, BlockTable):
-            blocks = self.slots.reach((decode.slot, self._running[decode.slot].cached) for decode in decodes)
+        """Return the smallest graph of a step with decodes that see so many columns, or blocks where graphs read these in place."""
+        counts = [piece.count for piece in pieces]
+        seen = max([piece.end for piece in pieces], default=1)
+        if self._family.in_place:
+            blocks = self.cache.highest_block(
+                (decode.slot, self.queues.running[decode.slot].cached) for decode in decodes
+            )
             return self._family.select(kind, seen, counts, blocks)
         return self._family.select(kind, max(context, seen), counts)
 
-    def _candidates(self, prefilling: Sequence[RequestState], draft: CacheDraft) -> Sequence[RequestState]:
-        """Prompts that this step could advance, in the order in which they are due."""
-        if self.policy == "all_chunks":  # one prompt to its end, whoever comes meanwhile
-            return prefilling[:1] or self._waiting[:1]
-        waiting = self._waiting[:WAITING_WINDOW] if draft.open_slots else []
+    def _list_candidates(self, prefilling: Sequence[RequestState], draft: BlockDraft) -> Sequence[RequestState]:
+        """Return prompts that this step could advance, in the order in which they are due."""
+        if self.policy == "all_chunks":  # one prompt to its end, whatever arrives meanwhile
+            return prefilling[:1] or self.queues.waiting[:1]
+        waiting = self.queues.waiting[:WAITING_WINDOW] if draft.open_rows else []
         return sorted((*prefilling, *waiting), key=_due_order)
 
-    def _limits(self, kind: GraphKind, decodes: int) -> ChunkLimits:
+    def _find_limits(self, kind: GraphKind, decodes: int) -> PromptLimits:
         options, config = self.options, self._config
         chunk_sizes = self._family.chunk_sizes(kind)
         largest = chunk_sizes[-1]
-        if options.itl_target_ms is not None and self._running:
+        if options.itl_target_ms is not None and self.queues.running:
             largest = self._costs.largest_within(options.itl_target_ms / 1000, chunk_sizes, kind)
-        return ChunkLimits(
+        return PromptLimits(
             rows=config.ctx_batch_size,
             chunk_sizes=chunk_sizes,
             largest_chunk=largest,
@@ -234,132 +205,92 @@ class Scheduler:
         )
 
     def commit(
-        self, step: Step, decode_tokens: Sequence[int], chunk_tokens: Sequence[int], seconds: float | None = None
+        self, step: Step, decode_tokens: Sequence[int], piece_tokens: Sequence[int], seconds: float | None = None
     ) -> list[TokenEvent]:
-        """Takes what a step produced and returns the tokens that callers get.
+        """Take what a step produced and return the tokens that callers get.
 
         Args:
             step: what `schedule` returned last.
             decode_tokens: one token per decode of the step, in its order.
-            chunk_tokens: one token per chunk, in its order; those of unfinished prompts are ignored.
+            piece_tokens: one token per piece, in its order; those of unfinished prompts are ignored.
             seconds: how long the step ran.
 
         Raises:
             ValueError: a token is missing or too many.
             RuntimeError: the step does not continue the present state: it was committed before, or is outdated.
         """
-        self._check_step(step, decode_tokens, chunk_tokens)
-        self._costs.record(step.graph, seconds)
-        self._after_chunks = bool(step.chunks)
-        if step.passed_over and (state := self._current(step.passed_over)):
+        self._check_step(step, decode_tokens, piece_tokens)
+        self._costs.record_time(step.graph, seconds)
+        self._after_prompts = bool(step.pieces)
+        if step.passed_over and (state := self._find_current(step.passed_over)):
             state.bypassed += 1
         for gone in step.preempted:
-            if state := self._current(gone):
-                self._preempt(state, gone.slot)
-        self.slots.change(step, self._current)
+            if state := self._find_current(gone):
+                self.cache.release_row(gone.slot)
+                self.queues.restart_state(state)
+        self.cache.apply_step(step, self._find_current)
         events = []
         for decode, token_id in zip(step.decodes, decode_tokens, strict=True):
-            if state := self._current(decode):
+            if state := self._find_current(decode):
                 if self.options.reuse_generated and not state.request.atomic:
-                    self.slots.append(decode.slot, state.output_token_ids[-1])
-                events.append(self._emit(state, int(token_id)))
-        for chunk, token_id in zip(step.chunks, chunk_tokens, strict=True):
-            if state := self._current(chunk):
-                self._advance(state, chunk)
-                if chunk.is_last:
-                    events.append(self._emit(state, int(token_id)))
-            else:
-                self.slots.overwritten(chunk)
-        self._context += bool(step.decodes)
-        self._refresh_decodes()
+                    self.cache.append_token(decode.slot, state.output_token_ids[-1])
+                events.append(self._emit_token(state, int(token_id)))
+        for piece, token_id in zip(step.pieces, piece_tokens, strict=True):
+            if state := self._find_current(piece):
+                self._advance_prompt(state, piece)
+                if piece.is_last:
+                    events.append(self._emit_token(state, int(token_id)))
+        self.queues.context += bool(step.decodes)
+        self.queues.refresh_decodes()
         return events
 
-    def _check_step(self, step: Step, decode_tokens: Sequence[int], chunk_tokens: Sequence[int]) -> None:
-        if (len(decode_tokens), len(chunk_tokens)) != (len(step.decodes), len(step.chunks)):
+    def _check_step(self, step: Step, decode_tokens: Sequence[int], piece_tokens: Sequence[int]) -> None:
+        if (len(decode_tokens), len(piece_tokens)) != (len(step.decodes), len(step.pieces)):
             raise ValueError(
-                f"a step of {len(step.decodes)} decodes and {len(step.chunks)} chunks got {len(decode_tokens)} and "
-                f"{len(chunk_tokens)} tokens; give one for each"
+                f"a step of {len(step.decodes)} decodes and {len(step.pieces)} prompt pieces got {len(decode_tokens)} and "
+                f"{len(piece_tokens)} tokens; give one for each"
             )
-        items: tuple[ScheduledDecode | ScheduledChunk, ...] = (*step.decodes, *step.chunks)
+        items: tuple[RequestRow | PromptPiece, ...] = (*step.decodes, *step.pieces)
         for item in items:
-            state = self._current(item)
+            state = self._find_current(item)
             if state is not None and not _is_due(state, item):
                 raise RuntimeError(f"the step does not continue request {item.request_id!r}; commit each step once")
 
-    def _preempt(self, state: RequestState, slot: int) -> None:
-        if state.status is RequestStatus.PREFILLING:
-            _remove(self._prefilling, state)
-        else:
-            del self._running[slot]
-            self._running_changed = True
-        self.slots.release(slot)
-        state.preempt()
-        insort(self._waiting, state, key=_queue_order)
-
-    def _current(
-        self, item: ScheduledChunk | ScheduledDecode | PassedOver | Preempted | Assignment | KeptState
-    ) -> RequestState | None:
-        """The request that a step means; None where it was aborted since, even if a new one has its id."""
+    def _find_current(self, item: PromptPiece | RequestRow | Assignment | KeptSnapshot) -> RequestState | None:
+        """Return the request that a step means; None where it was aborted since, even if a new one has its id."""
         state = self._live.get(item.request_id)
         return state if state is not None and state.arrival == item.arrival else None
 
-    def _advance(self, state: RequestState, chunk: ScheduledChunk) -> None:
-        request = state.request
-        start, end = chunk.start, chunk.start + chunk.count
-        if chunk.is_first:
-            _remove(self._waiting, state)
-            insort(self._prefilling, state, key=_queue_order)
-            self.slots.hold(chunk.slot, request.request_id, chunk.reuse)
-            state.slot, state.parts_at, state.status = chunk.slot, chunk.parts_at, RequestStatus.PREFILLING
+    def _advance_prompt(self, state: RequestState, piece: PromptPiece) -> None:
+        start = piece.start
+        if piece.is_first:
+            self.queues.start_prompt(state, piece.slot, piece.cut)
+            self.cache.hold_row(piece.slot, state.request.request_id)
             start = 0
-        if request.atomic:  # its rows depend on tokens behind them: no other prompt may reuse them
-            self.slots.overwritten(chunk)
-        else:
-            self.slots.write(chunk.slot, start, state.tokens[start:end])
-        state.computed, state.bypassed = end, 0
-        if chunk.is_last:
-            _remove(self._prefilling, state)
-            self._running[chunk.slot] = state
-            self._running_changed = True
-            state.status = RequestStatus.RUNNING
+        if not state.request.atomic:  # else its rows depend on later tokens: no other prompt may reuse them
+            self.cache.write_tokens(piece.slot, start, state.tokens[start : piece.end])
+        state.computed, state.bypassed = piece.end, 0
+        if piece.is_last:
+            self.queues.start_decodes(state, piece.slot)
 
-    def _emit(self, state: RequestState, token_id: int) -> TokenEvent:
-        reason = state.append(token_id)
+    def _emit_token(self, state: RequestState, token_id: int) -> TokenEvent:
+        reason = state.append_token(token_id)
         if reason:
-            self._finish(state)
+            self._finish_request(state)
         return TokenEvent(state.request.request_id, token_id, reason)
 
-    def _finish(self, state: RequestState) -> None:
-        state.status = RequestStatus.FINISHED
-        del self._live[state.request.request_id]
+    def _finish_request(self, state: RequestState) -> None:
         if state.slot is not None:
-            self.slots.release(state.slot)
-            self._running_changed |= self._running.pop(state.slot, None) is not None
-
-    def _refresh_decodes(self) -> None:
-        if self._running_changed:
-            self._decodes = tuple(
-                ScheduledDecode(state.request.request_id, slot, state.arrival)
-                for slot, state in sorted(self._running.items(), key=itemgetter(0))
-            )
-            self._context = max((state.context for state in self._running.values()), default=0)
-            self._running_changed = False
-
-
-_queue_order = attrgetter("order")
+            self.cache.release_row(state.slot)
+        self.queues.finish_state(state)
 
 
 def _due_order(state: RequestState) -> tuple[int, bool, int]:
     return state.request.priority, state.slot is None, state.arrival
 
 
-def _remove(queue: list[RequestState], state: RequestState) -> None:
-    """Takes a request out of a queue that is in order, without a look at all of it."""
-    del queue[bisect_left(queue, state.order, key=_queue_order)]
-
-
-def _is_due(state: RequestState, item: ScheduledChunk | ScheduledDecode) -> bool:
-    if isinstance(item, ScheduledDecode):
+def _is_due(state: RequestState, item: PromptPiece | RequestRow) -> bool:
+    if isinstance(item, RequestRow):
         return state.status is RequestStatus.RUNNING
     if item.is_first:
         return state.status is RequestStatus.WAITING

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from ..core import Request
 from ..errors import first_line
 from .engine import Engine
-from .request import Request
-from .step import Event, RequestFailedError, RequestFailure
+from .events import Event, RequestFailedError, RequestFailure
 from .stream import Item, Mailbox, TokenStream
 
 
 logger = logging.getLogger(__name__)
 
-# Seconds that the end of a program waits for the thread: more than a step takes, and an end where a callback never returns.
+# Seconds that the end of a program waits for the thread: more than a step takes, and finite where a callback never returns.
 _AT_EXIT = 60
 # Seconds between two looks at a step under way, at most.
 _LOOK = 1.0
@@ -35,23 +35,23 @@ class EngineHungError(RuntimeError):
     """A step takes longer than one may."""
 
 
-def _nowhere(item: Item) -> None:
-    """Where the tokens of an entry go until it says so, and after it failed to take them."""
+def _drop_item(item: Item) -> None:
+    """Take a token of a request that has no reader yet, or one that failed to take them."""
 
 
 @dataclass(eq=False)
-class _Entry:
-    """A live request and where its tokens go. Its identity tells it from a later request with the same id."""
+class _LiveRequest:
+    """A live request and where its tokens go. Its identity distinguishes it from a later request with the same id."""
 
     request: Request
-    put: Callable[[Item], None] = _nowhere
+    put: Callable[[Item], None] = _drop_item
 
 
 class EngineService:
     """Runs an engine in a thread of its own from the first request on. Safe to call from any thread.
 
     Requests are taken over between two steps, so that no caller ever waits for a step. As a context manager it closes,
-    after the requests finished where no exception came. Where nobody closes it, the end of the program does, and aborts
+    after the requests finished where no exception came. If no caller closes it, the end of the program does, and aborts
     what still runs.
 
     Args:
@@ -69,8 +69,8 @@ class EngineService:
         self.engine = engine
         self._process = engine.runner.process
         self._on_close = on_close
-        self._live: dict[str, _Entry] = {}
-        self._inbox: queue.SimpleQueue[tuple[_Entry, bool] | None] = queue.SimpleQueue()
+        self._live: dict[str, _LiveRequest] = {}
+        self._inbox: queue.SimpleQueue[tuple[_LiveRequest, bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self.failure: BaseException | None = None
@@ -92,36 +92,36 @@ class EngineService:
         return "it was closed" if self.failure is None else first_line(self.failure)
 
     def submit(self, request: Request) -> TokenStream:
-        """Queues a request and returns its tokens to come.
+        """Queue a request and returns its tokens to come.
 
         Raises:
             ValueError: the request could never be served, or one with its id is not finished.
             EngineStoppedError: the service is closed, or its engine failed.
             RuntimeError: this process was forked from the one where the engine runs.
         """
-        entry = _Entry(request)
-        mailbox = Mailbox(partial(self._end, entry))
-        entry.put = mailbox.put
-        self._enter(entry)
+        entry = _LiveRequest(request)
+        mailbox = Mailbox(partial(self._request_end, entry))
+        entry.put = mailbox.put_item
+        self._enter_request(entry)
         return TokenStream(request.request_id, mailbox, self._process)
 
     def subscribe(self, request: Request, put: Callable[[Item], None]) -> None:
-        """Like `submit`, with a function that the engine's thread calls with each token, or with why there is none.
+        """Queue a request, with a function that the engine's thread calls with each token, or with why there is none.
 
         Where it raises, its request ends, and it is called a last time, with a `RequestFailedError`.
         """
-        self._enter(_Entry(request, put))
+        self._enter_request(_LiveRequest(request, put))
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request soon; one that is unknown or finished is left as it is."""
-        self._process.check()
+    def abort_request(self, request_id: str) -> None:
+        """End a request soon; one that is unknown or finished is left as it is."""
+        self._process.check_fork()
         entry = self._live.get(request_id)
         if entry is not None:
-            self._end(entry)
+            self._request_end(entry)
 
-    def _enter(self, entry: _Entry) -> None:
-        self._process.check()
-        self.engine.check(entry.request)
+    def _enter_request(self, entry: _LiveRequest) -> None:
+        self._process.check_fork()
+        self.engine.check_request(entry.request)
         request_id = entry.request.request_id
         with self._lock:
             if self._closed:
@@ -129,24 +129,24 @@ class EngineService:
             if request_id in self._live:
                 raise ValueError(f"request {request_id!r} is not finished; choose another id, or abort the first one")
             if self._thread is None:
-                self._start()
+                self._start_thread()
             self._live[request_id] = entry
             self._inbox.put((entry, True))
 
-    def _start(self) -> None:
-        # Killed in native code, a thread takes the program along; one that is waited for without end keeps a program that
-        # forgot to close it from ending. At exit, those who may still read tokens, threads that are no daemons, are over.
-        self._thread = threading.Thread(target=self._loop, name="optimum-neuron-engine", daemon=True)
+    def _start_thread(self) -> None:
+        # Killed in native code, a thread takes the program along; an endless wait for it keeps a program that forgot to close
+        # it from ending. At exit, threads that may still read tokens, those that are no daemons, are over.
+        self._thread = threading.Thread(target=self._run_steps, name="optimum-neuron-engine", daemon=True)
         self._thread.start()
         if self._step_timeout is not None:
-            threading.Thread(target=self._watch, name="optimum-neuron-watch", daemon=True).start()
+            threading.Thread(target=self._watch_steps, name="optimum-neuron-watch", daemon=True).start()
         atexit.register(self._close_at_exit)
 
-    def _end(self, entry: _Entry) -> None:
+    def _request_end(self, entry: _LiveRequest) -> None:
         self._inbox.put((entry, False))
 
     def close(self, *, finish: bool = False, timeout: float | None = None) -> None:
-        """Takes no more requests, ends those that are there, and waits for the thread. In a forked process, where there is
+        """Take no more requests, ends those that are there, and waits for the thread. In a forked process, where there is
         no thread, it does nothing.
 
         Args:
@@ -154,20 +154,20 @@ class EngineService:
             timeout: seconds to wait for a step under way; one that takes longer is given up, and its requests fail.
         """
         if not self._end_all(finish=finish, timeout=timeout):
-            self._fail(EngineHungError(f"the step under way did not end within {timeout or 0:g} s"))
+            self._fail_all(EngineHungError(f"the step under way did not end within {timeout or 0:g} s"))
 
     def _close_at_exit(self) -> None:
         self._end_all(finish=False, timeout=_AT_EXIT)
 
     def _end_all(self, *, finish: bool, timeout: float | None) -> bool:
-        """Closes; returns whether the thread has ended, or is given up already."""
+        """Close; return whether the thread has ended, or is given up already."""
         if not self._process.is_here:
             return True
         with self._lock:
             self._closed = True
         if not finish:
             for entry in list(self._live.values()):
-                self._end(entry)
+                self._request_end(entry)
         self._inbox.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             if not self._over.wait(timeout):
@@ -176,10 +176,10 @@ class EngineService:
                 self._thread.join(timeout)
         atexit.unregister(self._close_at_exit)
         if not isinstance(self.failure, EngineHungError):
-            self._release()
+            self._release_slots()
         return True
 
-    def _release(self) -> None:
+    def _release_slots(self) -> None:
         with self._lock:
             on_close, self._on_close = self._on_close, None
         if on_close is not None:
@@ -191,36 +191,36 @@ class EngineService:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(finish=error is None)
 
-    def _loop(self) -> None:
+    def _run_steps(self) -> None:
         try:
             while self.failure is None and self._take_over():
                 self._step_began = time.monotonic()
                 events = self.engine.step()
                 self._step_began = None
                 for event in events:
-                    self._hand_out(event)
+                    self._deliver_event(event)
             if self.failure is not None:  # a step ended after all, of an engine that was given up
-                self.engine.abort_all()
-        except BaseException as error:  # whoever waits for tokens must learn of it
+                self.engine.abort_requests()
+        except BaseException as error:  # callers that wait for tokens must learn of it
             logger.exception("the engine stopped")
-            self.engine.abort_all()
-            self._fail(error)
+            self.engine.abort_requests()
+            self._fail_all(error)
         finally:
             self._over.set()
             if isinstance(self.failure, EngineHungError):
-                self._release()
+                self._release_slots()
 
-    def _watch(self) -> None:
-        """Gives the engine up where a step takes too long. Nothing ends a thread in native code: it is left alone."""
+    def _watch_steps(self) -> None:
+        """Give the engine up where a step takes too long. Nothing ends a thread in native code: it is left alone."""
         limit = self._step_timeout
         assert limit is not None
         while not self._over.wait(min(_LOOK, limit / 4)):
             began = self._step_began
             if began is not None and time.monotonic() - began > limit:
-                self._fail(EngineHungError(f"a step took more than {limit:g} s"))
+                self._fail_all(EngineHungError(f"a step took more than {limit:g} s"))
 
     def _take_over(self) -> bool:
-        """Adds and aborts what callers asked for; waits where there is nothing to do. False where all is done."""
+        """Add and abort what callers asked for; wait where there is nothing to do. Return False where all is done."""
         while True:
             try:
                 item = self._inbox.get(block=not self.engine.has_work and not self._closed)
@@ -230,45 +230,45 @@ class EngineService:
                 continue
             entry, is_new = item
             if is_new:
-                self._add(entry)
+                self._add_request(entry)
             elif self._live.get(entry.request.request_id) is entry:
-                self.engine.abort(entry.request.request_id)
+                self.engine.abort_request(entry.request.request_id)
                 del self._live[entry.request.request_id]
-                self._tell(entry, "abort")
+                self._call_back(entry, "abort")
 
-    def _add(self, entry: _Entry) -> None:
+    def _add_request(self, entry: _LiveRequest) -> None:
         try:
             self.engine.add_request(entry.request)
         except Exception as error:  # what `check` could not foresee ends no other request
             del self._live[entry.request.request_id]
-            self._tell(entry, RequestFailedError(entry.request.request_id, "it could not be added", error))
+            self._call_back(entry, RequestFailedError(entry.request.request_id, "it could not be added", error))
 
-    def _hand_out(self, event: Event) -> None:
+    def _deliver_event(self, event: Event) -> None:
         entry = self._live.get(event.request_id)
         if entry is None:  # the engine was given up meanwhile
             return
         if isinstance(event, RequestFailure) or event.finish_reason is not None:
             del self._live[event.request_id]
-        self._tell(entry, event.error if isinstance(event, RequestFailure) else event)
+        self._call_back(entry, event.error if isinstance(event, RequestFailure) else event)
 
-    def _tell(self, entry: _Entry, item: Item) -> None:
-        """Calls back. Whatever a callback raises ends its own request, and no signal's handler raises in this thread."""
+    def _call_back(self, entry: _LiveRequest, item: Item) -> None:
+        """Call back. Whatever a callback raises ends its own request, and no signal's handler raises in this thread."""
         try:
             entry.put(item)
         except BaseException as error:
-            put, entry.put = entry.put, _nowhere
+            put, entry.put = entry.put, _drop_item
             request_id = entry.request.request_id
             failed = RequestFailedError(request_id, "its callback raised", error)
             logger.error("%s", failed, exc_info=error)
             if self._live.get(request_id) is entry:
                 del self._live[request_id]
-                self.engine.abort(request_id)
+                self.engine.abort_request(request_id)
             try:
                 put(failed)
             except BaseException:
                 logger.exception("the callback of request %r raised again when it got its failure", request_id)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         with self._lock:
             self._closed, self.failure = True, self.failure or error
             entries, self._live = list(self._live.values()), {}
@@ -277,4 +277,4 @@ class EngineService:
             request_id = entry.request.request_id
             stopped = EngineStoppedError(f"the engine stopped before request {request_id!r} finished: {error}")
             stopped.__cause__ = error
-            self._tell(entry, stopped)
+            self._call_back(entry, stopped)

@@ -1,72 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of state that slots keep of all their tokens together: which tokens each is of, and who goes on behind one.
+"""Snapshots of state that rows keep of all their tokens together: which tokens each has taken in, and who continues after it.
 
-The state of a recurrence or a convolution, or compressed keys, cannot be cut, so a prompt that starts like earlier tokens goes on where a snapshot is of so
-many of them. One is taken where a prompt ends; where the rest of it fits one step, as a prompt that starts alike often parts behind
-that; where a prompt parts from what was computed before, if no snapshot is near: who starts alike once more goes on from there; and,
-where that is asked for, every so many tokens.
-Knows nothing of requests or devices.
+The state of a recurrence or a convolution, or compressed keys, cannot be cut: a prompt that starts like earlier tokens continues
+where a snapshot of so many of them is. One is taken where a prompt ends; where the rest of it fits one step, as a prompt that
+starts alike often parts after that; where a prompt parts from what was computed before, if no snapshot is near: the next one that
+starts alike continues there; and, where asked for, every so many tokens. Knows nothing of requests or devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from ..core import KeptSnapshot, Prefix, PromptPiece, Step
 from .request import RequestState
-from .step import KeptState, ScheduledChunk, Step
-
-
-class Resumption(NamedTuple):
-    """Where a prompt goes on.
-
-    Attributes:
-        length: tokens that need not be computed.
-        snapshot: what has the state behind them; None where there are none, or no state.
-        parts_at: the place in the prompt up to which its tokens were computed before, where a snapshot is worth its cut; 0: nowhere.
-    """
-
-    length: int
-    snapshot: int | None = None
-    parts_at: int = 0
 
 
 class SnapshotTable:
     """The tokens of each snapshot.
 
-    A place that is needed is an empty one, else that of the least recently used snapshot behind which nobody went on yet, else of the
-    others: each prompt leaves some, and they would soon take the place of the one that all prompts begin with. Half of the places
-    at most are kept so.
+    A new snapshot takes an empty place, else that of the least recently used snapshot that no prompt continued after yet, else of
+    the others: each prompt leaves some, and they would soon take the place of the one that all prompts begin with. At most half
+    of the places are kept so.
 
     Args:
         places: how many there are.
-        min_reuse: tokens that a snapshot has to be of at least, and beyond which it is worth another.
-        largest_step: prompt tokens that one step takes in, at most.
-        interval: a snapshot is taken behind the chunk that reaches a multiple of so many tokens; None: of none.
+        min_reuse: least tokens of a snapshot, and beyond one that are worth another.
+        largest_step: most prompt tokens that one step takes in.
+        interval: a snapshot is taken after the piece that reaches a multiple of so many tokens; None: after none.
     """
 
     def __init__(self, places: int, min_reuse: int, largest_step: int, interval: int | None = None) -> None:
         self._tokens: list[np.ndarray | None] = [None] * places
-        # Least recently used first; among those that nobody used yet, empty ones before all.
+        # Least recently used first; among those that are not used yet, empty ones before all.
         self._unused = dict.fromkeys(range(places))
         self._used: dict[int, None] = {}
         self._min_reuse = max(1, min_reuse)
         self._largest_step = largest_step
         self._interval = interval
 
-    @property
-    def count(self) -> int:
-        """Snapshots that prompts can go on behind."""
-        return sum(tokens is not None for tokens in self._tokens)
-
-    def tokens(self, place: int) -> np.ndarray | None:
-        """What a snapshot is of, int32 `[n]`; None of an empty place."""
+    def read_tokens(self, place: int) -> np.ndarray | None:
+        """Return what a snapshot has taken in, int32 `[n]`; None of an empty place."""
         return self._tokens[place]
 
-    def find(self, tokens: np.ndarray) -> int | None:
-        """The snapshot of the most of a text's first tokens."""
+    def find_longest(self, tokens: np.ndarray) -> int | None:
+        """Return the snapshot of the most of a text's first tokens."""
         best, length = None, 0
         for place, kept in enumerate(self._tokens):
             if kept is None or not length < len(kept) <= len(tokens) or kept[-1] != tokens[len(kept) - 1]:
@@ -75,34 +54,36 @@ class SnapshotTable:
                 best, length = place, len(kept)
         return best
 
-    def _length(self, place: int | None) -> int:
+    def _count_tokens(self, place: int | None) -> int:
         kept = None if place is None else self._tokens[place]
         return 0 if kept is None else len(kept)
 
-    def resume(self, prompt: np.ndarray, common: int, *, has: int) -> Resumption:
-        """Where a prompt goes on of which the cache has the first `common` tokens; its last token is always computed.
+    def resume_prompt(self, prompt: np.ndarray, common: int, *, has: int) -> Prefix:
+        """Return the prefix of a prompt that has a snapshot, where the cache has its first `common` tokens.
+
+        The last token is always computed.
 
         Args:
-            has: how many it has there, of whatever tokens. Where that is no more, nobody parts from anybody.
+            has: tokens that the cache has there, of whatever text. Where that is no more, the prompt parts from nothing.
         """
         common = min(common, len(prompt) - 1)
-        place = self.find(prompt[:common])
-        length = self._length(place)
+        place = self.find_longest(prompt[:common])
+        length = self._count_tokens(place)
         parts = has > common and common - length >= self._min_reuse
-        return Resumption(length, place, common if parts else 0)
+        return Prefix(length, snapshot=place, cut=common if parts else 0)
 
-    def is_worth(self, start: int, end: int, left: int, parts_at: int) -> bool:
-        """Whether a snapshot is to be taken where a prompt's chunk ends.
+    def is_worth(self, start: int, end: int, left: int, cut: int) -> bool:
+        """Return whether a snapshot is to be taken where a prompt's piece ends.
 
         Args:
-            start, end, left: its tokens before the chunk, up to its end, and behind.
-            parts_at: as in `ScheduledChunk`.
+            start, end, left: tokens before the piece, up to its end, and after it.
+            cut: as in `PromptPiece`.
         """
         is_due = self._interval is not None and end // self._interval > start // self._interval
-        return end >= self._min_reuse and (is_due or left <= self._largest_step or end == parts_at)
+        return end >= self._min_reuse and (is_due or left <= self._largest_step or end == cut)
 
-    def places(self, texts: Sequence[np.ndarray], needed: Collection[int]) -> list[int | None]:
-        """For each text a place for a snapshot of it; None where there is one already, or no place is left.
+    def pick_places(self, texts: Sequence[np.ndarray], needed: Collection[int]) -> list[int | None]:
+        """Return for each text a place for a snapshot of it; None where there is one already, or no place is left.
 
         Args:
             needed: places that are not to be given away.
@@ -111,87 +92,88 @@ class SnapshotTable:
         found: list[int | None] = []
         seen: set[bytes] = set()
         for text in texts:
-            is_new = text.tobytes() not in seen and self._length(self.find(text)) < len(text)
+            is_new = text.tobytes() not in seen and self._count_tokens(self.find_longest(text)) < len(text)
             seen.add(text.tobytes())
             found.append(next(free, None) if is_new else None)
         return found
 
-    def keep(self, texts: Mapping[str, np.ndarray], used: Collection[int]) -> dict[str, int]:
-        """Gives places to snapshots that a step takes, and notes them at once: for who makes steps before the one ahead has run.
+    def keep_texts(self, texts: Mapping[str, np.ndarray], used: Collection[int]) -> dict[str, int]:
+        """Give places to a step's snapshots and note them at once, for a caller that makes steps before the last one has run.
 
         Args:
-            texts: by any name, what a snapshot would be of.
-            used: places behind which the step's requests go on.
+            texts: what a snapshot would have taken in, by any name.
+            used: places after which the step's requests continue.
 
         Returns:
-            By name, the place of each that is taken.
+            The place of each snapshot that is taken, by name.
         """
         for place in used:
-            self.touch(place)
+            self.touch_place(place)
         kept = {}
-        for (name, text), free in zip(texts.items(), self.places(list(texts.values()), used), strict=True):
+        for (name, text), free in zip(texts.items(), self.pick_places(list(texts.values()), used), strict=True):
             if free is not None:
-                self.set(free, text)
+                self.set_place(free, text)
                 kept[name] = free
         return kept
 
-    def plan(self, step: Step, find: Callable[[str], RequestState]) -> tuple[KeptState, ...]:
-        """What is kept of the slots whose prompts a step advances; no snapshot that the step itself needs gives its place.
+    def plan_step(self, step: Step, find: Callable[[str], RequestState]) -> tuple[KeptSnapshot, ...]:
+        """Return what is kept of the rows that a step advances; no snapshot that the step itself needs gives its place.
 
         Args:
-            find: the request of an id.
+            find: returns the request of an id.
         """
-        chunks: list[ScheduledChunk] = []
+        pieces: list[PromptPiece] = []
         texts: list[np.ndarray] = []
-        for chunk in step.chunks:
-            state, end = find(chunk.request_id), chunk.start + chunk.count
-            if not state.request.atomic and self.is_worth(chunk.start, end, len(state.tokens) - end, chunk.parts_at):
-                chunks.append(chunk)
-                texts.append(state.tokens[:end])
+        for piece in step.pieces:
+            state = find(piece.request_id)
+            left = len(state.tokens) - piece.end
+            if not state.request.atomic and self.is_worth(piece.start, piece.end, left, piece.cut):
+                pieces.append(piece)
+                texts.append(state.tokens[: piece.end])
         return tuple(
-            KeptState(chunk.request_id, chunk.slot, len(text), place, chunk.arrival)
-            for chunk, text, place in zip(chunks, texts, self.places(texts, _needed(step)), strict=True)
+            KeptSnapshot(piece.request_id, piece.slot, len(text), place, piece.arrival)
+            for piece, text, place in zip(pieces, texts, self.pick_places(texts, _needed_places(step)), strict=True)
             if place is not None
         )
 
-    def change(self, step: Step, live: Callable[[KeptState], RequestState | None]) -> None:
-        """Follows what a step did.
+    def apply_step(self, step: Step, live: Callable[[KeptSnapshot], RequestState | None]) -> None:
+        """Follow what a step did.
 
         Args:
-            live: the request of a snapshot; None where it was aborted since: the place then holds what nobody asks for.
+            live: returns the request of a snapshot; None where it was aborted since, so that the place holds nothing of use.
         """
-        for place in _needed(step):
-            self.touch(place)
+        for place in _needed_places(step):
+            self.touch_place(place)
         for kept in step.kept:
             state = live(kept)
-            self.set(kept.place, None if state is None else state.tokens[: kept.length].copy())
+            self.set_place(kept.place, None if state is None else state.tokens[: kept.length].copy())
 
-    def set(self, place: int, tokens: np.ndarray | None) -> None:
-        """Notes what a place has been overwritten with; None: with nothing of use."""
+    def set_place(self, place: int, tokens: np.ndarray | None) -> None:
+        """Note the tokens of the snapshot that a place now has; None: it has nothing of use."""
         self._tokens[place] = tokens
-        self._leave(place)
+        self._leave_order(place)
         self._unused = {**self._unused, place: None} if tokens is not None else {place: None, **self._unused}
 
-    def touch(self, place: int) -> None:
-        """Notes that somebody goes on behind a snapshot."""
-        self._leave(place)
+    def touch_place(self, place: int) -> None:
+        """Note that a prompt continues after a snapshot."""
+        self._leave_order(place)
         self._used[place] = None
         if len(self._used) > len(self._tokens) // 2:
             oldest = next(iter(self._used))
             del self._used[oldest]
             self._unused[oldest] = None
 
-    def _leave(self, place: int) -> None:
+    def _leave_order(self, place: int) -> None:
         self._unused.pop(place, None)
         self._used.pop(place, None)
 
-    def clear(self) -> None:
-        """Forgets all snapshots."""
+    def forget_all(self) -> None:
+        """Forget all snapshots."""
         self._tokens = [None] * len(self._tokens)
         self._unused, self._used = dict.fromkeys(range(len(self._tokens))), {}
 
 
-def _needed(step: Step) -> list[int]:
-    """Places of the snapshots behind which a step's requests go on."""
-    reused = (chunk.reuse for chunk in step.chunks if chunk.reuse is not None)
-    return [reuse.snapshot for reuse in reused if reuse.snapshot is not None]
+def _needed_places(step: Step) -> list[int]:
+    """Return the places of snapshots after which a step's requests continue."""
+    prefixes = (piece.prefix for piece in step.pieces if piece.prefix is not None)
+    return [prefix.snapshot for prefix in prefixes if prefix.snapshot is not None]

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine counts: how full its steps are, what prefixes saved, how long requests waited."""
+"""The counts of an engine: how full its steps are, what prefixes saved, how long requests waited."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .step import Step
+from ..core import Step
 
 
 @dataclass
-class Summary:
+class SecondsSummary:
     """Seconds of many requests, without a list of them."""
 
     count: int = 0
     total: float = 0.0
     largest: float = 0.0
 
-    def add(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         self.count += 1
         self.total += seconds
         self.largest = max(self.largest, seconds)
@@ -28,7 +28,7 @@ class Summary:
 
 @dataclass
 class GraphUse:
-    """Of one graph: its runs, and of the tokens that they had room for those that were some request's, and the padding."""
+    """The runs of one graph; of the tokens that they had room for, those of requests, and the padding."""
 
     runs: int = 0
     tokens: int = 0
@@ -37,11 +37,11 @@ class GraphUse:
 
 @dataclass
 class Statistics:
-    """Counted since the engine was made, by what the graphs that ran computed.
+    """Counts since the engine was made, by what the graphs that ran computed.
 
     Attributes:
         decode_tokens, idle_decode_rows: decode rows that advanced a request, and those that ran along empty.
-        prompt_tokens, padded_prompt_tokens: tokens of chunk rows that were computed, and the padding beside them.
+        prompt_tokens, padded_prompt_tokens: tokens of chunk rows that were computed, and their padding.
         prefix_hit_tokens: prompt tokens that were reused instead of computed.
         preemptions: how often a request gave its blocks back because there were too few.
         recomputed_tokens: of `prompt_tokens`, those that were computed before it did.
@@ -67,13 +67,13 @@ class Statistics:
     finished: int = 0
     aborted: int = 0
     failed: int = 0
-    queue_seconds: Summary = field(default_factory=Summary)
-    first_token_seconds: Summary = field(default_factory=Summary)
+    queue_seconds: SecondsSummary = field(default_factory=SecondsSummary)
+    first_token_seconds: SecondsSummary = field(default_factory=SecondsSummary)
     graphs: dict[str, GraphUse] = field(default_factory=dict)
     step_tokens: dict[int, int] = field(default_factory=dict)
 
     def count_step(self, step: Step) -> None:
-        """Adds the rows of a step."""
+        """Add the rows of a step."""
         graph, tokens = step.graph, len(step.decodes)
         self.steps += 1
         self.preemptions += len(step.preempted)
@@ -81,12 +81,12 @@ class Statistics:
             self.decode_tokens += len(step.decodes)
             self.idle_decode_rows += graph.batch_size - len(step.decodes)
         if graph.has_chunk:
-            real = sum(chunk.count for chunk in step.chunks)
+            real = sum(piece.count for piece in step.pieces)
             tokens += real
             self.prompt_tokens += real
-            self.recomputed_tokens += sum(chunk.recomputed for chunk in step.chunks)
+            self.recomputed_tokens += sum(piece.recomputed for piece in step.pieces)
             self.padded_prompt_tokens += graph.prompt_capacity - real
-            self.prefix_hit_tokens += sum(chunk.reuse.length for chunk in step.chunks if chunk.reuse)
+            self.prefix_hit_tokens += sum(piece.prefix.length for piece in step.pieces if piece.prefix)
         use = self.graphs.setdefault(graph.name, GraphUse())
         self.step_tokens[tokens] = self.step_tokens.get(tokens, 0) + 1
         use.runs += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of one request on their way from the engine's thread to whoever reads them."""
+"""The tokens of one request between the engine's thread and their reader."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import queue
 from collections.abc import Callable
 from functools import partial
 
+from ..core import FinishReason
 from ..runtime.process import OwnProcess
-from .request import FinishReason
-from .step import TokenEvent
+from .events import TokenEvent
 
 
 # A token, or why a request ends without one more.
@@ -18,11 +18,11 @@ Item = TokenEvent | FinishReason | BaseException
 
 
 class Mailbox:
-    """Where the engine's thread leaves tokens. It knows nothing of the stream that reads them, so that the stream is gone
+    """Tokens that the engine's thread left. It knows nothing of the stream that reads them, so that the stream is gone
     when its reader drops it.
 
     Args:
-        abort: ends the request; from any thread, and also where nothing may wait.
+        abort: ends the request; from any thread, and even where nothing may wait.
     """
 
     def __init__(self, abort: Callable[[], None]) -> None:
@@ -30,21 +30,21 @@ class Mailbox:
         self.items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.wake: Callable[[], object] | None = None
 
-    def put(self, item: Item) -> None:
-        """Called by the engine's thread: a token, or why there will be none."""
+    def put_item(self, item: Item) -> None:
+        """Leave a token, or why there will be none; the engine's thread calls it."""
         self.items.put(item)
         if self.wake is not None:
             try:
                 self.wake()
-            except RuntimeError:  # the consumer's event loop is closed: nobody will read on
+            except RuntimeError:  # the reader's event loop is closed
                 self.abort()
 
 
 class TokenStream:
     """The tokens of one request as they come: `for` and `async for` yield token ids. Made by `EngineService.submit`.
 
-    One consumer at a time. A stream whose tokens are not read to the end aborts its request when it is closed, left as a
-    context manager, or dropped, so that its slot is free with the next step. One that is kept and not read runs to its end.
+    One consumer at a time. Where tokens are left when a stream is closed, left as a context manager, or dropped, its
+    request is aborted, so that its slot is free with the next step. One that is kept and not read runs to its end.
 
     Attributes:
         finish_reason: set when the last token was read, or the request was aborted.
@@ -64,12 +64,12 @@ class TokenStream:
         self._ready = asyncio.Event()
 
     def abort(self) -> None:
-        """Ends the request, from any thread; tokens that are already there can still be read."""
-        self._process.check()
+        """End the request, from any thread; tokens that are already there can still be read."""
+        self._process.check_fork()
         self._mailbox.abort()
 
     def close(self) -> None:
-        """Ends the request where it has not ended; nothing happens in a forked process, whose request it is not."""
+        """End the request where it has not ended; do nothing in a forked process, which has no such request."""
         if self.finish_reason is None and self._process.is_here:
             self._mailbox.abort()
 
@@ -79,13 +79,13 @@ class TokenStream:
 
     __del__ = close
 
-    def _token(self, item: Item) -> int | None:
-        """The token of an item; None where the stream ends with it."""
+    def _read_item(self, item: Item) -> int | None:
+        """Return the token of an item; None where the stream ends with it."""
         if isinstance(item, TokenEvent):
             self.finish_reason = item.finish_reason
             return item.token_id
         if isinstance(item, BaseException):
-            self._mailbox.items.put(item)  # whoever reads on is told again, instead of waiting for ever
+            self._mailbox.items.put(item)  # the next read raises it again, instead of waiting for ever
             raise item
         self.finish_reason = item
         return None
@@ -94,8 +94,8 @@ class TokenStream:
         return self
 
     def __next__(self) -> int:
-        self._process.check()
-        token = None if self.finish_reason else self._token(self._mailbox.items.get())
+        self._process.check_fork()
+        token = None if self.finish_reason else self._read_item(self._mailbox.items.get())
         if token is None:
             raise StopIteration
         return token
@@ -104,7 +104,7 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> int:
-        self._process.check()
+        self._process.check_fork()
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # the first one, or the one before is closed
             self._loop, self._ready = loop, asyncio.Event()
@@ -116,7 +116,7 @@ class TokenStream:
             except queue.Empty:
                 await self._ready.wait()
                 continue
-            token = self._token(item)
+            token = self._read_item(item)
             if token is not None:
                 return token
         raise StopAsyncIteration

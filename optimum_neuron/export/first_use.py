@@ -103,7 +103,7 @@ def open_artifact(source: Source, options: Mapping[str, Any]) -> Opened | None:
         return None
     artifact, from_hub = found
     if options:
-        from ..runtime.limits import refuse_other_options
+        from ..runtime.arguments import refuse_other_options
 
         refuse_other_options(artifact, NeuronConfig.from_dict(options), options)
     return Opened(artifact, source.trust_remote_code or not from_hub)

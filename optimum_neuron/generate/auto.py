@@ -19,7 +19,7 @@ _OF_TRANSFORMERS = ("config", "_from_pipeline", "_commit_hash", "_from_auto")
 
 
 def load_artifacts_by(load: Callable[..., Any]) -> None:
-    """Has `AutoModelForCausalLM` give the folders that hold an artifact to `load`; all else it does as before.
+    """Have `AutoModelForCausalLM` give the folders that hold an artifact to `load`; all else it does as before.
 
     transformers chooses a class by the model's type, and an artifact's is its checkpoint's: there is nothing to register a class for.
     """

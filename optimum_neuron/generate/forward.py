@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..config import NeuronConfig
-from ..runtime.limits import check_fits
-from ..runtime.prefill import prefill
-from ..runtime.prompt_logits import Place, prompt_logits
+from ..runtime.arguments import check_fits
+from ..runtime.prefill import BatchPlace, prefill_prompts, score_prompts
 from ..runtime.prompts import unpack, unpad
 from ..runtime.runner import GraphRunner
 from .module import Module
@@ -45,10 +44,10 @@ class Forward(Module):
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
     ) -> CausalLMOutput:
-        """Logits `[rows, tokens, vocab]` float32, as a model of transformers returns them; those of padding are zeros.
+        """Return logits `[rows, tokens, vocab]` float32, as a model of transformers returns them; those of padding are zeros.
 
         Args:
-            input_ids: `[rows, tokens]`, or `[1, tokens]` with prompts packed one behind another.
+            input_ids: `[rows, tokens]`, or `[1, tokens]` with prompts packed one after another.
             attention_mask: which tokens of padded rows are real.
             labels: as `input_ids`, -100 where none counts: the output then has a `loss`, the model's own.
             logits_to_keep: of which columns, all (0), the last n, or those that a tensor names. Of an artifact that was exported
@@ -72,39 +71,39 @@ class Forward(Module):
                 f"--prompt-logits (prompt_logits=True), or pass logits_to_keep=1 without labels"
             )
         with self._slots():
-            self.runner.reserve([len(prompt) for prompt in prompts])
+            self.runner.reserve_slots([len(prompt) for prompt in prompts])
             try:
                 if columns is None:
-                    _, logits = prefill(self.runner, prompts)
+                    _, logits = prefill_prompts(self.runner, prompts)
                     assert logits is not None
                     return CausalLMOutput(logits=logits[:, None])
                 logits = torch.zeros(len(input_ids), len(columns), self.artifact.model.vocab_size)
-                prompt_logits(self.runner, prompts, places, columns, logits)
+                score_prompts(self.runner, prompts, places, columns, logits)
             finally:
-                self.runner.reset_all()
+                self.runner.reset_slots()
         return CausalLMOutput(loss=None if labels is None else self._loss(logits, labels), logits=logits)
 
     def _prompts(
         self, input_ids: Tensor, attention_mask: Tensor | None, cu_seq_lens_q: Tensor | None
-    ) -> tuple[list[np.ndarray], list[Place]]:
-        """The real tokens of each prompt, and where the first of them stands."""
+    ) -> tuple[list[np.ndarray], list[BatchPlace]]:
+        """Return the real tokens of each prompt, and where the first of them stands."""
         known = self.artifact.model.num_embeddings
         if cu_seq_lens_q is None:
             prompts = unpad(input_ids, attention_mask, known)
             firsts = [0] * len(prompts) if attention_mask is None else attention_mask.int().argmax(-1).tolist()
-            places = [Place(row, first) for row, first in enumerate(firsts)]
+            places = [BatchPlace(row, first) for row, first in enumerate(firsts)]
         elif attention_mask is not None:
             raise ValueError("attention_mask has no meaning for packed prompts; leave it or cu_seq_lens_q out")
         else:
             prompts = unpack(input_ids, cu_seq_lens_q, known)
-            places = [Place(0, first) for first in cu_seq_lens_q[:-1].tolist()]
+            places = [BatchPlace(0, first) for first in cu_seq_lens_q[:-1].tolist()]
         check_fits(prompts, 1, self.neuron_config)
         return prompts, places
 
     def _check_labels(
         self, labels: Tensor, input_ids: Tensor, attention_mask: Tensor | None, logits_to_keep: int | Tensor
     ) -> None:
-        """Raises ValueError for labels of which no loss follows, or another one than transformers'."""
+        """Raise ValueError for labels of which no loss follows, or another one than transformers'."""
         if isinstance(logits_to_keep, Tensor) or logits_to_keep != 0:
             raise ValueError(
                 f"labels need the logits of all tokens, and logits_to_keep={logits_to_keep}; leave it out"
@@ -138,7 +137,7 @@ class Forward(Module):
 
 
 def _columns(logits_to_keep: int | Tensor, width: int) -> Tensor | None:
-    """The columns of a batch that are kept, `[kept]` int64; None: each prompt's last token, wherever it stands.
+    """Return the columns of a batch that are kept, `[kept]` int64; None: each prompt's last token, wherever it stands.
 
     Raises:
         TypeError: it is no number and no tensor.

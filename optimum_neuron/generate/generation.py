@@ -14,10 +14,16 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..artifact.artifact import Artifact
 from ..checkpoints.tokenizer import load_tokenizer
-from ..runtime.arguments import check_model_arguments, check_options, checked_prefix
+from ..runtime.arguments import (
+    check_fits,
+    check_model_arguments,
+    check_options,
+    check_pad_token,
+    check_prefix,
+    refuse_unsupported,
+)
 from ..runtime.defaults import Defaults
 from ..runtime.generation import GenerationLoop
-from ..runtime.limits import check_fits, check_pad_token, refuse_unsupported
 from ..runtime.prompts import check_prompts, unpad
 from ..runtime.runner import GraphRunner
 from ..runtime.token_choice import HostChoice, choose_how
@@ -42,7 +48,7 @@ class Generation(Defaults):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """transformers' `generate`: greedy search and sampling for up to `batch_size` rows.
+        """Generate as transformers' `generate` does: greedy search and sampling for up to `batch_size` rows.
 
         A length that the call does not give ends where the cache does.
 
@@ -70,13 +76,13 @@ class Generation(Defaults):
         if input_ids is not None:
             check_prompts(input_ids, kwargs.get("attention_mask"), self.artifact.model.num_embeddings)
         if prefix_allowed_tokens_fn is not None:
-            prefix_allowed_tokens_fn = checked_prefix(prefix_allowed_tokens_fn, self.artifact.model.vocab_size)
+            prefix_allowed_tokens_fn = check_prefix(prefix_allowed_tokens_fn, self.artifact.model.vocab_size)
         return super().generate(
             inputs, generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, *args, **kwargs
         )
 
     def own_tokenizer(self) -> Any:
-        """The artifact's tokenizer.
+        """Return the artifact's tokenizer.
 
         Raises:
             ValueError: it has none.
@@ -85,7 +91,7 @@ class Generation(Defaults):
         return load_tokenizer(path, str(path), trust_remote_code=self._trust_remote_code)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> dict[str, Any]:
-        """Names the inputs of `generate`."""
+        """Name the inputs of `generate`."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
@@ -122,7 +128,7 @@ class Generation(Defaults):
             pad = check_pad_token(generation_config._pad_token_tensor, len(prompts), model.num_embeddings)
         loop = GenerationLoop(self.runner, choice, stopping_criteria, pad, streamer)
         with self._slots():
-            sequences = loop.run(input_ids, prompts, generation_config.max_length)
+            sequences = loop.generate_tokens(input_ids, prompts, generation_config.max_length)
         if not as_dict:
             return sequences
         host = choice if isinstance(choice, HostChoice) else None

@@ -44,7 +44,7 @@ _INSTEAD = {
 
 
 def own_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an export among the keywords of a call. What has no effect is logged once.
+    """Return the options of an export among the keywords of a call. What has no effect is logged once.
 
     Raises:
         TypeError: a keyword of transformers or optimum-neuron has another name here, or no meaning.

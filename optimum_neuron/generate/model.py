@@ -28,12 +28,11 @@ from ..checkpoints.card_facts import CARD_NAME
 from ..config import NeuronConfig
 from ..engine.continuous_batching.surface import ContinuousBatching
 from ..engine.engine import Engine
+from ..runtime.arguments import refuse_other_options
 from ..runtime.defaults import in_vocabulary, usable
-from ..runtime.limits import refuse_other_options
-from ..runtime.process import OwnProcess
+from ..runtime.process import OwnProcess, end_idle_workers
 from ..runtime.profile import Profile
-from ..runtime.threads import end_idle_workers
-from ..runtime.traced_runner import open_runner
+from ..runtime.timing import open_runner
 from ..targets import Executable, get_target
 from ..targets.rank_options import RankOptions
 from .auto import load_artifacts_by
@@ -44,7 +43,7 @@ from .module import make_known
 
 
 class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubMixin):
-    """A causal language model whose step graphs were compiled ahead of time.
+    """A causal language model with step graphs that were compiled ahead of time.
 
     Made by `from_pretrained`. `generate` takes up to `neuron_config.batch_size` rows of up to
     `neuron_config.sequence_length` tokens, padded on either side. Calls from several threads run one after another.
@@ -101,7 +100,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         profile: Profile | None = None,
         **options: Any,
     ) -> NeuronModelForCausalLM:
-        """Loads an artifact, or exports a checkpoint first.
+        """Load an artifact, or exports a checkpoint first.
 
         Args:
             model_id: an artifact (folder or Hub id) or, with `export=True`, a checkpoint (folder, Hub id or .gguf file).
@@ -117,10 +116,10 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
                 whatever else is served, also where graphs of different shapes round differently (the cpu target's do
                 not, as a rule); every step then costs as much as the largest.
             rank_python: for a Neuron device, the interpreter that holds its ranks, of an environment with numpy and a
-                runtime; None for what OPTIMUM_NEURON_RANK_PYTHON names, or this one. NEURON.md tells what goes together.
+                runtime; None for what OPTIMUM_NEURON_RANK_PYTHON names, or this one. NEURON.md lists what fits together.
             rank_timeout: for a Neuron device, the seconds that one step may take; None for what NEURON_RT_EXEC_TIMEOUT
                 says, or 600.
-            profile: what is told of each step and each run of a graph, and where a Neuron device's runtime writes its own
+            profile: collects each step and each run of a graph, and names where a Neuron device's runtime writes its own
                 profile; its context has to be open.
             options: fields of `NeuronConfig`, for an export. `torch_dtype` is `dtype`; keywords of transformers that change nothing here
                 (`device_map`, `low_cpu_mem_usage`, `attn_implementation` and their like) are logged once.
@@ -251,7 +250,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         )
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Writes the artifact to a folder, with the present `generation_config`; `push_to_hub` uploads it as well.
+        """Write the artifact to a folder, with the present `generation_config`; `push_to_hub` uploads it as well.
 
         `kwargs` are those of `push_to_hub`; `max_shard_size` and `safe_serialization` are accepted and have no meaning
         for compiled graphs.
@@ -288,14 +287,14 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         tags: list[str] | None = None,
         base_model: str | None = None,
     ) -> CommitInfo:
-        """Uploads the artifact to a repository of the Hub, with the present `generation_config` and a model card; see `hub.push`.
+        """Upload the artifact to a repository of the Hub, with the present `generation_config` and a model card; see `hub.push`.
 
         Args:
             private: whether the repository is; default: as it is, or where it is made here, as its owner has chosen.
             revision: the branch, which is made where there is none.
             create_pr: ask for the files to be taken over, in place of a commit to the branch.
             max_shard_size: accepted as in transformers; compiled graphs have no shards.
-            tags: of the card, beside its own.
+            tags: further ones of the card.
             base_model: Hub id of the checkpoint, for the card; default: the repository that the export read.
 
         Raises:
@@ -320,22 +319,22 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
 
     @contextmanager
     def _as_it_is(self) -> Iterator[Artifact]:
-        """The artifact, or a copy of it where `generation_config` was changed since it was read."""
+        """Yield the artifact, or a copy of it where `generation_config` was changed since it was read."""
         if _defaults(self.artifact, self.config).to_dict() == self.generation_config.to_dict():
             yield self.artifact
             return
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / self.artifact.path.resolve().name
             self.save_pretrained(folder)
-            for beside in (CARD_NAME, MEASUREMENTS_NAME):
-                if (self.artifact.path / beside).is_file():
-                    shutil.copyfile(self.artifact.path / beside, folder / beside)
+            for extra in (CARD_NAME, MEASUREMENTS_NAME):
+                if (self.artifact.path / extra).is_file():
+                    shutil.copyfile(self.artifact.path / extra, folder / extra)
             yield Artifact.open(folder)
 
     @contextmanager
     def _slots(self, *, keep_engine: bool = False) -> Iterator[None]:
-        """The slots for one call: calls from several threads run one after another, a manager excludes them."""
-        self.runner.process.check()  # before the lock, which another thread may have held in the fork's moment
+        """Hold the slots for one call: calls from several threads run one after another, a manager excludes them."""
+        self.runner.process.check_fork()  # before the lock, which another thread may have held in the fork's moment
         with self._lock:
             if self._served:
                 raise RuntimeError(
@@ -355,7 +354,7 @@ def _defaults(artifact: Artifact, config: Any) -> GenerationConfig:
 
 
 def _remove(folder: Path, process: OwnProcess) -> None:
-    """Removes a folder at the end of the process that made it, and not at that of one that was forked from it."""
+    """Remove a folder at the end of the process that made it, and not at that of one that was forked from it."""
     if process.is_here:
         shutil.rmtree(folder, ignore_errors=True)
 

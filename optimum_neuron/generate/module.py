@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools ask of any model of transformers: its size, its type, where it is. Compiled graphs have no modules to show."""
+"""The size, type and place of a model, as tools ask any model of transformers for them. Compiled graphs have no modules to show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def make_known(name: str) -> None:
-    """Tells pipelines that a class of this name generates text; without, they log the names of all classes that do."""
+    """Register a class as one that generates text; else pipelines log the names of all classes that do."""
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("neuron", name)
 
 
@@ -50,7 +50,7 @@ class Module:
         return self.config.name_or_path
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """As transformers counts them: tied ones once, and none of them trainable. A quantized weight counts as the plain one."""
+        """Return the count as transformers has it: tied ones once, and none of them trainable. A quantized weight counts as the plain one."""
         if only_trainable:
             return 0
         plain = self._model_without_weights(coded=False)
@@ -59,7 +59,7 @@ class Module:
         return sum(tensor.numel() for name, tensor in plain.named_parameters() if name not in skipped)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of the model's parameters and buffers, as transformers counts them: without the cache of the slots."""
+        """Return the bytes of the model's parameters and buffers, as transformers counts them: without the cache of the slots."""
         model, codes = self._empty, coded_tensors(self._empty)
         named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         for name, tensor in model.named_buffers(remove_duplicate=False):
@@ -83,7 +83,7 @@ class Module:
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """Returns self where `mode` is False.
+        """Return self where `mode` is False.
 
         Raises:
             ValueError: graphs that are compiled for inference do not learn.
@@ -95,11 +95,11 @@ class Module:
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Returns self where `requires_grad` is False; raises ValueError as `train` does."""
+        """Return self where `requires_grad` is False; raises ValueError as `train` does."""
         return self.train(requires_grad)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Returns self: compiled graphs stay where they were compiled for.
+        """Return self: compiled graphs stay where they were compiled for.
 
         Raises:
             ValueError: another dtype than theirs.
@@ -117,7 +117,7 @@ class Module:
         return self
 
     def cuda(self, device: Any = None) -> Self:
-        """Returns self, as `to` does."""
+        """Return self, as `to` does."""
         return self
 
     def float(self) -> Self:

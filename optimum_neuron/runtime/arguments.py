@@ -1,17 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of `generate` that it would ignore or fail on later: refused before anything runs."""
+"""Arguments of `generate` that compiled graphs cannot honour: refused in one sentence before any slot is touched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import GenerationConfig
 
-from .refused import check_settings
-from .token_ids import check_token_ids, check_whole_numbers
+from ..artifact.artifact import Artifact
+from ..config import NeuronConfig
+from ..core import check_whole_numbers
+from .block_tables import count_blocks
+from .lengths import check_length
+from .refused import check_settings, refuse_settings
+from .token_ids import check_token_ids
+
+
+def check_fits(prompts: Sequence, new_tokens: int, sizes: NeuronConfig) -> None:
+    """Raise ValueError where rows or tokens exceed the compiled sizes."""
+    if len(prompts) > sizes.batch_size:
+        raise ValueError(
+            f"{len(prompts)} rows (prompts times num_return_sequences) do not fit batch_size={sizes.batch_size}; pass "
+            f"fewer at a time, or export with a larger --batch-size"
+        )
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths:
+        raise ValueError("a batch of 0 prompts; give at least 1")
+    for length in {min(lengths), max(lengths)}:
+        check_length(length, new_tokens, sizes)
+    if sizes.kv_block_size is not None:
+        count_blocks(count_cached(prompts, new_tokens), sizes)
+
+
+def count_cached(prompts: Sequence, new_tokens: int) -> list[int]:
+    """Return tokens of each row that the cache has to hold: the last new one is returned and never fed back."""
+    return [len(prompt) + new_tokens - 1 for prompt in prompts]
+
+
+def refuse_other_options(artifact: Artifact, config: NeuronConfig, given: Collection[str]) -> None:
+    """Raise ValueError where one of the `given` options asks for something that the artifact was not compiled with."""
+    if config.target == "auto":
+        config = dataclasses.replace(config, target=artifact.target)
+    compiled = artifact.config.to_dict()
+    if compiled["output_logits"]:  # an export may have turned them on, and they change no token
+        given = set(given) - {"output_logits"}
+    for name, wanted in config.to_dict().items():
+        if name in given and wanted != "auto" and wanted != compiled[name]:
+            raise ValueError(
+                f"{name}={wanted!r} differs from the {compiled[name]!r} that {artifact.path} was exported with; leave it "
+                f"out, or export the checkpoint again"
+            )
+
+
+def check_pad_token(pad: Tensor | None, rows: int, num_embeddings: int) -> int | None:
+    """Return the token that rows get after their end token, None where a row has none to wait for.
+
+    Raises:
+        ValueError: there is none, or the model does not take it.
+    """
+    if rows == 1:
+        return None
+    if pad is None:
+        raise ValueError("rows end at an end token, and there is no token to pad them with; set pad_token_id")
+    check_token_ids(pad.numpy(), num_embeddings, "pad_token_id")
+    return int(pad)
+
+
+def refuse_unsupported(generation_config: GenerationConfig, vocab_size: int) -> None:
+    """Raise ValueError for options of `generate` that compiled graphs cannot honour; none is ignored."""
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        forced = getattr(generation_config, name, None)
+        if forced is not None:
+            check_token_ids(np.asarray(forced), vocab_size, name)
+    refuse_settings(vars(generation_config), returns_dict=generation_config.return_dict_in_generate)
 
 
 _WHOLE = (
@@ -23,7 +88,7 @@ _MODEL_ARGUMENTS = {"input_ids", "attention_mask", "output_attentions", "output_
 
 
 def check_options(given: GenerationConfig | None, defaults: GenerationConfig, options: dict[str, Any]) -> None:
-    """Looks at what a call asks for, not at the checkpoint's defaults: these may be meant for training.
+    """Look at what a call asks for, not at the checkpoint's defaults: these may be meant for training.
 
     Raises:
         TypeError: `given` is no GenerationConfig, or a length or a token id is no whole number.
@@ -43,7 +108,7 @@ def check_options(given: GenerationConfig | None, defaults: GenerationConfig, op
 
 
 def check_model_arguments(arguments: dict[str, Any]) -> None:
-    """Raises ValueError for what transformers would hand to a model's forward pass, and compiled graphs do not take."""
+    """Raise ValueError for what transformers would hand to a model's forward pass, and compiled graphs do not take."""
     unknown = sorted(name for name, value in arguments.items() if value is not None and name not in _MODEL_ARGUMENTS)
     if unknown:
         raise ValueError(
@@ -52,8 +117,8 @@ def check_model_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
-def checked_prefix(allowed_tokens: Callable[[int, Tensor], list[int]], vocab_size: int) -> Callable[..., list[int]]:
-    """A `prefix_allowed_tokens_fn` whose tokens are checked: a negative one would count from the end."""
+def check_prefix(allowed_tokens: Callable[[int, Tensor], list[int]], vocab_size: int) -> Callable[..., list[int]]:
+    """Return a `prefix_allowed_tokens_fn` that checks its tokens: a negative one would count from the end."""
 
     def allowed(batch_id: int, input_ids: Tensor) -> list[int]:
         tokens = allowed_tokens(batch_id, input_ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks of the cache each row has. What decides it is elsewhere: the engine's scheduler, vLLM's, or `reserve`."""
+"""The blocks of the cache that each row has. The engine's scheduler, vLLM's, or `reserve_rows` decides about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BlockTables:
 
     Attributes:
         block_length: tokens of a block.
-        blocks: `[batch_size, blocks_per_row]` int32; behind a row's last block, the first block of trash.
+        blocks: `[batch_size, blocks_per_row]` int32; after a row's last block, the first block of trash.
         counts: `[batch_size]` int32, blocks that each row has.
     """
 
@@ -31,16 +31,16 @@ class BlockTables:
         return self.counts * self.block_length
 
     def read_blocks(self, active: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """`[batch_size]`, blocks that hold a token that active rows have before the step."""
+        """Return `[batch_size]`, the blocks that active rows read: those with a token before the step."""
         return np.where(active, -(-lengths // self.block_length), 0)
 
     def last_block(self, active: np.ndarray, lengths: np.ndarray) -> int:
-        """The highest block that active rows read; -1 where they read none."""
+        """Return the highest block that active rows read; -1 where they read none."""
         held = np.arange(self.blocks.shape[1]) < self.read_blocks(active, lengths)[:, None]
         return int(self.blocks.max(initial=-1, where=held))
 
-    def assign(self, row: int, first: int, blocks: Sequence[int]) -> None:
-        """Gives a row blocks for the tokens from block `first` on; those that it had there are no longer its own.
+    def assign_blocks(self, row: int, first: int, blocks: Sequence[int]) -> None:
+        """Give a row blocks for the tokens from block `first` on; it loses those that it had there.
 
         Raises:
             ValueError: a block does not exist, or the row has fewer than `first`, or would have more than a sequence takes.
@@ -57,31 +57,31 @@ class BlockTables:
         self.blocks[row, end:] = most
         self.counts[row] = end
 
-    def clear(self, row: int) -> None:
-        """Takes all blocks from a row."""
-        self.assign(row, 0, ())
+    def clear_row(self, row: int) -> None:
+        """Take all blocks from a row."""
+        self.assign_blocks(row, 0, ())
 
-    def clear_all(self) -> None:
-        """Takes all blocks from all rows."""
+    def clear_rows(self) -> None:
+        """Take all blocks from all rows."""
         self.blocks.fill(self._config.kv_blocks)
         self.counts.fill(0)
 
-    def reserve(self, tokens: Sequence[int]) -> None:
-        """Gives the first rows room for so many tokens each, and the others none; the blocks follow one another.
+    def reserve_rows(self, tokens: Sequence[int]) -> None:
+        """Give the first rows room for so many tokens each, and the others none; the blocks follow one another.
 
         Raises:
             ValueError: there are not so many blocks. No row is changed.
         """
-        needed = blocks_needed(tokens, self._config)
-        self.clear_all()
+        needed = count_blocks(tokens, self._config)
+        self.clear_rows()
         start = 0
         for row, count in enumerate(needed):
-            self.assign(row, 0, range(start, start + count))
+            self.assign_blocks(row, 0, range(start, start + count))
             start += count
 
 
-def blocks_needed(tokens: Sequence[int], config: NeuronConfig) -> list[int]:
-    """Blocks for rows of so many tokens.
+def count_blocks(tokens: Sequence[int], config: NeuronConfig) -> list[int]:
+    """Return the blocks that rows of so many tokens take.
 
     Raises:
         ValueError: there are fewer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decode steps of one call of generate: one after the other, or each started before the one ahead of it is read."""
+"""The decode steps of one call of generate: one after the other, or each started before the last one is read."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core import StepOutput
 from .runner import GraphRunner
-from .step_tensors import FROM_SLOT, DecodeRows, StepOutput
+from .step_tensors import FROM_SLOT, DecodeRows
 from .token_choice import HostChoice, OnDeviceChoice
 
 
 class DecodeSteps:
-    """Row i of the batch is slot i.
+    """Decode steps in which row i of the batch is slot i.
 
     Args:
-        ahead: start each step while the one ahead of it runs. Its rows then take the tokens that their slots chose; those that end
-            with a token that is not read yet decode once more, for nothing. Nobody sees that, nor is a random number used up.
-        all_rows: whether rows that have ended go on.
+        ahead: start each step while the last one runs. Its rows then take the tokens that their slots chose. A row that ends with
+            a token that is not read yet decodes once more: nothing reads that, and it uses up no random number.
+        all_rows: whether rows that have ended continue.
     """
 
     def __init__(
@@ -33,13 +34,13 @@ class DecodeSteps:
         sampling = np.tile(np.asarray(choice.sampling, dtype=np.float32), (slots, 1))
         uniforms = np.zeros(slots, dtype=np.float32)
         self._rows = DecodeRows(np.zeros(slots, dtype=np.int32), np.zeros(slots, dtype=bool), sampling, uniforms)
-        # The same memory without numpy, whose code has left the processor's caches behind a step.
+        # The same memory without numpy: after a step its code has left the processor's caches.
         self._tokens, self._active = self._rows.token_ids.data, self._rows.active.data
         self._started: Callable[[], StepOutput] | None = None
         self._random: Tensor | None = None
 
-    def next(self, tokens: Sequence[int], unfinished: Sequence[bool], *, more: bool) -> StepOutput:
-        """What follows the last tokens.
+    def run_next(self, tokens: Sequence[int], unfinished: Sequence[bool], *, more: bool) -> StepOutput:
+        """Return what follows the last tokens.
 
         Args:
             tokens: of each row.
@@ -47,25 +48,25 @@ class DecodeSteps:
             more: whether another step may follow this one.
         """
         if not self._ahead:
-            self._fill(tokens, unfinished)
-            return self._runner.step((), self._rows, logits=self._logits)
+            self._fill_rows(tokens, unfinished)
+            return self._runner.run_step((), self._rows, logits=self._logits)
         step, self._started = self._started, None
         if step is None:
-            self._fill(tokens, unfinished)
-            step = self._runner.start((), self._rows, logits=False)
+            self._fill_rows(tokens, unfinished)
+            step = self._runner.start_step((), self._rows, logits=False)
         if more:
             self._random = torch.get_rng_state() if self._choice.sampling.temperature else None
-            self._fill([FROM_SLOT] * self._count, unfinished)
-            self._started = self._runner.start((), self._rows, logits=False)
+            self._fill_rows([FROM_SLOT] * self._count, unfinished)
+            self._started = self._runner.start_step((), self._rows, logits=False)
         return step()
 
-    def end(self) -> None:
-        """Leaves the step that was started for nothing, if there is one; what it was to draw is to be drawn again."""
+    def drop_started(self) -> None:
+        """Drop the step that was started for nothing, if there is one; the next one draws its random numbers."""
         if self._started is not None and self._random is not None:
             torch.set_rng_state(self._random)
         self._started = None
 
-    def _fill(self, tokens: Sequence[int], unfinished: Sequence[bool]) -> None:
+    def _fill_rows(self, tokens: Sequence[int], unfinished: Sequence[bool]) -> None:
         for row, token in enumerate(tokens):
             self._tokens[row] = token
             self._active[row] = self._all_rows or unfinished[row]

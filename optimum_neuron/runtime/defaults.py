@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request gets where it says nothing: one rule for every door, and it is transformers' own.
+"""Defaults of a request: one rule for every caller, which is transformers' own.
 
 A keyword of a call goes first, then a given GenerationConfig, then the artifact's generation_config.json, then what transformers has
 where all of them are silent: the best token, and `top_k=50` of those that are drawn.
@@ -23,7 +23,7 @@ from ..errors import first_line
 from ..step.model_spec import ModelSpec
 from .lengths import most_new_tokens
 from .refused import split_defaults, warn_once
-from .token_choice import of_host
+from .token_choice import find_host_reason
 
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ OF_VLLM = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_
 
 
 class Defaults(GenerationMixin):
-    """The part of a model that says what a call gets where it says nothing.
+    """The part of a model that gives defaults to calls.
 
     Args:
         config: the model's transformers config.
@@ -55,7 +55,7 @@ class Defaults(GenerationMixin):
         self.config, self.generation_config, self.neuron_config = config, generation_config, neuron_config
 
     def settled(self, given: GenerationConfig | None = None) -> GenerationConfig:
-        """A copy of `given` in which each setting has the value that a request gets, but for the lengths: see `new_tokens`."""
+        """Return a copy of `given` in which each setting has the value that a request gets, but for the lengths: see `new_tokens`."""
         config: GenerationConfig = self._prepare_generation_config(given or GenerationConfig())[0]
         for name in _LENGTHS:
             value = getattr(given, name, None)
@@ -63,7 +63,7 @@ class Defaults(GenerationMixin):
         return config
 
     def new_tokens(self, config: GenerationConfig, prompt: int, rows: int = 1) -> int | None:
-        """How many tokens follow a prompt by a settled config; None where nothing says it.
+        """Return how many tokens follow a prompt by a settled config; None where nothing says it.
 
         A length that no call asks for ends where the cache does. A `max_length` that the prompt has reached says nothing.
         """
@@ -88,7 +88,7 @@ class Defaults(GenerationMixin):
         return config, rest
 
     def _prepare_generated_length(self, generation_config: GenerationConfig, **facts: Any) -> GenerationConfig:
-        """transformers' lengths, which fit where no call asks for them."""
+        """Return transformers' lengths, which fit where no call asks for them."""
         config: GenerationConfig = super()._prepare_generated_length(generation_config, **facts)
         rows, columns = len(facts["inputs_tensor"]) * (config.num_return_sequences or 1), facts["input_ids_length"]
         config.max_length = columns + (self.new_tokens(config, columns, rows) or 0)
@@ -96,7 +96,7 @@ class Defaults(GenerationMixin):
 
 
 def _asks_length(given: GenerationConfig | None, defaults: GenerationConfig, keywords: Mapping[str, Any]) -> bool:
-    """Whether a call says itself how long a text may become. Of two lengths, `max_new_tokens` counts, as in transformers."""
+    """Return whether a call says itself how long a text may become. Of two lengths, `max_new_tokens` counts, as in transformers."""
     if getattr(given, _ASKED, None) is False:  # by a pipeline, which got it from here
         given = None
     for name in _LENGTHS:
@@ -128,7 +128,7 @@ def usable(found: GenerationConfig, sizes: NeuronConfig) -> tuple[GenerationConf
 
 
 def in_vocabulary(config: GenerationConfig, model: ModelSpec) -> GenerationConfig:
-    """The same config, without special tokens that the model does not have: files of cut-down models name others."""
+    """Return the config without special tokens that the model does not have: files of cut-down models name others."""
     eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = [token for token in eos if token is not None and 0 <= token < model.vocab_size]
     if ends:
@@ -139,7 +139,7 @@ def in_vocabulary(config: GenerationConfig, model: ModelSpec) -> GenerationConfi
 
 
 def follow_defaults(found: GenerationConfig, model_config: Any, sizes: NeuronConfig, source: str) -> NeuronConfig:
-    """The options of an export with what a checkpoint's own defaults need. What no artifact does is logged.
+    """Return the options of an export with what a checkpoint's own defaults need. What no artifact does is logged.
 
     Raises:
         ValueError: transformers refuses a value of theirs.
@@ -164,7 +164,7 @@ def _shown(value: object) -> str:
 
 
 def settings_of_host(config: GenerationConfig, model_config: Any, sizes: NeuronConfig, source: str) -> list[str]:
-    """Settings that are applied to logits on the host, by a call that takes the best token or by one that draws.
+    """Return settings that are applied to logits on the host, by a call that takes the best token or by one that draws.
 
     Raises:
         ValueError: transformers refuses a value of them.
@@ -177,7 +177,7 @@ def settings_of_host(config: GenerationConfig, model_config: Any, sizes: NeuronC
             continue
         try:
             alone = rules.settled(GenerationConfig(**{name: value}, do_sample=True, eos_token_id=eos))
-            reason = of_host(processors_of(rules, alone, np.zeros(1)), do_sample=True)
+            reason = find_host_reason(processors_of(rules, alone, np.zeros(1)), do_sample=True)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{source}: its generation_config.json has {name}={_shown(value)} ({first_line(error)}); correct or remove it"
@@ -189,7 +189,7 @@ def settings_of_host(config: GenerationConfig, model_config: Any, sizes: NeuronC
 
 
 def processors_of(rules: Any, config: GenerationConfig, prompt: np.ndarray) -> LogitsProcessorList:
-    """What transformers applies to the logits of a request for a prompt `[n]`, by a settled config, whose special tokens become tensors."""
+    """Return what transformers applies to the logits of a request for a prompt `[n]`; the config's special tokens become tensors."""
     rules._prepare_special_tokens(config, device="cpu")
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     processors: LogitsProcessorList = rules._get_logits_processor(
@@ -199,13 +199,13 @@ def processors_of(rules: Any, config: GenerationConfig, prompt: np.ndarray) -> L
 
 
 def stop_strings(config: GenerationConfig) -> tuple[str, ...]:
-    """The texts that end an answer, as a list."""
+    """Return the texts that end an answer."""
     given = config.stop_strings
     return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 def left_to_requests(config: GenerationConfig, of_logits: Sequence[str]) -> list[str]:
-    """Settings of a file that vLLM takes from requests alone, or not at all.
+    """Return settings of a file that vLLM takes from requests alone, or not at all.
 
     Args:
         of_logits: those that are applied to logits on the host.
@@ -215,6 +215,6 @@ def left_to_requests(config: GenerationConfig, of_logits: Sequence[str]) -> list
 
 
 def vllm_sampling(config: GenerationConfig) -> dict[str, Any]:
-    """Defaults of a file as vLLM's `override_generation_config` takes them: where the file draws no token, the best one."""
+    """Return defaults of a file as vLLM's `override_generation_config` takes them: where the file draws no token, the best one."""
     given = {name: getattr(config, name) for name in OF_VLLM if getattr(config, name) is not None}
     return given if config.do_sample else given | {"temperature": 0.0}

@@ -12,16 +12,51 @@ from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from .arguments import count_cached
 from .decode_steps import DecodeSteps
-from .limits import cache_tokens
-from .prefill import prefill
+from .prefill import prefill_prompts
 from .runner import GraphRunner
 from .step_tensors import TokenReader
-from .stopping import Stopping
 from .token_choice import HostChoice, OnDeviceChoice
 
 
-# They look at tokens and the time alone: a step later they say the same. What others look at is not known.
+class Stopping:
+    """transformers' criteria; those that nearly all calls have are computed without torch.
+
+    After a step that has read all weights, an operator of torch takes some 50 us to begin: its code has left the processor's caches.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
+        self._ends: frozenset[int] = frozenset()
+        self._lengths: list[int] = []
+        self._others = StoppingCriteriaList()
+        for each in criteria:
+            if type(each) is EosTokenCriteria:
+                self._ends |= set(each.eos_token_id.tolist())
+            elif type(each) is MaxLengthCriteria:
+                self._lengths.append(each.max_length)
+            else:
+                self._others.append(each)
+
+    def find_ended(
+        self, sequences: Tensor, length: int, tokens: Sequence[int], scores: tuple[Tensor, ...] | None
+    ) -> list[bool]:
+        """Return for each row whether it ends with its last token.
+
+        Args:
+            sequences: `[rows, most]`; the first `length` columns are set.
+            tokens: the last of them, by row.
+            scores: of all steps, each `[rows, vocab]`, where they are kept.
+        """
+        full = any(length >= most for most in self._lengths)
+        ended = [full or token in self._ends for token in tokens]
+        if not self._others:
+            return ended
+        others = self._others(sequences[:, :length], scores).tolist()
+        return [own or other for own, other in zip(ended, others, strict=True)]
+
+
+# They look at tokens and the time alone: a step later they decide the same. What others look at is not known.
 _MAY_WAIT = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 
 
@@ -29,11 +64,11 @@ _MAY_WAIT = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCri
 class GenerationLoop:
     """Generates for up to batch_size prompts; row i of the batch uses slot i.
 
-    Where the device chooses the tokens and feeds them to its next step, that is started before they are read: stopping criteria
-    and streamer get them while it runs. What is returned is the same.
+    Where the device chooses the tokens and feeds them to its next step, that step starts before they are read: stopping criteria
+    and streamer get them while it runs. The result is the same.
 
     Attributes:
-        pad_token_id: what finished rows get while others go on; None lets them go on too, as transformers does where no
+        pad_token_id: what finished rows get while others continue; None lets them continue too, as transformers does where no
             end token was asked for.
     """
 
@@ -44,8 +79,8 @@ class GenerationLoop:
     streamer: BaseStreamer | None = None
     _reader: TokenReader = field(default_factory=TokenReader)
 
-    def run(self, input_ids: Tensor, prompts: Sequence[np.ndarray], max_length: int) -> Tensor:
-        """Returns `[rows, length]`: the prompts as they came, padding included, with the generated tokens behind.
+    def generate_tokens(self, input_ids: Tensor, prompts: Sequence[np.ndarray], max_length: int) -> Tensor:
+        """Return `[rows, length]`: the prompts as given, padding included, then the generated tokens.
 
         Args:
             input_ids: `[rows, prompt_length]`.
@@ -57,13 +92,13 @@ class GenerationLoop:
         sequences[:, :column] = input_ids
         cells = sequences.numpy().data  # are set without torch and numpy: see Stopping
         unfinished = [True] * rows
-        stopping, steps = Stopping(self.stopping_criteria), self._steps(rows)
-        self.runner.reserve(cache_tokens(prompts, max_length - column))
+        stopping, steps = Stopping(self.stopping_criteria), self._make_steps(rows)
+        self.runner.reserve_slots(count_cached(prompts, max_length - column))
         try:
             draws = self.choice.uniforms(rows) if isinstance(self.choice, OnDeviceChoice) else None
             on_host = isinstance(self.choice, HostChoice)
-            first = prefill(self.runner, prompts, self.choice.sampling, draws, logits=on_host)
-            tokens = self._tokens(sequences, rows, column, *first)
+            first = prefill_prompts(self.runner, prompts, self.choice.sampling, draws, logits=on_host)
+            tokens = self._choose_tokens(sequences, rows, column, *first)
             while True:
                 if self.pad_token_id is not None:
                     tokens = [
@@ -74,20 +109,20 @@ class GenerationLoop:
                 column += 1
                 if self.streamer is not None:
                     self.streamer.put(torch.tensor(tokens))
-                ended = stopping.ended(sequences, column, tokens, self._scores())
+                ended = stopping.find_ended(sequences, column, tokens, self._list_scores())
                 unfinished = [going and not end for going, end in zip(unfinished, ended, strict=True)]
                 if column == max_length or not any(unfinished):
                     break
-                output = steps.next(tokens, unfinished, more=column + 1 < max_length)
-                tokens = self._tokens(sequences, rows, column, output.decode_tokens, output.decode_logits)
+                output = steps.run_next(tokens, unfinished, more=column + 1 < max_length)
+                tokens = self._choose_tokens(sequences, rows, column, output.decode_tokens, output.decode_logits)
         finally:
-            steps.end()
-            self.runner.reset_all()
+            steps.drop_started()
+            self.runner.reset_slots()
         if self.streamer is not None:
             self.streamer.end()
         return sequences[:, :column].contiguous()
 
-    def _steps(self, rows: int) -> DecodeSteps:
+    def _make_steps(self, rows: int) -> DecodeSteps:
         on_device = isinstance(self.choice, OnDeviceChoice)
         may_wait = all(type(each) in _MAY_WAIT for each in self.stopping_criteria)
         kept = isinstance(self.choice, HostChoice) and self.choice.keeps  # of all rows, so all of them are computed
@@ -99,7 +134,7 @@ class GenerationLoop:
             all_rows=kept or self.pad_token_id is None,
         )
 
-    def _tokens(
+    def _choose_tokens(
         self, sequences: Tensor, rows: int, column: int, tokens: Tensor | None, logits: Tensor | None
     ) -> list[int]:
         if isinstance(self.choice, HostChoice):
@@ -107,8 +142,8 @@ class GenerationLoop:
             chosen: list[int] = self.choice.choose(sequences[:, :column], logits[:rows]).tolist()
             return chosen
         assert tokens is not None
-        return self._reader.read(tokens)[:rows]
+        return self._reader.read_tokens(tokens)[:rows]
 
-    def _scores(self) -> tuple[Tensor, ...] | None:
+    def _list_scores(self) -> tuple[Tensor, ...] | None:
         scores = self.choice.scores if isinstance(self.choice, HostChoice) else None
         return None if scores is None else tuple(scores)

@@ -24,8 +24,9 @@ from ..step.spec import GREEDY, graph_specs
 from ..step.state_specs import state_specs
 from ..step.step import StepModule
 from ..targets.eager import EagerExecutable
+from .prefill import cut_prompt
 from .runner import GraphRunner
-from .step_tensors import DecodeRows, chunks_of
+from .step_tensors import DecodeRows
 
 
 GOLDEN_NAME = "golden.json"
@@ -51,7 +52,7 @@ class Golden:
 
     @classmethod
     def read(cls, folder: Path) -> Golden:
-        """Raises FileNotFoundError where an artifact has none: the cpu and eager targets record none; ValueError where they
+        """Raise FileNotFoundError where an artifact has none: the cpu and eager targets record none; ValueError where they
         cannot be read."""
         path = folder / GOLDEN_NAME
         try:
@@ -64,7 +65,7 @@ class Golden:
 
 
 def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
-    """Runs a loaded model with the eager target on a prompt of more than one chunk, where the sizes allow one."""
+    """Run a loaded model with the eager target on a prompt of more than one chunk, where the sizes allow one."""
     own = dataclasses.replace(
         config,
         batch_size=1,
@@ -101,7 +102,7 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
 def replay(
     runner: GraphRunner, prompt: np.ndarray, count: int, tokens: list[int] | None = None
 ) -> list[tuple[int, Tensor | None]]:
-    """Feeds a prompt and then tokens to slot 0.
+    """Feed a prompt and then tokens to slot 0.
 
     Args:
         count: tokens that follow; the last is not fed.
@@ -111,16 +112,16 @@ def replay(
         What follows the prompt and each fed token: the greedy token, and logits `[vocab]`, None where the artifact's
         decode graphs return none.
     """
-    runner.reserve([len(prompt) + count - 1])
-    chunks = chunks_of(0, prompt, runner.config.prefill_chunk_size)
+    runner.reserve_slots([len(prompt) + count - 1])
+    chunks = cut_prompt(0, prompt, runner.config.prefill_chunk_size)
     with progress.stage("Following a prompt", len(chunks) + count - 1) as advance:
         for chunk in chunks:
-            output = runner.prefill([chunk])
+            output = runner.run_step([chunk])
             advance("its tokens")
         steps = [_chosen(output.chunk_tokens, output.chunk_logits, 0)]
         for index in range(count - 1):
             token = steps[-1][0] if tokens is None else tokens[index]
-            output = runner.step((), _first_row(runner, token))
+            output = runner.run_step((), _first_row(runner, token))
             steps.append(_chosen(output.decode_tokens, output.decode_logits, 0))
             advance("what follows")
     return steps

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens' state each snapshot is of, as a runner knows it: how many. What decides about them is the engine, or vLLM."""
+"""The length of each snapshot, as a runner knows it. The engine, or vLLM, decides what they are taken of."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class KeptStates:
     """Snapshots of what slots keep of all their tokens together.
 
     Attributes:
-        needed: whether slots keep anything beside keys and values: then a prefix is taken over with a snapshot of as many tokens.
+        needed: whether slots keep anything next to keys and values: then a prefix needs a snapshot of as many tokens.
         lengths: `[places]`, tokens of each snapshot; 0 of an empty place.
     """
 
@@ -23,12 +23,8 @@ class KeptStates:
         self.needed = model is not None and not model.reuses_prefixes
         self.lengths = np.zeros(config.snapshot_places if self.needed else 0, dtype=np.int32)
 
-    @property
-    def places(self) -> int:
-        return len(self.lengths)
-
-    def keep(self, slot: int, length: int, place: int) -> None:
-        """Copies a slot's state, of `length` tokens.
+    def keep_snapshot(self, slot: int, length: int, place: int) -> None:
+        """Copy a slot's state, of `length` tokens.
 
         Raises:
             ValueError: there is no such place, or the slot has no tokens.
@@ -39,8 +35,8 @@ class KeptStates:
         self._executable.keep_state(slot, place)
         self.lengths[place] = length
 
-    def check(self, slot: int, length: int, place: int | None) -> None:
-        """Raises ValueError where a slot cannot go on behind `length` tokens with what is in a place, or with none."""
+    def check_snapshot(self, slot: int, length: int, place: int | None) -> None:
+        """Raise ValueError where a slot cannot continue after `length` tokens with the snapshot of a place, or with none."""
         if not self.needed:
             if place is not None:
                 raise ValueError(
@@ -56,11 +52,11 @@ class KeptStates:
         if self.lengths[place] != length:
             raise ValueError(f"snapshot {place} is of {self.lengths[place]} tokens, and {length} are to be reused")
 
-    def restore(self, place: int | None, slot: int) -> None:
-        """Copies what `check` found right."""
+    def restore_snapshot(self, place: int | None, slot: int) -> None:
+        """Copy a snapshot that `check_snapshot` allows to a slot."""
         if place is not None:
             self._executable.restore_state(place, slot)
 
     def _check_place(self, place: int) -> None:
-        if not 0 <= place < self.places:
-            raise ValueError(f"snapshot {place} does not exist: there are {self.places}, from 0 on")
+        if not 0 <= place < len(self.lengths):
+            raise ValueError(f"snapshot {place} does not exist: there are {len(self.lengths)}, from 0 on")

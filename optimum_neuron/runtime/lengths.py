@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fits a slot: the one place that knows. Imports no torch."""
+"""The lengths that fit a slot: the one place that knows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..config import NeuronConfig
 
 
 def most_new_tokens(prompt_tokens: int, sizes: NeuronConfig, rows: int = 1) -> int:
-    """How many tokens can follow the prompt of each of `rows` rows: the last one is returned and never fed back, so it needs no row of
+    """Return how many tokens can follow the prompt of each of `rows` rows: the last one is returned and never fed back, so it needs no row of
     the cache."""
     length = sizes.sequence_length
     if rows > 1 and sizes.kv_block_size:
@@ -15,32 +15,32 @@ def most_new_tokens(prompt_tokens: int, sizes: NeuronConfig, rows: int = 1) -> i
     return length - prompt_tokens + 1
 
 
-def check_length(prompt_tokens: int, new_tokens: int | None, sizes: NeuronConfig, whose: str = "a prompt") -> int:
-    """Returns `new_tokens`, or the most that fit where it is None.
+def check_length(prompt_tokens: int, new_tokens: int | None, sizes: NeuronConfig, what: str = "a prompt") -> int:
+    """Return `new_tokens`, or the most that fit where it is None.
 
     Args:
-        whose: begins the message.
+        what: begins the message.
 
     Raises:
         ValueError: a slot does not hold the prompt and all but the last new token, or one of them is not there.
     """
     length, most = sizes.sequence_length, most_new_tokens(prompt_tokens, sizes)
     if not prompt_tokens:
-        raise ValueError(f"{whose} has 0 tokens, but needs at least 1; start it with a begin token")
+        raise ValueError(f"{what} has 0 tokens, but needs at least 1; start it with a begin token")
     if new_tokens is not None and new_tokens < 1:
         raise ValueError(
-            f"{whose} is to get max_new_tokens={new_tokens}, but must get at least 1; raise it or leave it out"
+            f"{what} is to get max_new_tokens={new_tokens}, but must get at least 1; raise it or leave it out"
         )
     if most < 1:
         raise ValueError(
-            f"{whose} of {prompt_tokens:,} tokens does not fit sequence_length={length}; shorten it, or export with a larger "
+            f"{what} of {prompt_tokens:,} tokens does not fit sequence_length={length}; shorten it, or export with a larger "
             f"--sequence-length"
         )
     if new_tokens is None:
         return most
     if new_tokens > most:
         raise ValueError(
-            f"{whose} of {prompt_tokens:,} tokens and {new_tokens:,} new tokens do not fit sequence_length={length}; lower "
+            f"{what} of {prompt_tokens:,} tokens and {new_tokens:,} new tokens do not fit sequence_length={length}; lower "
             f"max_new_tokens to {most:,}, or export with a larger --sequence-length"
         )
     return new_tokens

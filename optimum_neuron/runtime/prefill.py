@@ -1,23 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill: whole prompts through chunk steps, packed into their `ctx_batch_size` rows."""
+"""Whole prompts through chunk steps, packed into their `ctx_batch_size` rows: for what follows them, or for the logits of all tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..core import PromptPiece, StepOutput
 from ..step.family import rows_needed
-from ..step.spec import GREEDY, SamplingParams
-from .limits import check_fits
+from ..step.spec import GREEDY, GraphSpec, SamplingParams
+from .arguments import check_fits
 from .runner import GraphRunner
-from .step_tensors import Chunk, StepOutput
 
 
-def prefill(
+def cut_pieces(pieces: Iterable[PromptPiece], rows: int, size: int) -> Iterator[list[PromptPiece]]:
+    """Cut pieces of prompts into steps; a long one takes as many rows as are left.
+
+    Args:
+        rows: chunk rows of a step; a row never holds two prompts.
+        size: tokens of a row.
+
+    Yields:
+        The pieces of each step, in order.
+    """
+    step: list[PromptPiece] = []
+    free = rows
+    for piece in pieces:
+        taken = 0
+        while taken < piece.count:
+            if not free:
+                yield step
+                step, free = [], rows
+            count = min(piece.count - taken, free * size)
+            step.append(piece.slice_tokens(taken, count))
+            free -= rows_needed([count], size)
+            taken += count
+    if step:
+        yield step
+
+
+def cut_prompt(slot: int, token_ids: np.ndarray, size: int) -> list[PromptPiece]:
+    """Cut a prompt into pieces of up to `size` tokens, each for a step of its own."""
+    return [piece for step in cut_pieces([PromptPiece(slot, token_ids)], 1, size) for piece in step]
+
+
+def prefill_prompts(
     runner: GraphRunner,
     prompts: Sequence[np.ndarray],
     sampling: SamplingParams = GREEDY,
@@ -25,16 +56,16 @@ def prefill(
     *,
     logits: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Writes prompt i into slot i, which must be free, and returns what follows each.
+    """Write prompt i into slot i, which must be free, and return what follows each.
 
     Args:
         prompts: token ids of each row, at most `batch_size` of them, each at most `sequence_length` long.
         uniforms: `[rows]` float32 in [0, 1), one draw for each row's first token.
-        logits: whether somebody reads logits.
+        logits: whether the caller reads logits.
 
     Returns:
-        Tokens `[rows]` int32 from the on-device sampler, None without one, and logits `[rows, vocab]` float32, None where nobody
-        reads them.
+        Tokens `[rows]` int32 from the on-device sampler, None without one, and logits `[rows, vocab]` float32, None where the
+        caller reads none.
 
     Raises:
         ValueError: too many prompts, or one that does not fit its slot. No slot is changed.
@@ -43,37 +74,38 @@ def prefill(
     for row in range(len(prompts)):
         if runner.lengths[row]:
             raise ValueError(f"slot {row} holds {runner.lengths[row]} tokens; reset it before a new prompt")
-    found = _Found({}, {}, logits)
+    pieces = [
+        PromptPiece(row, prompt, sampling, 0.0 if uniforms is None else float(uniforms[row]))
+        for row, prompt in enumerate(prompts)
+    ]
+    found = _Following({}, {}, logits)
     started: list[tuple[Callable[[], StepOutput], dict[int, int]]] = []
-    unfinished = list(range(len(prompts)))
-    while unfinished:
-        chunks = next_chunks(runner, prompts, unfinished, sampling, uniforms)
-        ends = {
-            index: chunk.slot
-            for index, chunk in enumerate(chunks)
-            if runner.lengths[chunk.slot] + len(chunk.token_ids) == len(prompts[chunk.slot])
-        }
+    for step in cut_pieces(pieces, runner.config.ctx_batch_size, runner.config.prefill_chunk_size):
+        ends = {index: piece.slot for index, piece in enumerate(step) if piece.is_last}
         if runner.runs_ahead:
-            started.append((runner.start(chunks, logits=logits and bool(ends)), ends))
+            started.append((runner.start_step(step, logits=logits and bool(ends)), ends))
         else:
-            found.keep(runner.step(chunks, logits=logits, outputs=bool(ends)), ends)
-        unfinished = [row for row in unfinished if runner.lengths[row] < len(prompts[row])]
+            found.keep_rows(runner.run_step(step, logits=logits, outputs=bool(ends)), ends)
     for wait, ends in started:
         if ends:
-            found.keep(wait(), ends)
-    return _in_order(found.tokens), _in_order(found.logits)
+            found.keep_rows(wait(), ends)
+    return _stack_rows(found.tokens), _stack_rows(found.logits)
 
 
-class _Found(NamedTuple):
-    """What follows prompts, by row."""
+class _Following(NamedTuple):
+    """Tokens and logits that follow prompts, by row."""
 
     tokens: dict[int, Tensor]
     logits: dict[int, Tensor]
     keeps_logits: bool
 
-    def keep(self, output: StepOutput, ends: Mapping[int, int]) -> None:
-        """Args: ends: chunk to row, of the chunks that end a prompt."""
-        for index, row in ends.items():  # copied: a graph may use its output memory again in the next run
+    def keep_rows(self, output: StepOutput, ends: Mapping[int, int]) -> None:
+        """Copy rows of an output, as a graph may use its memory again in the next run.
+
+        Args:
+            ends: the row of each piece that ends a prompt.
+        """
+        for index, row in ends.items():
             if output.chunk_tokens is not None:
                 self.tokens[row] = output.chunk_tokens[index].clone()
             if self.keeps_logits:
@@ -81,31 +113,51 @@ class _Found(NamedTuple):
                 self.logits[row] = output.chunk_logits[index].clone()
 
 
-def _in_order(rows: Mapping[int, Tensor]) -> Tensor | None:
+def _stack_rows(rows: Mapping[int, Tensor]) -> Tensor | None:
     return torch.stack([rows[row] for row in range(len(rows))]) if rows else None
 
 
-def next_chunks(
-    runner: GraphRunner,
-    prompts: Sequence[np.ndarray],
-    unfinished: Sequence[int],
-    sampling: SamplingParams = GREEDY,
-    uniforms: np.ndarray | None = None,
-) -> list[Chunk]:
-    """Fills the rows of one step in the order of the prompts; a long prompt takes as many rows as are left.
+class BatchPlace(NamedTuple):
+    """The place of a prompt's first token in the batch that its caller gave."""
+
+    row: int
+    column: int
+
+
+def score_prompts(
+    runner: GraphRunner, prompts: Sequence[np.ndarray], places: Sequence[BatchPlace], columns: Tensor, out: Tensor
+) -> None:
+    """Write prompt i into slot i, which must be free, and the logits of its tokens into a batch.
+
+    All pieces run in graphs of one kind, even those with logits that are not kept, so that what is kept changes no bit.
 
     Args:
-        prompts: prompt i is slot i's, of which the runner knows how much is written.
-        unfinished: those of which tokens are left.
-        uniforms: as `prefill`.
+        prompts: token ids of each, which fit the compiled sizes.
+        columns: `[kept]` int64, the columns of the batch that are kept.
+        out: `[rows, kept, vocab]` float32; places without a prompt's token stay as they are.
+
+    Raises:
+        ValueError: the artifact has no graph that scores. No slot is changed.
     """
-    size, rows = runner.config.prefill_chunk_size, runner.config.ctx_batch_size
-    chunks = []
-    for row in unfinished:
-        start = runner.lengths[row]
-        piece = prompts[row][start : start + rows * size]
-        chunks.append(Chunk(row, piece, sampling, 0.0 if uniforms is None else float(uniforms[row])))
-        rows -= rows_needed([len(piece)], size)
-        if not rows:
-            break
-    return chunks
+    pieces = [PromptPiece(row, prompt) for row, prompt in enumerate(prompts)]
+    for step in cut_pieces(pieces, runner.config.ctx_batch_size, runner.config.prefill_chunk_size):
+        firsts = [places[piece.slot].column + piece.start for piece in step]
+        kept = [
+            ((columns >= first) & (columns < first + piece.count)).nonzero().flatten()
+            for first, piece in zip(firsts, step, strict=True)
+        ]
+        is_read = any(len(each) for each in kept)
+        output = runner.run_step(step, graph=find_scoring_graph(runner, step), logits=is_read, outputs=is_read)
+        if is_read:
+            for piece, first, own, logits in zip(step, firsts, kept, output.of_prompts(step), strict=True):
+                out[places[piece.slot].row, own] = logits[columns[own] - first]
+
+
+def find_scoring_graph(runner: GraphRunner, pieces: Sequence[PromptPiece]) -> GraphSpec:
+    """Return the graph in which a step of pieces scores.
+
+    Raises:
+        ValueError: there is none.
+    """
+    context = max(int(runner.lengths[piece.slot]) + piece.count for piece in pieces)
+    return runner.family.select("scoring", context, [piece.count for piece in pieces])

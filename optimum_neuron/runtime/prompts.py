@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real tokens of prompts, out of batches as callers have them: padded rows, or prompts packed one behind another."""
+"""The real tokens of prompts, out of batches as callers have them: padded rows, or prompts packed one after another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .token_ids import check_token_ids
 
 
 def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int) -> None:
-    """Looks at padded rows as a caller gave them.
+    """Look at padded rows as a caller gave them.
 
     Raises:
         TypeError: either is no tensor, or ids are no 32- or 64-bit whole numbers.
@@ -45,7 +45,7 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, num_embeddin
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int) -> list[np.ndarray]:
-    """The real tokens of each row, whichever side the padding is on, as int32.
+    """Return the real tokens of each row, whichever side the padding is on, as int32.
 
     Raises:
         TypeError, ValueError: as `check_prompts`; or a row has no token, or its mask has a hole.
@@ -68,10 +68,10 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int)
 
 
 def unpack(input_ids: Tensor, cu_seqlens: Tensor, num_embeddings: int) -> list[np.ndarray]:
-    """The prompts of a packed row, as int32.
+    """Return the prompts of a packed row, as int32.
 
     Args:
-        input_ids: `[1, tokens]`, prompts one behind another.
+        input_ids: `[1, tokens]`, prompts one after another.
         cu_seqlens: `[prompts + 1]`, where each prompt starts, and the number of tokens: the cumulative sequence lengths
             of variable-length attention (Dao 2023, arXiv 2307.08691).
 

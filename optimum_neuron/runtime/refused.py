@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may not ask for, and why: one list for generate, batches, chats, files of defaults and the server. Imports no torch."""
+"""Settings that no request may ask for, and why: one list for generate, batches, chats, files of defaults and the server. Imports no torch."""
 
 from __future__ import annotations
 
@@ -126,3 +126,22 @@ def _asks(name: str, value: Any) -> bool:
 def _refusal(name: str, value: Any, reason: str) -> ValueError:
     asked = f"{name}={value!r}" if isinstance(value, bool | int | float | str | list | tuple | dict) else name
     return ValueError(f"{asked} is not supported: {reason}; leave it out")
+
+
+def sampling_keywords(
+    *,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+) -> dict[str, Any]:
+    """Return keywords for what is given; what is None stays as the artifact's defaults have it.
+
+    A temperature of 0 takes the best token. Another temperature draws, and so does each of the others that narrows a draw.
+    """
+    if temperature == 0:
+        return {"do_sample": False}
+    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    narrows = bool(top_k) or (top_p is not None and top_p < 1) or bool(min_p)
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    return given | ({"do_sample": True} if temperature is not None or narrows else {})

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from .. import progress
 from ..config import NeuronConfig
-from ..step.family import GraphFamily, holds
+from ..core import PromptPiece, StepOutput
+from ..step.family import GraphFamily
 from ..step.features.shared_blocks.block_owners import TooManySharedBlocksError, rows_apart
 from ..step.model_spec import ModelSpec
 from ..step.sampling.logprobs import Logprobs, logprobs
-from ..step.spec import LOGPROBS, GraphKind, GraphSpec
+from ..step.spec import LOGPROBS, GraphSpec
 from ..targets import Executable
 from .block_tables import BlockTables
 from .kept_states import KeptStates
 from .process import OwnProcess
-from .step_checks import StepChecks
-from .step_graph import StepGraph
-from .step_tensors import Chunk, DecodeRows, InputTensors, StepOutput, kept, together
+from .step_checks import GivenStep, StepChecks
+from .step_tensors import DecodeRows, InputTensors, StepGraph, copy_output, join_outputs
 
 
 class GraphRunner:
@@ -35,16 +34,16 @@ class GraphRunner:
         deterministic: run every step in one graph, the largest mixed one. A request's results are then the same to the
             bit whatever else is served, also where graphs of different shapes round differently; every step costs the
             most.
-        model: whether slots keep state beside keys and values, and which token ids it takes; None: neither is known or checked.
+        model: whether slots keep state next to keys and values, and which token ids it takes; None: neither is known or checked.
 
     Attributes:
         lengths: `[batch_size]`, tokens of each slot that are in the cache. A slot of length 0 is free.
         num_embeddings: as `ModelSpec.num_embeddings`, None where it is not known.
         graph_calls: how often each graph ran.
         family: the graphs, and which of them holds a step.
-        kept: which tokens' state snapshots are of, where slots keep state beside keys and values.
-        tables: the blocks that each slot has; None where the cache has no blocks, and a slot room for `sequence_length` tokens.
-        runs_ahead: whether `start` may be called, and FROM_SLOT be a token.
+        kept: the length of each snapshot, where slots keep state next to keys and values.
+        tables: the blocks of each slot; None where a slot is one block of its own.
+        runs_ahead: whether `start_step` may be called, and FROM_SLOT be a token.
         process: where it was made: nothing runs, and no slot is copied, in a process that was forked since.
     """
 
@@ -60,134 +59,110 @@ class GraphRunner:
         self.executable = executable
         self.config = config
         self.lengths = np.zeros(config.batch_size, dtype=np.int32)
-        self._lengths = self.lengths.data  # of which a token reads a few, without numpy
+        self._lengths = self.lengths.data  # a token reads a few of them, without numpy
         self.graph_calls: Counter[str] = Counter()
         self.family = GraphFamily(graphs, deterministic=deterministic)
         self.deterministic = deterministic
         self.kept = KeptStates(executable, config, model)
         self.num_embeddings = None if model is None else model.num_embeddings
-        # What a model chooses it can be given, but for those with more logits than embeddings.
+        # A model takes what it chooses, but for those with more logits than embeddings.
         checks_decodes = model is not None and model.vocab_size > model.num_embeddings
         self.runs_ahead = executable.runs_ahead and config.on_device_sampling and not checks_decodes
         self.process = OwnProcess()
         self._warm = False
         self.tables = BlockTables(config) if config.kv_block_size else None
-        self._checks = StepChecks(
-            config, self._lengths, self.tables, self.family.has_mixed, self.num_embeddings, checks_decodes
-        )
+        self._checks = StepChecks(config, self._lengths, self.tables, self.family, self.num_embeddings, checks_decodes)
         tensors = InputTensors()
         self._graphs = {graph.name: StepGraph(graph, tensors, self.tables) for graph in self.family}
 
-    def reset(self, slot: int) -> None:
-        """Frees a slot, and its blocks. What they hold stays as it is: no mask ever shows it to the next request."""
+    def reset_slot(self, slot: int) -> None:
+        """Free a slot and its blocks. What they hold stays as it is: no mask ever shows it to the next request."""
         self.lengths[slot] = 0
         if self.tables is not None:
-            self.tables.clear(slot)
+            self.tables.clear_row(slot)
 
-    def reset_all(self) -> None:
-        """Frees all slots."""
+    def reset_slots(self) -> None:
+        """Free all slots."""
         self.lengths.fill(0)
         if self.tables is not None:
-            self.tables.clear_all()
+            self.tables.clear_rows()
 
-    def reserve(self, tokens: Sequence[int]) -> None:
-        """Makes room for so many tokens in each of the first slots, for a caller who plans no blocks; all slots are freed.
+    def reserve_slots(self, tokens: Sequence[int]) -> None:
+        """Free all slots and make room for so many tokens in each of the first, for a caller who plans no blocks.
 
         Raises:
             ValueError: the cache's blocks do not hold them. No slot is changed.
         """
         if self.tables is not None:
-            self.tables.reserve(tokens)
+            self.tables.reserve_rows(tokens)
         self.lengths.fill(0)
 
-    def assign(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        """Gives a slot blocks of the cache, from its block `first` on; several slots may have one that none of them writes to.
+    def assign_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        """Give a slot blocks of the cache, from its block `first` on; several slots may share one that none of them writes.
+
+        Without blocks in the cache, slot i has block i and no other.
 
         Raises:
             ValueError: a block does not exist, or the slot has fewer than `first`, or the artifact has no blocks.
         """
-        self._blocks().assign(slot, first, blocks)
+        if self.tables is not None:
+            self.tables.assign_blocks(slot, first, blocks)
+        elif first or list(blocks) != [slot]:
+            raise ValueError(
+                f"slot {slot} is given blocks {list(blocks)}, and this artifact's cache has slots, not blocks; export it with "
+                f"--kv-block-size (kv_block_size=128)"
+            )
 
-    def resume(self, slot: int, length: int, snapshot: int | None = None) -> None:
-        """Makes a slot hold the first `length` tokens that its blocks contain already.
+    def resume_slot(self, slot: int, length: int, snapshot: int | None = None) -> None:
+        """Make a slot hold the first `length` tokens that its blocks contain already.
 
         Args:
-            snapshot: of these tokens, where slots keep state beside keys and values.
+            snapshot: of these tokens, where slots keep state next to keys and values.
 
         Raises:
             ValueError: it has fewer blocks, or the model's state is not in them, and the snapshot is of other tokens.
+            RuntimeError: the process was forked since the graphs were loaded.
         """
-        room = int(self._blocks().capacity[slot])
+        self.process.check_fork()
+        room = self.config.sequence_length if self.tables is None else int(self.tables.capacity[slot])
         if not 1 <= length <= room:
-            raise ValueError(f"slot {slot} has blocks of {room} tokens: {length} of them cannot be resumed")
-        self.kept.check(slot, length, snapshot)
-        self.kept.restore(snapshot, slot)
+            raise ValueError(f"slot {slot} has room for {room} tokens: {length} of them cannot be resumed")
+        self.kept.check_snapshot(slot, length, snapshot)
+        self.kept.restore_snapshot(snapshot, slot)
         self.lengths[slot] = length
 
     def copy_block(self, source: int, destination: int, length: int) -> None:
-        """Copies the first `length` tokens of a block into another, on the device.
+        """Copy the first `length` tokens of a block, or slot, into another, on the device.
 
         Raises:
             ValueError: a block does not exist, or has fewer tokens.
             RuntimeError: the process was forked since the graphs were loaded.
         """
-        self.process.check()
-        blocks, most = self._blocks().block_length, self.config.kv_blocks
-        if not (0 <= source < most and 0 <= destination < most and 1 <= length <= blocks):
+        self.process.check_fork()
+        size, most = self.config.block_length, self.config.kv_blocks
+        if not (0 <= source < most and 0 <= destination < most and 1 <= length <= size):
             raise ValueError(
-                f"{length} tokens of block {source} cannot be copied to block {destination}: there are {most} blocks of {blocks}"
+                f"{length} tokens of block {source} cannot be copied to block {destination}: there are {most} blocks of {size}"
             )
         self.executable.copy_slot(source, destination, length)
 
-    def _blocks(self) -> BlockTables:
-        if self.tables is None:
-            raise ValueError(
-                "this artifact's cache has slots, not blocks; export it with --kv-block-size (kv_block_size=128)"
-            )
-        return self.tables
-
-    def reuse(self, slot: int, source: int, length: int, snapshot: int | None = None) -> None:
-        """Makes a slot hold the first `length` tokens of another, copied on the device, or of itself.
-
-        Args:
-            snapshot: of these tokens, where slots keep state beside keys and values; a slot that goes on behind all its own tokens
-                needs none.
-
-        Raises:
-            ValueError: the source holds fewer tokens, or the snapshot is of others, or the cache has blocks. No slot is changed.
-            RuntimeError: the process was forked since the graphs were loaded.
-        """
-        self.process.check()
-        if snapshot is not None or source != slot or length != self.lengths[slot]:
-            self.kept.check(slot, length, snapshot)
-        if self.tables is not None:
-            raise ValueError(
-                f"slot {source} cannot be copied to slot {slot}: this artifact's cache has blocks; assign blocks, and resume"
-            )
-        if not 1 <= length <= self.lengths[source]:
-            raise ValueError(f"slot {source} holds {self.lengths[source]} tokens: {length} of them cannot be reused")
-        if source != slot:
-            self.executable.copy_slot(source, slot, length)
-        self.kept.restore(snapshot, slot)
-        self.lengths[slot] = length
-
     def keep_state(self, slot: int, snapshot: int) -> None:
-        """Copies what a slot keeps beside keys and values, of all its tokens, to the place of a snapshot.
+        """Copy what a slot keeps next to keys and values, of all its tokens, to the place of a snapshot.
 
         Raises:
             ValueError: there is no such place, or the slot has no tokens.
             RuntimeError: the process was forked since the graphs were loaded.
         """
-        self.process.check()
-        self.kept.keep(slot, int(self.lengths[slot]), snapshot)
+        self.process.check_fork()
+        self.kept.keep_snapshot(slot, int(self.lengths[slot]), snapshot)
 
     def warm_up(self) -> None:
         """Take the memory of all states and run every graph with idle rows, the first time that it is called.
 
-        Else the first request of each slot waits for memory, and the first run of a graph is slow. So are the first of those that only
-        some requests need: samplers, log-probabilities, copies of slots.
+        Else the first request of each slot waits for memory, and the first run of a graph is slow: also of those that only
+        some requests need, samplers, log-probabilities, copies of slots.
         """
-        self.process.check()
+        self.process.check_fork()
         if self._warm:
             return
         self._warm = True
@@ -195,90 +170,82 @@ class GraphRunner:
         with progress.stage("Warming up", len(self._graphs) + len(others)) as advance:
             self.executable.touch_states()
             for name, step in self._graphs.items():
-                step.fill((), None, (), self._lengths)
+                step.fill_inputs((), None, (), self._lengths)
                 self.executable.run(name, step.inputs)
                 advance(name)
             for name, inputs in others.items():
                 self.executable.run(name, inputs)
                 advance(name)
 
-    def prefill(self, chunks: Sequence[Chunk]) -> StepOutput:
-        """A step without decode rows."""
-        return self.step(chunks)
-
-    def decode(
-        self, token_ids: np.ndarray, active: np.ndarray, sampling_params: np.ndarray, uniforms: np.ndarray
-    ) -> StepOutput:
-        """A step without chunks; the arguments are those of `DecodeRows`."""
-        return self.step((), DecodeRows(token_ids, active, sampling_params, uniforms))
-
-    def step(
+    def run_step(
         self,
-        chunks: Sequence[Chunk] = (),
+        pieces: Sequence[PromptPiece] = (),
         decode: DecodeRows | None = None,
         graph: GraphSpec | None = None,
         *,
         logits: bool = True,
         outputs: bool = True,
     ) -> StepOutput:
-        """Advances prompts by a chunk each and active slots by one token each, all in one run of one graph.
+        """Advance prompts by a piece each and active slots by one token each, all in one run of one graph.
 
         Args:
-            graph: the one that whoever planned the step chose; None: what `family` selects. Without chunks it is of the
+            pieces: each continues where its slot's tokens end.
+            graph: the one that the step was planned for; None: what `family` selects. Without pieces it is of the
                 kind token generation, without decode rows chunked prefill, with both mixed.
-            logits: whether somebody reads logits; where nobody does they need not leave a device.
-            outputs: whether somebody reads any output; where nobody does the step need not compute them.
+            logits: whether the caller reads logits; otherwise they need not leave a device.
+            outputs: whether the caller reads any output; otherwise the step need not compute them.
 
         Raises:
-            ValueError: a slot twice, or chunks that fit no graph or no slot, or an active slot that is full, or both
+            ValueError: a slot twice, or pieces that fit no graph or no slot, or an active slot that is full, or both
                 groups and no mixed graph, or a graph that does not hold the step, or a token id that the model does not
                 take. No slot is changed.
             RuntimeError: the process was forked since the graphs were loaded.
         """
-        given = _Given(chunks, decode, () if decode is None else decode.slots(), graph)
+        given = GivenStep(pieces, decode, () if decode is None else decode.list_slots(), graph)
         if self.executable.runs_ahead:
-            output = self._launch(given, logits=logits)()
+            output = self._launch_graph(given, logits=logits)()
         else:
-            output = self._run(given, outputs=outputs)
-        self._advance(given)
+            output = self._run_graph(given, outputs=outputs)
+        self._advance_lengths(given)
         return output
 
-    def start(
-        self, chunks: Sequence[Chunk] = (), decode: DecodeRows | None = None, *, logits: bool = True
+    def start_step(
+        self, pieces: Sequence[PromptPiece] = (), decode: DecodeRows | None = None, *, logits: bool = True
     ) -> Callable[[], StepOutput]:
-        """As `step` where `runs_ahead`, and returns before its end: what is returned waits for that.
+        """Start a step as `run_step` does, where `runs_ahead`; return what waits for its end and returns its output.
 
-        Slots count as longer from here on, also where the step then fails.
+        Slots count as longer from here on, even where the step then fails.
         """
-        given = _Given(chunks, decode, () if decode is None else decode.slots(), None)
-        wait = self._launch(given, logits=logits)
-        self._advance(given)
+        given = GivenStep(pieces, decode, () if decode is None else decode.list_slots(), None)
+        wait = self._launch_graph(given, logits=logits)
+        self._advance_lengths(given)
         return wait
 
-    def _run(self, given: _Given, *, outputs: bool) -> StepOutput:
+    def _run_graph(self, given: GivenStep, *, outputs: bool) -> StepOutput:
         try:
-            step, last_rows = self._prepare(given)
+            step, last_rows = self._prepare_step(given)
         except TooManySharedBlocksError:
             # One after the other, each with the memory of the one before.
-            return together([(each.active, kept(self._run(each, outputs=outputs))) for each in self._apart(given)])
+            parts = self._split_step(given)
+            return join_outputs([(each.active, copy_output(self._run_graph(each, outputs=outputs))) for each in parts])
         if not outputs:
             self.executable.run_for_states(step.name, step.inputs)
             return StepOutput()
-        return step.output(self.executable.run(step.name, step.inputs), last_rows)
+        return step.name_outputs(self.executable.run(step.name, step.inputs), last_rows)
 
-    def _launch(self, given: _Given, *, logits: bool) -> Callable[[], StepOutput]:
-        """Starts a step where the executable runs ahead; what is returned waits for its end."""
+    def _launch_graph(self, given: GivenStep, *, logits: bool) -> Callable[[], StepOutput]:
+        """Start a step where the executable runs ahead; return what waits for its end."""
         try:
-            step, last_rows = self._prepare(given)
+            step, last_rows = self._prepare_step(given)
         except TooManySharedBlocksError:
-            waits = [(each.active, self._launch(each, logits=logits)) for each in self._apart(given)]
-            return lambda: together([(active, wait()) for active, wait in waits])
+            waits = [(each.active, self._launch_graph(each, logits=logits)) for each in self._split_step(given)]
+            return lambda: join_outputs([(active, wait()) for active, wait in waits])
         wait = self.executable.start(step.name, step.inputs, logits=logits)
-        return lambda: step.output(wait(), last_rows)
+        return lambda: step.name_outputs(wait(), last_rows)
 
-    def _apart(self, given: _Given) -> Iterator[_Given]:
-        """A step as several, as its decode rows share more blocks than a graph has places for; chunks are in the first one."""
-        chunks, decode, _, graph = given
+    def _split_step(self, given: GivenStep) -> Iterator[GivenStep]:
+        """Yield a step in parts, as its decode rows share more blocks than a graph has places for; the first part has the pieces."""
+        pieces, decode, _, graph = given
         sizes = self.family.kind("token_generation")[-1].owner_sizes
         assert decode is not None and self.tables is not None and sizes is not None
         groups = rows_apart(sizes, self.tables.blocks, self.tables.read_blocks(decode.active, self.lengths))
@@ -287,29 +254,29 @@ class GraphRunner:
         for number, rows in enumerate(groups):
             active = np.isin(np.arange(self.config.batch_size), rows) | (alone if number == 0 else False)
             part = decode._replace(active=active)
-            yield _Given(() if number else chunks, part, part.slots(), None if number else graph)
+            yield GivenStep(() if number else pieces, part, part.list_slots(), None if number else graph)
 
-    def _prepare(self, given: _Given) -> tuple[StepGraph, list[int]]:
-        """Checks a step, and fills the inputs of its graph; returns that, and the rows of chunks' last tokens."""
-        chunks, decode, slots, graph = given
-        self.process.check()
-        longest = 0 if decode is None else self._checks.decode(decode, slots, chunks)
-        if chunks or decode is None:
-            self._checks.chunks(chunks)
-        step = self._graphs[self._select(chunks, decode, longest, graph).name]
-        last_rows = step.fill(chunks, decode, slots, self._lengths)
+    def _prepare_step(self, given: GivenStep) -> tuple[StepGraph, list[int]]:
+        """Check a step and fill the inputs of its graph; return that, and the rows of pieces' last tokens."""
+        pieces, decode, slots, graph = given
+        self.process.check_fork()
+        longest = 0 if decode is None else self._checks.check_decode(decode, slots, pieces)
+        if pieces or decode is None:
+            self._checks.check_pieces(pieces)
+        step = self._graphs[self._checks.select_graph(pieces, decode, longest, graph).name]
+        last_rows = step.fill_inputs(pieces, decode, slots, self._lengths)
         self.graph_calls[step.name] += 1
         return step, last_rows
 
-    def _advance(self, given: _Given) -> None:
+    def _advance_lengths(self, given: GivenStep) -> None:
         lengths = self._lengths
-        for chunk in given.chunks:
-            lengths[chunk.slot] += len(chunk.token_ids)
+        for piece in given.pieces:
+            lengths[piece.slot] += piece.count
         for slot in given.slots:
             lengths[slot] += 1
 
-    def logprobs(self, group: str, rows: Sequence[int], output: StepOutput) -> Logprobs:
-        """Log-probabilities of the tokens that the last step chose, in the order of `rows`.
+    def find_logprobs(self, group: str, rows: Sequence[int], output: StepOutput) -> Logprobs:
+        """Return the log-probabilities of the tokens that the last step chose, in the order of `rows`.
 
         Args:
             group: DECODE or CHUNK.
@@ -321,7 +288,7 @@ class GraphRunner:
         count = self.config.top_logprobs
         if count is None:
             raise ValueError("this artifact has no log-probabilities; export it with --top-logprobs (top_logprobs=0)")
-        tokens, logits = output.of(group)
+        tokens, logits = output.of_group(group)
         assert tokens is not None
         if logits is not None:
             return logprobs(logits[list(rows)], tokens[list(rows)], count)
@@ -329,41 +296,3 @@ class GraphRunner:
         if not count:
             found += [tokens.new_empty(len(rows), 0), found[0].new_empty(len(rows), 0)]
         return Logprobs(*found)
-
-    def _select(
-        self, chunks: Sequence[Chunk], decode: DecodeRows | None, longest: int, graph: GraphSpec | None
-    ) -> GraphSpec:
-        """The graph of a step whose decode rows hold up to `longest` tokens each."""
-        context, blocks = 1, 0
-        in_place = self.family.in_place
-        if decode is not None and in_place and self.tables is not None:
-            blocks = self.tables.last_block(decode.active, self.lengths) + 1
-        elif decode is not None:
-            context = longest + 1
-        for chunk in chunks:
-            context = max(context, int(self.lengths[chunk.slot]) + len(chunk.token_ids))
-        counts = [len(chunk.token_ids) for chunk in chunks]
-        if graph is None:
-            kind: GraphKind = "token_generation" if not chunks else "chunked_prefill" if decode is None else "mixed"
-            return self.family.select(kind, context, counts, blocks)
-        has_groups = graph.has_decode >= (decode is not None) and graph.has_chunk >= bool(chunks)
-        if not has_groups or graph not in self.family or not holds(graph, context, counts, blocks):
-            raise ValueError(
-                f"the graph {graph.name} does not hold a step of prompt chunks of {counts} tokens at a context of {context}"
-                f"{'' if decode is None else ' with decode rows'}"
-            )
-        return graph
-
-
-class _Given(NamedTuple):
-    """What a step was asked for: arguments of `GraphRunner.step`, and the slots that decode."""
-
-    chunks: Sequence[Chunk]
-    decode: DecodeRows | None
-    slots: Sequence[int]
-    graph: GraphSpec | None
-
-    @property
-    def active(self) -> np.ndarray:
-        assert self.decode is not None
-        return self.decode.active

@@ -1,26 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no graph may be given: refused in one sentence before any slot is touched."""
+"""What a step's graph is, and what none may be given: refused in one sentence before any slot is touched."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ..config import NeuronConfig
-from ..step.family import rows_needed
+from ..core import PromptPiece
+from ..step.family import GraphFamily, holds, rows_needed
+from ..step.spec import GraphKind, GraphSpec
 from .block_tables import BlockTables
-from .step_tensors import Chunk, DecodeRows
+from .step_tensors import DecodeRows
 from .token_ids import check_token_ids
+
+
+class GivenStep(NamedTuple):
+    """The arguments of a step, and the slots that decode."""
+
+    pieces: Sequence[PromptPiece]
+    decode: DecodeRows | None
+    slots: Sequence[int]
+    graph: GraphSpec | None
+
+    @property
+    def active(self) -> np.ndarray:
+        assert self.decode is not None
+        return self.decode.active
 
 
 @dataclass(frozen=True)
 class StepChecks:
-    """Checks the parts of a step against the state of the slots. All methods raise ValueError, and change nothing.
+    """Checks of the parts of a step against the state of the slots. All methods raise ValueError, and change nothing.
 
     Attributes:
-        lengths, tables: the runner's; lengths as Python has numbers.
+        lengths, tables, family: the runner's; lengths as Python has numbers.
         num_embeddings: token ids that the model takes; None: they are not checked.
         checks_decodes: whether tokens that the model chose are checked, too.
     """
@@ -28,12 +45,12 @@ class StepChecks:
     config: NeuronConfig
     lengths: memoryview
     tables: BlockTables | None
-    has_mixed: bool
+    family: GraphFamily
     num_embeddings: int | None
     checks_decodes: bool
 
-    def decode(self, decode: DecodeRows, slots: Sequence[int], chunks: Sequence[Chunk]) -> int:
-        """Decode rows, of these slots, beside chunks; returns how many tokens the longest of them holds."""
+    def check_decode(self, decode: DecodeRows, slots: Sequence[int], pieces: Sequence[PromptPiece]) -> int:
+        """Check decode rows of these slots next to pieces; return how many tokens the longest of them holds."""
         length = self.config.sequence_length
         longest = max([self.lengths[slot] for slot in slots], default=0)
         if longest >= length:
@@ -44,42 +61,65 @@ class StepChecks:
             if full.any():
                 self._require_room(int(np.argmax(full)), 1)
         if self.checks_decodes:
-            self._ids(decode.token_ids, "a decode row")
-        if chunks and not self.has_mixed:
+            self._check_ids(decode.token_ids, "a decode row")
+        if pieces and not self.family.has_mixed:
             raise ValueError(
                 "this artifact has no mixed graph: decode and take in chunks in steps of their own, or export it with "
                 "--batch-size 2 or more and without --no-mixed-step"
             )
-        for chunk in chunks:
-            if chunk.slot in slots:
-                raise ValueError(f"slot {chunk.slot} cannot decode and take a chunk in the same step")
+        for piece in pieces:
+            if piece.slot in slots:
+                raise ValueError(f"slot {piece.slot} cannot decode and take a chunk in the same step")
         return longest
 
-    def chunks(self, chunks: Sequence[Chunk]) -> None:
-        """Chunks, by themselves."""
+    def check_pieces(self, pieces: Sequence[PromptPiece]) -> None:
+        """Check the pieces of a step."""
         sizes = self.config
-        slots = [chunk.slot for chunk in chunks]
-        rows = rows_needed((len(chunk.token_ids) for chunk in chunks), sizes.prefill_chunk_size)
-        if not chunks or rows > sizes.ctx_batch_size or len(set(slots)) != len(slots):
+        slots = [piece.slot for piece in pieces]
+        rows = rows_needed((piece.count for piece in pieces), sizes.prefill_chunk_size)
+        if not pieces or rows > sizes.ctx_batch_size or len(set(slots)) != len(slots):
             raise ValueError(
                 f"a step takes 1 to ctx_batch_size={sizes.ctx_batch_size} rows of prefill_chunk_size="
                 f"{sizes.prefill_chunk_size} tokens, each slot once, not {rows} rows of the slots {slots}"
             )
-        for chunk in chunks:
-            if not 0 <= chunk.slot < sizes.batch_size:
+        for piece in pieces:
+            if not 0 <= piece.slot < sizes.batch_size:
                 raise ValueError(
-                    f"slot {chunk.slot} does not exist: the slots of batch_size={sizes.batch_size} start at 0"
+                    f"slot {piece.slot} does not exist: the slots of batch_size={sizes.batch_size} start at 0"
                 )
-            count, start = len(chunk.token_ids), self.lengths[chunk.slot]
+            count, start = piece.count, self.lengths[piece.slot]
             if count < 1:
-                raise ValueError(f"the chunk of slot {chunk.slot} has no token; give it at least 1")
-            self._ids(chunk.token_ids, f"the chunk of slot {chunk.slot}")
+                raise ValueError(f"the chunk of slot {piece.slot} has no token; give it at least 1")
+            self._check_ids(piece.token_ids, f"the chunk of slot {piece.slot}")
             if start + count > sizes.sequence_length:
                 raise ValueError(
-                    f"slot {chunk.slot} holds {start} tokens and cannot take {count} more: "
+                    f"slot {piece.slot} holds {start} tokens and cannot take {count} more: "
                     f"sequence_length={sizes.sequence_length}"
                 )
-            self._require_room(chunk.slot, count)
+            self._require_room(piece.slot, count)
+
+    def select_graph(
+        self, pieces: Sequence[PromptPiece], decode: DecodeRows | None, longest: int, graph: GraphSpec | None
+    ) -> GraphSpec:
+        """Return the graph of a step with decode rows that hold up to `longest` tokens each; `graph`, if that holds it."""
+        context, blocks = 1, 0
+        if decode is not None and self.family.in_place and self.tables is not None:
+            blocks = self.tables.last_block(decode.active, np.asarray(self.lengths)) + 1
+        elif decode is not None:
+            context = longest + 1
+        for piece in pieces:
+            context = max(context, self.lengths[piece.slot] + piece.count)
+        counts = [piece.count for piece in pieces]
+        if graph is None:
+            kind: GraphKind = "token_generation" if not pieces else "chunked_prefill" if decode is None else "mixed"
+            return self.family.select(kind, context, counts, blocks)
+        has_groups = graph.has_decode >= (decode is not None) and graph.has_chunk >= bool(pieces)
+        if not has_groups or graph not in self.family or not holds(graph, context, counts, blocks):
+            raise ValueError(
+                f"the graph {graph.name} does not hold a step of prompt chunks of {counts} tokens at a context of {context}"
+                f"{'' if decode is None else ' with decode rows'}"
+            )
+        return graph
 
     def _require_room(self, slot: int, count: int) -> None:
         if self.tables is None:
@@ -90,6 +130,6 @@ class StepChecks:
                 f"slot {slot} holds {self.lengths[slot]} tokens and has blocks for {room}: assign blocks for {count} more"
             )
 
-    def _ids(self, token_ids: np.ndarray, whose: str) -> None:
+    def _check_ids(self, token_ids: np.ndarray, what: str) -> None:
         if self.num_embeddings is not None:
-            check_token_ids(token_ids, self.num_embeddings, whose)
+            check_token_ids(token_ids, self.num_embeddings, what)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step is given and gives, by slot and chunk; and the graphs' input tensors, which are filled with it."""
+"""The step graphs with their input tensors, which each step fills; decode rows; and outputs that outlive the next run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..core import PromptPiece, StepOutput
 from ..step.features.shared_blocks.block_owners import BlockOwners, OwnerSizes, fill_owners
-from ..step.spec import BLOCK_TABLE, DECODE, GREEDY, WRITE_BLOCKS, SamplingParams, TensorSpec
+from ..step.spec import BLOCK_TABLE, CHUNK, DECODE, GREEDY, WRITE_BLOCKS, GraphSpec, TensorSpec
 from .block_tables import BlockTables
 
 
@@ -21,28 +21,15 @@ IDLE = -1
 FROM_SLOT = -1
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The next prompt tokens of one slot: at least one; a chunk longer than a graph's rows takes several of them."""
-
-    slot: int
-    token_ids: np.ndarray
-    sampling: SamplingParams = GREEDY
-    uniform: float = 0.0
-
-
-def chunks_of(slot: int, token_ids: np.ndarray, size: int) -> list[Chunk]:
-    """Cut a prompt into chunks of up to `size` tokens, each for a step of its own."""
-    return [Chunk(slot, token_ids[start : start + size]) for start in range(0, len(token_ids), size)]
-
-
 class DecodeRows(NamedTuple):
     """One token for each active slot. All arrays have a row per slot.
 
-    `token_ids [batch_size]` int32 are the tokens to process, FROM_SLOT in place of the one that its slot chose last where
-    `GraphRunner.runs_ahead`, `active [batch_size]` bool leaves the other slots alone,
-    `sampling_params [batch_size, 4]` float32 are a `SamplingParams` per row and `uniforms [batch_size]` float32 in
-    [0, 1); both are ignored without on-device sampling.
+    Attributes:
+        token_ids: `[batch_size]` int32, tokens to process; FROM_SLOT takes the one that the slot chose last, where
+            `GraphRunner.runs_ahead`.
+        active: `[batch_size]` bool; other slots stay as they are.
+        sampling_params: `[batch_size, 4]` float32, a `SamplingParams` per row; ignored without on-device sampling.
+        uniforms: `[batch_size]` float32 in [0, 1); ignored without on-device sampling.
     """
 
     token_ids: np.ndarray
@@ -50,64 +37,36 @@ class DecodeRows(NamedTuple):
     sampling_params: np.ndarray
     uniforms: np.ndarray
 
-    def slots(self) -> list[int]:
-        """Those that are active."""
+    def list_slots(self) -> list[int]:
+        """Return the active slots."""
         return [slot for slot, active in enumerate(self.active.tolist()) if active]
 
 
-class StepOutput(NamedTuple):
-    """Per row: the token that the on-device sampler chose, and logits; None where the graph does not return them, or nobody asked.
-
-    Decode rows are slots. Chunk rows are in the order of the step's chunks and stand for the last token of each. `prompt_logits`
-    `[rows, tokens, vocab]` are of a scoring graph's chunk rows. Who keeps any of it copies it: the next run, of whichever graph, may use its memory again.
-    """
-
-    decode_tokens: Tensor | None = None
-    decode_logits: Tensor | None = None
-    chunk_tokens: Tensor | None = None
-    chunk_logits: Tensor | None = None
-    prompt_logits: Tensor | None = None
-
-    def of(self, group: str) -> tuple[Tensor | None, Tensor | None]:
-        """Tokens and logits of a group of rows."""
-        decodes = self.decode_tokens, self.decode_logits
-        return decodes if group == DECODE else (self.chunk_tokens, self.chunk_logits)
-
-    def of_prompts(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """Of a scoring graph, the logits of all tokens of each of its step's chunks, `[tokens, vocab]`."""
-        assert self.prompt_logits is not None
-        size = self.prompt_logits.shape[1]
-        counts = [len(chunk.token_ids) for chunk in chunks]
-        rows = [-(-count // size) for count in counts]
-        parts = self.prompt_logits[: sum(rows)].split(rows)
-        return [part.flatten(0, 1)[:count] for part, count in zip(parts, counts, strict=True)]
-
-
 class TokenReader:
-    """Tokens as Python has them. Where they are in the same tensor as the last time, they are read without torch."""
+    """Reads tokens as Python numbers. Where they are in the same tensor as the last time, it does without torch."""
 
     def __init__(self) -> None:
         self._tensor: Tensor | None = None
         self._view = memoryview(b"")
 
-    def read(self, tokens: Tensor) -> list[int]:
-        """`tokens [rows]`."""
+    def read_tokens(self, tokens: Tensor) -> list[int]:
+        """Return `tokens [rows]` as a list."""
         if tokens is not self._tensor:
             self._tensor, self._view = tokens, tokens.numpy().data
         return self._view.tolist()
 
 
-def kept(output: StepOutput) -> StepOutput:
-    """An output of which the next run leaves the memory alone."""
+def copy_output(output: StepOutput) -> StepOutput:
+    """Return an output in memory that the next run leaves alone."""
     return StepOutput(*(each if each is None else each.clone() for each in output))
 
 
-def together(parts: Sequence[tuple[np.ndarray, StepOutput]]) -> StepOutput:
-    """One output of a step's runs, each with the decode rows that were active in it."""
+def join_outputs(parts: Sequence[tuple[np.ndarray, StepOutput]]) -> StepOutput:
+    """Return one output of a step's runs, each with the decode rows that were active in it."""
     (_, whole), *others = parts
-    tokens, logits = (None if each is None else each.clone() for each in whole.of(DECODE))
+    tokens, logits = (None if each is None else each.clone() for each in whole.of_group(DECODE))
     for active, output in others:
-        for own, other in zip((tokens, logits), output.of(DECODE), strict=True):
+        for own, other in zip((tokens, logits), output.of_group(DECODE), strict=True):
             if own is not None and other is not None:
                 own[active] = other[active]
     return whole._replace(decode_tokens=tokens, decode_logits=logits)
@@ -119,8 +78,8 @@ class InputTensors:
     def __init__(self) -> None:
         self._tensors: dict[TensorSpec, Tensor] = {}
 
-    def of(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """The tensors of some specs, zeroed where they are new."""
+    def find_tensors(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """Return the tensors of some specs, zeroed where they are new."""
         for spec in specs:
             if spec not in self._tensors:
                 self._tensors[spec] = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
@@ -131,8 +90,8 @@ class GroupInputs:
     """Input tensors of one row group of a graph; numpy views of their memory are cheap to fill.
 
     Args:
-        tables: of a cache of blocks, those that rows have; None without.
-        owners: of rows whose blocks attend in place, what the graph is told of their owners.
+        tables: the blocks of each row; None of a cache without blocks.
+        owners: sizes of the owners of blocks that decode rows attend in place; None where they do not.
     """
 
     def __init__(
@@ -142,11 +101,11 @@ class GroupInputs:
         tables: BlockTables | None,
         owners: OwnerSizes | None = None,
     ) -> None:
-        self.tensors = tensors.of(specs)
+        self.tensors = tensors.find_tensors(specs)
         self._tables = tables
         self._owners = owners
         views = {spec.name.split(".")[1]: t.numpy() for spec, t in zip(specs, self.tensors, strict=True)}
-        self._told = {name: views[name] for name in BlockOwners._fields if name in views}
+        self._owner_views = {name: views[name] for name in BlockOwners._fields if name in views}
         self._block_table: np.ndarray = views.get(BLOCK_TABLE, np.empty((0, 0), np.int32))
         self._write_blocks: np.ndarray = views.get(WRITE_BLOCKS, np.empty((0, 0), np.int32))
         self.input_ids: np.ndarray = views["input_ids"]
@@ -155,15 +114,15 @@ class GroupInputs:
         self.sampling_params: np.ndarray | None = views.get("sampling_params")
         self.uniforms: np.ndarray | None = views.get("uniforms")
         self.position_ids.fill(IDLE)
-        # Rows of one token without numpy, whose code has left the processor's caches behind a step.
+        # Rows of one token without numpy: after a step its code has left the processor's caches.
         self._ids, self._positions = (each.reshape(-1).data for each in (self.input_ids, self.position_ids))
         self._idle = self.position_ids.reshape(-1).copy().data
 
     def fill_decode(self, rows: DecodeRows | None, slots: Sequence[int], lengths: memoryview) -> None:
-        """Sets the rows of a step, or that all idle.
+        """Set the rows of a step, or make all of them idle.
 
         Args:
-            slots: of the rows that do not.
+            slots: of the rows that are active.
             lengths: of all slots.
 
         Raises:
@@ -185,38 +144,38 @@ class GroupInputs:
             self.uniforms[:] = rows.uniforms
 
     def _fill_tables(self, tables: BlockTables, active: np.ndarray, lengths: memoryview) -> None:
-        """Tells decode rows where their blocks are, and who shares those that attend in place."""
+        """Set the blocks of decode rows, and the owners of those that attend in place."""
         held = np.asarray(lengths)
         if self._owners is not None:
-            fill_owners(self._told, self._owners, tables.blocks, tables.read_blocks(active, held))
+            fill_owners(self._owner_views, self._owners, tables.blocks, tables.read_blocks(active, held))
         else:
             self._block_table[:] = tables.blocks[:, : self._block_table.shape[1]]
         block = np.where(active, held, 0) // tables.block_length
         self._write_blocks[:, 0] = np.take_along_axis(tables.blocks, block[:, None], axis=1)[:, 0]
 
-    def fill_chunks(self, chunks: Sequence[Chunk], lengths: memoryview) -> list[int]:
-        """Cuts chunks into rows; returns the row of each chunk's last token."""
+    def fill_pieces(self, pieces: Sequence[PromptPiece], lengths: memoryview) -> list[int]:
+        """Cut pieces into rows; return the row of each piece's last token."""
         assert self.seq_ids is not None
         self.position_ids.fill(IDLE)
         if self.sampling_params is not None:
             self.sampling_params[:] = GREEDY
         size = self.input_ids.shape[1]
         row, last_rows = 0, []
-        for chunk in chunks:
-            start, count = lengths[chunk.slot], len(chunk.token_ids)
+        for piece in pieces:
+            start, count = lengths[piece.slot], piece.count
             for offset in range(0, count, size):
                 real = min(size, count - offset)
-                self.input_ids[row, :real] = chunk.token_ids[offset : offset + real]
-                self.input_ids[row, real:] = chunk.token_ids[offset + real - 1]
+                self.input_ids[row, :real] = piece.token_ids[offset : offset + real]
+                self.input_ids[row, real:] = piece.token_ids[offset + real - 1]
                 self.position_ids[row, :real] = np.arange(start + offset, start + offset + real)
                 self.position_ids[row, real:] = start + offset + real - 1
-                self.seq_ids[row] = chunk.slot
-                self._fill_blocks(row, chunk.slot)
+                self.seq_ids[row] = piece.slot
+                self._fill_blocks(row, piece.slot)
                 row += 1
             last_rows.append(row - 1)
             if self.sampling_params is not None and self.uniforms is not None:
-                self.sampling_params[row - 1] = chunk.sampling
-                self.uniforms[row - 1] = chunk.uniform
+                self.sampling_params[row - 1] = piece.sampling
+                self.uniforms[row - 1] = piece.uniform
         return last_rows
 
     def _fill_blocks(self, row: int, slot: int) -> None:
@@ -224,3 +183,70 @@ class GroupInputs:
             blocks = self._tables.blocks[slot]
             self._block_table[row] = blocks[: self._block_table.shape[1]]
             self._write_blocks[row] = blocks[self.position_ids[row] // self._tables.block_length]
+
+
+class StepGraph:
+    """A graph with its input tensors, and what a step needs to know of it, found once.
+
+    Attributes:
+        inputs: in the order of its spec; the same tensors in every step.
+    """
+
+    def __init__(self, graph: GraphSpec, tensors: InputTensors, tables: BlockTables | None) -> None:
+        self.name = graph.name
+        specs = graph.inputs()
+        groups = {
+            group: GroupInputs(
+                [spec for spec in specs if spec.name.startswith(f"{group}.")],
+                tensors,
+                tables,
+                graph.owner_sizes if group == DECODE else None,
+            )
+            for group, present in ((DECODE, graph.has_decode), (CHUNK, graph.has_chunk))
+            if present
+        }
+        self._decode, self._chunk = groups.get(DECODE), groups.get(CHUNK)
+        self.inputs: list[Tensor] = [tensor for group in groups.values() for tensor in group.tensors]
+        # StepOutput's fields have the names of a graph's outputs. After these there is one more: None.
+        names = [each.name.replace(".", "_") for each in graph.outputs(1)]
+        self._count = len(names)
+        self._chunk_size = graph.chunk_size
+        self._places = [names.index(name) if name in names else len(names) for name in StepOutput._fields]
+
+    def fill_inputs(
+        self, pieces: Sequence[PromptPiece], decode: DecodeRows | None, slots: Sequence[int], lengths: memoryview
+    ) -> list[int]:
+        """Set the inputs of a step, or make all rows idle; return the row of each piece's last token.
+
+        Args:
+            slots: those that decode.
+            lengths: of all slots, before the step.
+
+        Raises:
+            TooManySharedBlocksError, ValueError: as `GroupInputs.fill_decode`.
+        """
+        if self._decode is not None:
+            self._decode.fill_decode(decode, slots, lengths)
+        return [] if self._chunk is None else self._chunk.fill_pieces(pieces, lengths)
+
+    def name_outputs(self, outputs: Sequence[Tensor | None], last_rows: list[int]) -> StepOutput:
+        """Return a run's outputs by name.
+
+        Args:
+            last_rows: as `fill_inputs` returned them.
+
+        Raises:
+            ValueError: these are more or fewer than the graph's.
+        """
+        if len(outputs) != self._count:
+            raise ValueError(f"graph {self.name} returned {len(outputs)} outputs, and has {self._count}")
+        decode_tokens, decode_logits, chunk_tokens, chunk_logits, prompt_logits = self._places
+        every = (*outputs, None)
+        output = StepOutput(every[decode_tokens], every[decode_logits], every[chunk_tokens], every[chunk_logits])
+        scored = every[prompt_logits]
+        if scored is not None:
+            output = output._replace(prompt_logits=scored.unflatten(0, (-1, self._chunk_size)))
+        if last_rows and last_rows != list(range(len(last_rows))):
+            tokens, logits = (each if each is None else each[last_rows] for each in output.of_group(CHUNK))
+            return output._replace(chunk_tokens=tokens, chunk_logits=logits)
+        return output

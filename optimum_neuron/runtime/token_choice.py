@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who chooses the next token: the on-device sampler, or transformers' logits processors on the host."""
+"""The choice of the next token: by the on-device sampler, or by transformers' logits processors on the host."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def choose_how(
     elif not config.on_device_sampling:
         obstacle = "the artifact was exported without on-device sampling"
     else:
-        obstacle = of_host(processors, do_sample)
+        obstacle = find_host_reason(processors, do_sample)
     if obstacle is None:
         return OnDeviceChoice(_sampling_params(processors, do_sample))
     if not config.returns_decode_logits:
@@ -109,8 +109,8 @@ def choose_how(
     return HostChoice(processors, do_sample, [] if keep_scores else None, [] if keep_logits else None)
 
 
-def of_host(processors: LogitsProcessorList, do_sample: bool) -> str | None:
-    """Why only the host can apply these processors, or None where the graphs do what they do."""
+def find_host_reason(processors: LogitsProcessorList, do_sample: bool) -> str | None:
+    """Return why only the host can apply these processors, or None where the graphs do what they do."""
     kinds = [type(processor) for processor in processors]
     if kinds != [kind for kind in _ON_DEVICE if kind in kinds] or (kinds and not do_sample):
         foreign = next((kind for kind in kinds if kind not in _ON_DEVICE), None)

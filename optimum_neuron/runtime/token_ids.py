@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from numbers import Integral
-
 import numpy as np
 
 
-def check_token_ids(token_ids: np.ndarray, size: int, whose: str) -> None:
-    """Looks at token ids of any shape and width.
+def check_token_ids(token_ids: np.ndarray, size: int, what: str) -> None:
+    """Check token ids of any shape and width.
 
     Args:
-        whose: begins the message.
+        what: begins the message.
 
     Raises:
         TypeError: they are no whole numbers.
@@ -22,17 +19,10 @@ def check_token_ids(token_ids: np.ndarray, size: int, whose: str) -> None:
     if not token_ids.size:
         return
     if token_ids.dtype.kind not in "iu":
-        raise TypeError(f"{whose} holds {token_ids.dtype} values; give whole numbers from 0 to {size - 1}")
+        raise TypeError(f"{what} holds {token_ids.dtype} values; give whole numbers from 0 to {size - 1}")
     low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= size:
         raise ValueError(
-            f"{whose} has the token id {low if low < 0 else high}, and the model's are 0 to {size - 1}; take ids from its own "
+            f"{what} has the token id {low if low < 0 else high}, and the model's are 0 to {size - 1}; take ids from its own "
             f"tokenizer"
         )
-
-
-def check_whole_numbers(values: Iterable[object], what: str) -> None:
-    """Raises TypeError where one of the values is no whole number; a truth value is none."""
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{what} is {value!r}, a {type(value).__name__}; give a whole number")

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 
 def platform_plugin() -> str | None:
-    """Entry point `vllm.platform_plugins`: the platform's class, or None where this vLLM is somebody else's."""
+    """Entry point `vllm.platform_plugins`: the platform's class, or None where this vLLM is not ours."""
     from .activation import is_wanted
 
     return "optimum_neuron.vllm.platform.NeuronPlatform" if is_wanted() else None
 
 
 def general_plugin() -> None:
-    """Entry point `vllm.general_plugins`: lets vLLM accept every architecture without modelling code of its own, and tell what
-    a user gave of its arguments."""
+    """Let vLLM accept every architecture without modelling code of its own, and note which of its arguments a user gave.
+
+    This is the entry point `vllm.general_plugins`.
+    """
     from vllm.platforms import current_platform
 
     from .activation import PLUGIN_NAME

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a vLLM process is ours. Decided before vLLM knows its model, and alike in all processes of an engine."""
+"""The choice of our platform for a vLLM process, made before vLLM knows its model, and alike in all processes of an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLATFORM_GROUP = "vllm.platform_plugins"
 
 
 def is_wanted() -> bool:
-    """Whether this plugin is vLLM's platform.
+    """Return whether this plugin is vLLM's platform.
 
     In this order: yes where `VLLM_PLUGINS` names it; no where `VLLM_TARGET_DEVICE` names another device; yes where the command
     line names an artifact; no where another platform plugin is installed; then where this machine has Neuron devices, or
@@ -36,7 +36,7 @@ def is_wanted() -> bool:
 
 
 def _names_artifact(argument: str) -> bool:
-    """Whether a command line argument, `out/` or `--model=out/`, is the folder of an artifact."""
+    """Return whether a command line argument, `out/` or `--model=out/`, is the folder of an artifact."""
     path = Path(argument.partition("=")[2] if argument.startswith("--") else argument) / MANIFEST_NAME
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))

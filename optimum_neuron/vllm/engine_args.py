@@ -13,11 +13,11 @@ from vllm.engine.arg_utils import EngineArgs
 from .options import refuse_arguments
 
 
-class Given(NamedTuple):
-    """Which values are a user's own. A configuration that is not made of arguments has no others.
+class GivenArguments(NamedTuple):
+    """The values that are a user's own. A configuration that is not made of arguments has no others.
 
     Attributes:
-        prefix_caching: whether it was asked for; None where nobody said.
+        prefix_caching: whether it was asked for; None where no argument says.
     """
 
     max_num_seqs: bool = True
@@ -27,12 +27,12 @@ class Given(NamedTuple):
     prefix_caching: bool | None = None
 
 
-_given: ContextVar[Given | None] = ContextVar("given", default=None)
+_given: ContextVar[GivenArguments | None] = ContextVar("given", default=None)
 
 
-def given() -> Given:
-    """Which values of the configuration that vLLM is making were given."""
-    return _given.get() or Given()
+def given() -> GivenArguments:
+    """Return which values of the configuration that vLLM is making were given."""
+    return _given.get() or GivenArguments()
 
 
 def watched(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +43,7 @@ def watched(make: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         refuse_arguments(self)
         # Kept with the arguments: vLLM writes its defaults into them, and may be asked again.
-        found = Given(
+        found = GivenArguments(
             self.max_num_seqs is not None,
             self.max_num_batched_tokens is not None,
             self.dtype != "auto",

@@ -24,7 +24,7 @@ MOST_DROPPED = 2
 
 
 class HostRequest:
-    """A request as vLLM's sampler knows it. Its generator is used by no other and only where it gets a token."""
+    """A request as vLLM's sampler knows it. Only its own tokens use its generator."""
 
     def __init__(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
         generator = None
@@ -42,14 +42,14 @@ class HostRequest:
             output_token_ids=[],
         )
 
-    def before_token(self) -> None:
+    def note_token(self) -> None:
         """Note the random numbers that the next token is drawn with."""
         if self.state.generator is not None:
             chosen = len(self.state.output_token_ids)
             self._states[chosen] = self.state.generator.get_state()
             self._states.pop(chosen - MOST_DROPPED, None)
 
-    def rewind(self, kept: int) -> None:
+    def rewind_to(self, kept: int) -> None:
         """Forget all tokens but the first `kept`: the next one is drawn with the random numbers of the first that is forgotten.
 
         Raises:
@@ -95,14 +95,14 @@ class HostSampler:
         self._batch = InputBatch(**{name: value for name, value in arguments.items() if name in known})
         self._sampler = Sampler(logprobs_mode=model.logprobs_mode, use_fp64_gumbel=model.use_fp64_gumbel)
 
-    def remove(self, request_id: str) -> None:
-        """Forgets a request; nothing where it is not in the batch."""
+    def remove_request(self, request_id: str) -> None:
+        """Forget a request; do nothing where it is not in the batch."""
         self._batch.remove_request(request_id)
 
-    def sample(
+    def sample_tokens(
         self, requests: Sequence[HostRequest], logits: Tensor, scheduler_output: Any, grammar: Any | None
     ) -> tuple[list[str], list[int], LogprobsLists | None]:
-        """The next token of each request, added to its output tokens.
+        """Return the next token of each request, added to its output tokens.
 
         Args:
             logits: `[requests, vocab]` float32, in the requests' order; overwritten.
@@ -111,10 +111,10 @@ class HostSampler:
         Returns:
             Request ids, their tokens and, where one of them asked, logprobs, in one order.
         """
-        logits = self._arrange(requests, logits)
+        logits = self._arrange_batch(requests, logits)
         batch = self._batch
         for request in requests:
-            request.before_token()
+            request.note_token()
         if grammar is not None:
             apply_grammar_bitmask(scheduler_output, grammar, batch, logits)
         output = self._sampler(logits, batch.sampling_metadata)
@@ -131,8 +131,8 @@ class HostSampler:
         logprobs = None if output.logprobs_tensors is None else output.logprobs_tensors.tolists()
         return list(batch.req_ids), tokens, logprobs
 
-    def _arrange(self, requests: Sequence[HostRequest], logits: Tensor) -> Tensor:
-        """Makes the batch hold exactly these requests; returns their logits in the batch's order."""
+    def _arrange_batch(self, requests: Sequence[HostRequest], logits: Tensor) -> Tensor:
+        """Make the batch hold exactly these requests; return their logits in the batch's order."""
         batch = self._batch
         wanted = {request.state.req_id: row for row, request in enumerate(requests)}
         if batch.req_id_to_index.keys() != wanted.keys():

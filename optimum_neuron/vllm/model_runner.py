@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translates a step of vLLM's scheduler into runs of the graphs, and their results into vLLM's output.
 
-vLLM decides which request advances by how much, and which blocks of the cache it has. A request whose prompt, or what a
-preemption left to rebuild, is not all in its row takes a chunk, whatever its length; any other takes its one token as a decode row.
+vLLM decides which request advances by how much, and which blocks of the cache it has. A request with tokens that are not in its
+row, of its prompt or of what a preemption left to rebuild, takes a piece of any length; any other takes its one token as a decode row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,40 +16,40 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
-from ..runtime.prompt_logits import scoring_graph
+from ..core import PromptPiece
+from ..runtime.prefill import cut_pieces, find_scoring_graph
 from ..runtime.runner import GraphRunner
-from ..runtime.step_rows import PromptPart, StepRows
-from ..step.family import rows_needed
+from ..runtime.step_rows import StepRows
 from ..step.model_spec import ModelSpec
 from ..step.sampling.logprobs import Logprobs
 from .host_sampler import HostSampler
 from .logprobs import join_logprobs
-from .requests import RequestTable, SlotRequest
-from .rows import cache_rows
+from .requests import RequestTable, RowState
+from .rows import CacheRows
 from .sampling import RAW_LOGPROBS
 from .step_plan import StepPlan
 
 
 @dataclass
-class _Computed:
-    """A step that the graphs have run, or were told to, and whose tokens are not handed out yet.
+class _ComputedStep:
+    """A step that the graphs run or have run, before its tokens are given to vLLM.
 
     Attributes:
-        on_device: requests that got a token from the graphs, with it and what the graphs tell of it.
+        on_device: requests that got a token from the graphs, with it and its log-probabilities.
         on_host: requests that get one from vLLM's sampler, with their logits `[vocab]`.
         started: what waits for runs that have not ended, and gives their requests' tokens.
         prompts: by request, log-probabilities of prompts that are all in the cache now.
     """
 
     scheduler_output: Any
-    on_device: list[tuple[SlotRequest, int, Logprobs | None]] = field(default_factory=list)
-    on_host: list[tuple[SlotRequest, Tensor]] = field(default_factory=list)
-    started: list[Callable[[], list[tuple[SlotRequest, int | Tensor]]]] = field(default_factory=list)
+    on_device: list[tuple[RowState, int, Logprobs | None]] = field(default_factory=list)
+    on_host: list[tuple[RowState, Tensor]] = field(default_factory=list)
+    started: list[Callable[[], list[tuple[RowState, int | Tensor]]]] = field(default_factory=list)
     prompts: dict[str, LogprobsTensors | None] = field(default_factory=dict)
 
 
 class ModelRunner:
-    """Not to be used by several threads at once.
+    """Runs vLLM's steps in the graphs. Only one thread at a time may use it.
 
     Args:
         runner: the graphs and slots.
@@ -62,54 +62,54 @@ class ModelRunner:
     def __init__(self, runner: GraphRunner, model: ModelSpec, vllm_config: VllmConfig) -> None:
         self._sizes = runner.config
         self._sampler = HostSampler(vllm_config, self._sizes.batch_size, model.vocab_size)
-        told = vllm_config.model_config.logprobs_mode == RAW_LOGPROBS
+        is_raw = vllm_config.model_config.logprobs_mode == RAW_LOGPROBS
         self._requests = RequestTable(
-            self._sizes if told else replace(self._sizes, top_logprobs=None),
+            self._sizes if is_raw else replace(self._sizes, top_logprobs=None),
             vllm_config.model_config.seed,
             all_on_host=bool(self._sampler.processors),
             mode=vllm_config.model_config.logprobs_mode,
             vocab_size=model.vocab_size,
         )
-        self._computed: _Computed | None = None
-        self.load(runner)
+        self._computed: _ComputedStep | None = None
+        self.load_runner(runner)
 
-    def load(self, runner: GraphRunner) -> None:
+    def load_runner(self, runner: GraphRunner) -> None:
         """Take loaded graphs, all rows of which are free."""
         self.runner = runner
-        self._rows: StepRows[SlotRequest] = StepRows(runner)
-        self._cache = cache_rows(self._rows, runner)
+        self._rows: StepRows[RowState] = StepRows(runner)
+        self._cache = CacheRows(self._rows, runner)
         self.is_loaded = True
 
-    def unload(self) -> None:
+    def unload_runner(self) -> None:
         """Let go of the graphs and of all rows, while no request runs. Requests stay, and with them their random numbers."""
         if self.is_loaded:
             self.is_loaded = False
             self._requests.leave_rows()
             del self.runner, self._rows, self._cache
 
-    def execute(self, scheduler_output: Any) -> None:
-        """Runs a step; `sample` then hands out its tokens. Where the device runs ahead, it need not have ended.
+    def execute_step(self, scheduler_output: Any) -> None:
+        """Run a step; `sample_step` then returns its tokens. Where the device runs ahead, it need not have ended.
 
         Raises:
             RuntimeError: a row does not hold what vLLM takes it to.
         """
-        self._update(scheduler_output)
-        self._computed = _Computed(scheduler_output)
-        decodes, chunks = self._rows_of(scheduler_output)
-        scored = [each for each in chunks if self._scores(each[0])]
-        groups = list(self._group([each for each in chunks if not self._scores(each[0])]))
+        self._follow_requests(scheduler_output)
+        self._computed = _ComputedStep(scheduler_output)
+        decodes, pieces = self._list_rows(scheduler_output)
+        scored = [piece for piece in pieces if self._wants_scores(piece)]
+        groups = list(self._cut_pieces(piece for piece in pieces if not self._wants_scores(piece)))
         together = self.runner.family.has_mixed and decodes and groups
         if decodes:
-            self._run(decodes, groups.pop(0) if together else ())
+            self._run_graph(decodes, groups.pop(0) if together else ())
         for group in groups:
-            self._run((), group)
-        for group in self._group(scored):
-            self._run((), group, scores=True)
-        for request_id, place in _plan(scheduler_output).keep.items():
+            self._run_graph((), group)
+        for group in self._cut_pieces(scored):
+            self._run_graph((), group, scores=True)
+        for request_id, place in _find_plan(scheduler_output).keep.items():
             self.runner.keep_state(self._requests[request_id].slot, place)
 
-    def sample(self, grammar: Any | None) -> Callable[[], ModelRunnerOutput]:
-        """What gives the tokens of the step that `execute` ran; it waits for the step's end, so that the next one may be executed before.
+    def sample_step(self, grammar: Any | None) -> Callable[[], ModelRunnerOutput]:
+        """Return what gives the tokens of the executed step; it waits for the step's end, so the next one may be executed before.
 
         Args:
             grammar: vLLM's bit masks for requests with structured output, or None.
@@ -118,16 +118,18 @@ class ModelRunner:
         if step is None or not step.scheduler_output.num_scheduled_tokens:
             return lambda: EMPTY_MODEL_RUNNER_OUTPUT
         tokens: dict[str, list[int]] = {}
-        of_host = self._sample_on_host(step, grammar, tokens) if step.on_host else None
-        return lambda: self._output(step, tokens, of_host)
+        host_logprobs = self._sample_on_host(step, grammar, tokens) if step.on_host else None
+        return lambda: self._make_output(step, tokens, host_logprobs)
 
     @staticmethod
-    def _output(step: _Computed, tokens: dict[str, list[int]], of_host: LogprobsLists | None) -> ModelRunnerOutput:
+    def _make_output(
+        step: _ComputedStep, tokens: dict[str, list[int]], host_logprobs: LogprobsLists | None
+    ) -> ModelRunnerOutput:
         for wait in step.started:
             step.on_device += [(state, token, None) for state, token in wait() if not isinstance(token, Tensor)]
         tokens = tokens | {state.request_id: [token] for state, token, _ in step.on_device}
         ids = list(step.scheduler_output.num_scheduled_tokens)
-        logprobs = join_logprobs(step.on_device, [state for state, _ in step.on_host], of_host, ids)
+        logprobs = join_logprobs(step.on_device, [state for state, _ in step.on_host], host_logprobs, ids)
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
@@ -137,14 +139,14 @@ class ModelRunner:
         )
 
     def _sample_on_host(
-        self, step: _Computed, grammar: Any | None, tokens: dict[str, list[int]]
+        self, step: _ComputedStep, grammar: Any | None, tokens: dict[str, list[int]]
     ) -> LogprobsLists | None:
-        """Adds the tokens; the logprobs are in the order of `step.on_host`."""
+        """Add the tokens; return log-probabilities in the order of `step.on_host`."""
         logits = torch.stack([row for _, row in step.on_host])
         requests = [state.host for state, _ in step.on_host if state.host is not None]
-        order, chosen, logprobs = self._sampler.sample(requests, logits, step.scheduler_output, grammar)
+        order, chosen, logprobs = self._sampler.sample_tokens(requests, logits, step.scheduler_output, grammar)
         for request_id, token in zip(order, chosen, strict=True):
-            self._rows.feed(self._requests[request_id].slot, token)
+            self._rows.feed_token(self._requests[request_id].slot, token)
             tokens[request_id] = [token]
         if logprobs is None:
             return None
@@ -153,136 +155,123 @@ class ModelRunner:
             logprobs.logprob_token_ids[places], logprobs.logprobs[places], logprobs.sampled_token_ranks[places]
         )
 
-    def _update(self, scheduler_output: Any) -> None:
-        """Follows what became of the requests, and makes the rows of those that start ready."""
-        self._release(scheduler_output)
-        starting: dict[str, tuple[SlotRequest, list[int], int]] = {}
+    def _follow_requests(self, scheduler_output: Any) -> None:
+        """Follow what became of the requests, and make the rows of those that start ready."""
+        self._release_rows(scheduler_output)
+        starting: dict[str, tuple[RowState, list[int], int]] = {}
         for new in scheduler_output.scheduled_new_reqs:
-            self._sampler.remove(new.req_id)
-            starting[new.req_id] = (self._requests.start(new), new.block_ids[0], new.num_computed_tokens)
+            self._sampler.remove_request(new.req_id)
+            starting[new.req_id] = (self._requests.start_request(new), new.block_ids[0], new.num_computed_tokens)
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             state = self._requests[request_id]
             if request_id in cached.resumed_req_ids:
-                self._sampler.remove(request_id)
-                state.restart(cached.all_token_ids[request_id])
+                self._sampler.remove_request(request_id)
+                state.restart_from(cached.all_token_ids[request_id])
                 starting[request_id] = (state, blocks[0], computed)
             elif blocks is not None:
-                self._cache.extend(state, blocks[0])
-        plan = _plan(scheduler_output)
+                self._cache.extend_row(state, blocks[0])
+        plan = _find_plan(scheduler_output)
         # In the order of vLLM's decisions: a copy may take what an earlier one brought, and a later one takes its slot.
         for request_id in scheduler_output.num_scheduled_tokens:
             if request_id in starting:
                 state, blocks, computed = starting[request_id]
                 if request_id in plan.slots:
                     blocks = [plan.slots[request_id] + 1]
-                self._cache.start(state, blocks, computed, plan.reuse.get(request_id), plan.restore.get(request_id))
+                self._cache.start_request(state, blocks, computed, plan.prefixes.get(request_id))
                 self._check_length(state, computed)
 
-    def _release(self, scheduler_output: Any) -> None:
+    def _release_rows(self, scheduler_output: Any) -> None:
         for request_id in scheduler_output.finished_req_ids:
-            ended = self._requests.finish(request_id)
+            ended = self._requests.finish_request(request_id)
             if ended is not None:
-                self._sampler.remove(request_id)
-                self._cache.release(ended)
+                self._sampler.remove_request(request_id)
+                self._cache.release_row(ended)
         for request_id in scheduler_output.preempted_req_ids or ():
-            preempted = self._requests.get(request_id)
+            preempted = self._requests.find_request(request_id)
             if preempted is not None:
-                self._cache.release(preempted)
+                self._cache.release_row(preempted)
 
-    def _check_length(self, state: SlotRequest, computed: int) -> None:
+    def _check_length(self, state: RowState, computed: int) -> None:
         if self.runner.lengths[state.slot] != computed:
             raise RuntimeError(
                 f"row {state.slot} of request {state.request_id} holds {self.runner.lengths[state.slot]} tokens, and vLLM "
                 f"counts {computed}; this is a fault of the plugin"
             )
 
-    def _rows_of(self, scheduler_output: Any) -> tuple[list[SlotRequest], list[tuple[SlotRequest, int]]]:
-        """The requests that decode, and those that take a chunk with its length, in vLLM's order."""
-        decodes: list[SlotRequest] = []
-        chunks: list[tuple[SlotRequest, int]] = []
+    def _list_rows(self, scheduler_output: Any) -> tuple[list[RowState], list[PromptPiece]]:
+        """Return the requests that decode, and the pieces of the others' prompts, in vLLM's order."""
+        decodes: list[RowState] = []
+        pieces: list[PromptPiece] = []
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self._check_length(self._requests[request_id], computed)
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             state = self._requests[request_id]
-            missing = len(state.prefill_token_ids) - int(self.runner.lengths[state.slot])
+            start, end = int(self.runner.lengths[state.slot]), len(state.prefill_token_ids)
+            missing = end - start
             if not 1 <= count <= max(missing, 1):
                 raise RuntimeError(
                     f"vLLM schedules {count} tokens of request {request_id}, which has {max(missing, 1)} to compute; this is "
                     f"a fault of the plugin"
                 )
             if missing > 0:
-                chunks.append((state, count))
+                tokens = state.prefill_token_ids[start : start + count]
+                piece = PromptPiece(
+                    state.slot, tokens, request_id=request_id, start=start, is_last=start + count == end
+                )
+                pieces.append(piece)
             else:
                 decodes.append(state)
-        return decodes, chunks
+        return decodes, pieces
 
-    def _group(self, chunks: Iterable[tuple[SlotRequest, int]]) -> Iterable[list[tuple[SlotRequest, int]]]:
-        """Cuts chunks so that each group fits one run of a graph: all together, unless the step is larger than that."""
-        size, rows = self._sizes.prefill_chunk_size, self._sizes.ctx_batch_size
-        group: list[tuple[SlotRequest, int]] = []
-        free = rows
-        for state, count in chunks:
-            while count:
-                if not free:
-                    yield group
-                    group, free = [], rows
-                part = min(count, free * size)
-                group.append((state, part))
-                free -= rows_needed([part], size)
-                count -= part
-        if group:
-            yield group
+    def _cut_pieces(self, pieces: Iterable[PromptPiece]) -> Iterator[list[PromptPiece]]:
+        """Yield pieces in groups that fit one run each: all together, unless the step is larger than that."""
+        return cut_pieces(pieces, self._sizes.ctx_batch_size, self._sizes.prefill_chunk_size)
 
-    def _scores(self, state: SlotRequest) -> bool:
-        """Whether somebody reads logits of all tokens of its next chunk."""
-        return state.prompt_scores is not None and state.prompt_scores.wants(int(self.runner.lengths[state.slot]))
+    def _wants_scores(self, piece: PromptPiece) -> bool:
+        """Return whether the request wants logits of a piece's tokens."""
+        scores = self._requests[piece.request_id].prompt_scores
+        return scores is not None and scores.is_open_at(piece.start)
 
-    def _run(
-        self, decodes: Sequence[SlotRequest], group: Sequence[tuple[SlotRequest, int]], *, scores: bool = False
-    ) -> None:
-        """One run of one graph; keeps what it gave to requests whose slots are now up to date.
+    def _run_graph(self, decodes: Sequence[RowState], pieces: Sequence[PromptPiece], *, scores: bool = False) -> None:
+        """Run one graph once; keep what it gives to requests with prompts that are all in the cache.
 
         Args:
-            scores: the graph is one that returns the logits of all tokens of the group.
+            scores: the graph is one that returns the logits of all tokens of the pieces.
         """
         assert self._computed is not None
-        parts, starts = [], []
-        for state, count in group:
-            start = int(self.runner.lengths[state.slot])
-            end = start + count
-            starts.append(start)
-            parts.append(PromptPart(state, state.prefill_token_ids[start:end], end == len(state.prefill_token_ids)))
-        if not scores and self._rows.may_run_ahead(decodes, parts):
-            self._computed.started.append(self._rows.run_ahead(decodes, parts))
-            self._end_prompts(parts)
+        if not scores and self._rows.may_run_ahead(decodes, pieces):
+            self._computed.started.append(self._rows.start_rows(decodes, pieces))
+            self._end_prompts(pieces)
             return
-        graph = scoring_graph(self.runner, [(state.slot, count) for state, count in group]) if scores else None
-        chosen = self._rows.run(decodes, parts, graph)
-        for part, start, logits in zip(parts, starts, self._rows.scored, strict=scores):
-            if part.request.prompt_scores is not None:
-                part.request.prompt_scores.add(start, logits)
-        self._end_prompts(parts)
+        graph = find_scoring_graph(self.runner, pieces) if scores else None
+        chosen = self._rows.run_rows(decodes, pieces, graph)
+        for piece, logits in zip(pieces, self._rows.scored, strict=scores):
+            prompt_scores = self._requests[piece.request_id].prompt_scores
+            if prompt_scores is not None:
+                prompt_scores.add_logits(piece.start, logits)
+        self._end_prompts(pieces)
         for state, choice in chosen:
             if isinstance(choice, Tensor):
                 self._computed.on_host.append((state, choice.clone()))  # the next run uses its memory again
             else:
-                self._rows.feed(state.slot, choice)
-                self._computed.on_device.append((state, choice, self._rows.told.get(state.slot)))
+                self._rows.feed_token(state.slot, choice)
+                self._computed.on_device.append((state, choice, self._rows.logprobs.get(state.slot)))
 
-    def _end_prompts(self, parts: Sequence[PromptPart[SlotRequest]]) -> None:
+    def _end_prompts(self, pieces: Sequence[PromptPiece]) -> None:
         assert self._computed is not None
-        for state in (part.request for part in parts):
+        for piece in pieces:
+            state = self._requests[piece.request_id]
             scores = state.prompt_scores
-            if scores is not None and scores.ends_before(int(self.runner.lengths[state.slot])):
+            if scores is not None and scores.is_whole_at(piece.end):
                 self._computed.prompts[state.request_id] = scores.table
                 state.prompt_scores = None
 
 
-def _plan(scheduler_output: Any) -> StepPlan:
-    """What the scheduler's process plans beside the step; where it plans nothing, that."""
+def _find_plan(scheduler_output: Any) -> StepPlan:
+    """Return what the scheduler's process adds to the step."""
     plan = scheduler_output.kv_connector_metadata
     return plan if isinstance(plan, StepPlan) else StepPlan()

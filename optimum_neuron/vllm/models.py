@@ -10,7 +10,7 @@ from torch import nn
 
 
 class NeuronCausalLM(nn.Module):
-    """Stands for a model whose modelling code is transformers': vLLM asks its type only.
+    """A stand-in for a model with modelling code in transformers: vLLM asks its type only.
 
     The methods are those by which vLLM recognises a text generation model.
     """

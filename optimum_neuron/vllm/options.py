@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of vLLM that compiled graphs cannot honour: refused with the remedy; those that only tune nothing are told of."""
+"""Options of vLLM that compiled graphs cannot honour: refused with the remedy; those that only tune nothing are logged."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ _WITHOUT_EFFECT = (
 
 
 def refuse_options(vllm_config: VllmConfig, *, fitted: bool) -> None:
-    """Raises ValueError for an option that is set and that compiled graphs cannot honour; warns of those without effect.
+    """Raise ValueError for an option that is set and that compiled graphs cannot honour; warns of those without effect.
 
     Args:
-        fitted: the plugin has already fitted the configuration to the artifact, and told what there is to tell.
+        fitted: the plugin has already fitted the configuration to the artifact, and logged what has no effect.
     """
     for reason in _reasons(vllm_config, fitted):
         raise ValueError(reason)
@@ -108,7 +108,7 @@ def refuse_options(vllm_config: VllmConfig, *, fitted: bool) -> None:
 
 
 def refuse_arguments(arguments: EngineArgs) -> None:
-    """As `refuse_options`, before vLLM looks at them: it would refuse some with a remedy that is none here."""
+    """Refuse options before vLLM looks at them: it would refuse some with a remedy that is none here."""
     if arguments.tensor_parallel_size > 1:
         raise ValueError(_tensor_parallel_reason(arguments.tensor_parallel_size))
     if FITTED in (arguments.additional_config or {}):

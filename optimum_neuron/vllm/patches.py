@@ -32,7 +32,7 @@ def patch_process() -> None:
 
 
 def _has_sets_by_name(rope_parameters: dict[str, Any]) -> bool:
-    """Whether rotary parameters are several sets, each under a name."""
+    """Return whether rotary parameters are several sets, each under a name."""
     return bool(rope_parameters) and all(
         value is None or isinstance(value, dict) for value in rope_parameters.values()
     )

@@ -34,7 +34,7 @@ class NeuronPlatform(Platform):
     dispatch_key = "CPU"
     dist_backend = "gloo"
     ray_device_key = "neuron_cores"
-    # Replicas take their cores in the worker, which knows how many ranks an artifact has; nobody sets this variable.
+    # Replicas take their cores in the worker, which knows how many ranks an artifact has; this variable is never set.
     device_control_env_var = "OPTIMUM_NEURON_VLLM_REPLICA"
     simple_compile_backend = "eager"
 
@@ -84,7 +84,7 @@ class NeuronPlatform(Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        """Refuses all: vLLM asks before it looks for the method's own packages."""
+        """Refuse all: vLLM asks before it looks for the method's own packages."""
         raise ValueError(
             f"--quantization {quant} is not supported: weights are fixed at export; leave it out, or export a quantized "
             f"checkpoint first and serve the artifact"
@@ -99,11 +99,11 @@ class NeuronPlatform(Platform):
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        """A block is what was compiled, whatever vLLM would choose."""
+        """Do nothing: a block is what was compiled, whatever vLLM would choose."""
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuses, as a fault of the request, what the served artifact cannot honour: parameters and token ids.
+        """Refuse, as a fault of the request, what the served artifact cannot honour: parameters and token ids.
 
         vLLM itself lets ids pass that only the tokenizer knows.
         """
@@ -123,7 +123,7 @@ class NeuronPlatform(Platform):
 
 
 def _served_artifact() -> Artifact | None:
-    """What this process serves; None where it serves nothing."""
+    """Return the artifact that this process serves; None where it serves nothing."""
     from .settings import ARTIFACT_VARIABLE
 
     path = os.environ.get(ARTIFACT_VARIABLE)

@@ -11,10 +11,10 @@ from vllm.v1.outputs import LogprobsTensors
 
 
 class PromptScores:
-    """Of each token of a prompt but the first, which follows from nothing.
+    """Log-probabilities of each token of a prompt but the first, which follows from nothing.
 
     Args:
-        count: of the most likely tokens in each place, beside the prompt's own; -1: all of the vocabulary.
+        count: most likely tokens in each place, next to the prompt's own; -1: all of the vocabulary.
         mode: vLLM's logprobs_mode; what changes logits where a token is chosen changes none of a prompt's.
 
     Attributes:
@@ -27,16 +27,16 @@ class PromptScores:
         self._logits = mode.endswith("logits")
         self.table = LogprobsTensors.empty_cpu(len(self._next), self._count + 1)
 
-    def wants(self, start: int) -> bool:
-        """Whether logits of the token at `start`, or of any behind it, tell of a token of the prompt."""
+    def is_open_at(self, start: int) -> bool:
+        """Return whether logits of the token at `start`, or of a later one, choose a token of the prompt."""
         return start < len(self._next)
 
-    def ends_before(self, end: int) -> bool:
-        """Whether the table is whole once the first `end` tokens are in the cache."""
+    def is_whole_at(self, end: int) -> bool:
+        """Return whether the table is whole once the first `end` tokens are in the cache."""
         return end > len(self._next)
 
-    def add(self, start: int, logits: Tensor) -> None:
-        """Fills rows from logits `[tokens, vocab]` float32 of consecutive tokens, the first of them at `start`."""
+    def add_logits(self, start: int, logits: Tensor) -> None:
+        """Fill rows from logits `[tokens, vocab]` float32 of consecutive tokens, the first of them at `start`."""
         own = self._next[start : start + len(logits), None]
         scores = logits[: len(own)] if self._logits else logits[: len(own)].log_softmax(-1)
         chosen, best = scores.gather(-1, own), scores.topk(self._count)

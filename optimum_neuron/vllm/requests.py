@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the worker knows of a request between steps, and the table of them that a step's output updates."""
+"""The worker's state of a request between steps, and the table of them that a step's output updates."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NO_ROW = -1
 
 
 @dataclass
-class SlotRequest:
+class RowState:
     """A request that has a row, or had one and was preempted.
 
     Attributes:
         slot: its row of a step; NO_ROW while it has none.
         prefill_token_ids: int32 `[n]`, what its row must hold before it decodes: the prompt and, after a preemption,
             the tokens that it had generated.
-        sampling: what the graphs are told; greedy where the host samples.
+        sampling: how the graphs choose; greedy where the host samples.
         uniforms: its random numbers where the graphs draw with them.
         host: its part in vLLM's sampler where the graphs cannot sample for it.
         logprobs: whether it wants log-probabilities.
@@ -52,19 +52,19 @@ class SlotRequest:
         """Whether vLLM's sampler chooses its tokens."""
         return self.host is not None
 
-    def restart(self, token_ids: Sequence[int]) -> None:
-        """Begins again after a preemption.
+    def restart_from(self, token_ids: Sequence[int]) -> None:
+        """Begin again after a preemption.
 
         Args:
-            token_ids: prompt and generated tokens as vLLM knows them. It may have dropped some that were on their way:
-                they are to be chosen again, with the same random numbers.
+            token_ids: prompt and generated tokens as vLLM knows them. It may have dropped pending ones: they are
+                chosen again, with the same random numbers.
         """
         self.prefill_token_ids = np.asarray(token_ids, dtype=np.int32)
         kept = len(token_ids) - len(self.prompt_token_ids)
         if self.uniforms is not None:
-            self.uniforms.rewind(kept)
+            self.uniforms.rewind_to(kept)
         if self.host is not None:
-            self.host.rewind(kept)
+            self.host.rewind_to(kept)
 
 
 class RequestTable:
@@ -81,39 +81,39 @@ class RequestTable:
         self._mode, self._vocab_size = mode, vocab_size
         self._seeds = np.random.SeedSequence(seed)
         self._all_on_host = all_on_host
-        self._states: dict[str, SlotRequest] = {}
+        self._states: dict[str, RowState] = {}
 
-    def __getitem__(self, request_id: str) -> SlotRequest:
+    def __getitem__(self, request_id: str) -> RowState:
         return self._states[request_id]
 
-    def start(self, new: Any) -> SlotRequest:
-        """Takes vLLM's NewRequestData. Of a request that is known it means a preemption, as newer runners are told of
-        it, or with another prompt the next turn of a session."""
+    def start_request(self, new: Any) -> RowState:
+        """Take vLLM's NewRequestData. Of a known request it means a preemption, or with another prompt the next turn of a session."""
         known = self._states.get(new.req_id)
         if known is not None and known.prompt_token_ids == new.prompt_token_ids:
-            known.restart(new.prefill_token_ids or new.prompt_token_ids)
+            known.restart_from(new.prefill_token_ids or new.prompt_token_ids)
             return known
-        state = self._states[new.req_id] = self._new_state(new)
+        state = self._states[new.req_id] = self._make_state(new)
         if known is not None:
             state.slot = known.slot
         return state
 
     def leave_rows(self) -> None:
+        """Take the rows from all requests."""
         for state in self._states.values():
             state.slot = NO_ROW
 
-    def get(self, request_id: str) -> SlotRequest | None:
-        """A request; None where it is finished, or never got here."""
+    def find_request(self, request_id: str) -> RowState | None:
+        """Return a request; None where it is finished, or never got here."""
         return self._states.get(request_id)
 
-    def finish(self, request_id: str) -> SlotRequest | None:
-        """Forgets a request; None where it never got here."""
+    def finish_request(self, request_id: str) -> RowState | None:
+        """Forget a request; return None where it never got here."""
         return self._states.pop(request_id, None)
 
-    def _new_state(self, new: Any) -> SlotRequest:
+    def _make_state(self, new: Any) -> RowState:
         params: SamplingParams = new.sampling_params
         prompt = list(new.prompt_token_ids)
-        state = SlotRequest(new.req_id, prompt, np.asarray(prompt, dtype=np.int32))
+        state = RowState(new.req_id, prompt, np.asarray(prompt, dtype=np.int32))
         if params.prompt_logprobs is not None:
             state.prompt_scores = PromptScores(prompt, params.prompt_logprobs, self._mode, self._vocab_size)
         if self._all_on_host or host_reason(params, self._config) is not None:

@@ -19,7 +19,7 @@ RAW_LOGPROBS = "raw_logprobs"
 
 
 def check_request(params: SamplingParams, config: NeuronConfig) -> None:
-    """Raises ValueError where the artifact cannot honour a request's parameters."""
+    """Raise ValueError where the artifact cannot honour a request's parameters."""
     if params.prompt_logprobs is not None and not config.prompt_logits:
         raise ValueError(
             "prompt_logprobs needs the logits of all tokens of a prompt, and no graph of this artifact returns them; export it with "
@@ -41,7 +41,7 @@ def check_request(params: SamplingParams, config: NeuronConfig) -> None:
 
 
 def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
-    """Why the on-device sampler cannot choose a request's tokens, or None where it can."""
+    """Return why the on-device sampler cannot choose a request's tokens, or None where it can."""
     if not config.on_device_sampling:
         return "the artifact was exported without on-device sampling"
     asked = {
@@ -51,7 +51,7 @@ def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
         "frequency_penalty": params.frequency_penalty != 0,
         "repetition_penalty": params.repetition_penalty != 1,
         # vLLM takes the nucleus of what min_p leaves, the graphs the other way round.
-        "min_p beside top_p": params.min_p != 0 and params.top_p < 1,
+        "min_p with top_p": params.min_p != 0 and params.top_p < 1,
         "min_tokens": params.min_tokens > 0,
         "logit_bias": bool(params.logit_bias),
         "allowed_token_ids": bool(params.allowed_token_ids),
@@ -66,7 +66,7 @@ def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
 
 
 def _tells(config: NeuronConfig, count: int | None) -> bool:
-    """Whether the graphs tell the log-probabilities of so many tokens beside the chosen one's; -1 is all of them."""
+    """Return whether the graphs give log-probabilities of so many tokens next to the chosen one's; -1 is all of them."""
     return count is None or (config.top_logprobs is not None and 0 <= count <= config.top_logprobs)
 
 
@@ -77,7 +77,7 @@ def _without_logprobs(params: SamplingParams) -> SamplingParams:
 
 
 def on_device_params(params: SamplingParams) -> OnDeviceParams:
-    """A request's row of the graphs' sampling parameters, where `host_reason` is None."""
+    """Return a request's row of the graphs' sampling parameters, where `host_reason` is None."""
     if params.temperature < GREEDY_TEMPERATURE:
         return GREEDY
     return OnDeviceParams(max(params.top_k, 0), params.top_p, params.temperature, params.min_p).in_float32()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with steps that take in prompts as the chunk rows of one run of a graph hold them; and over slots that are copied.
+"""vLLM's scheduler with steps that take in prompts as the chunk rows of one graph run hold them, over slots or blocks.
 
-vLLM takes decodes and prompts out of one number of tokens, and who has begun comes before who waits: decodes would leave
+vLLM takes decodes and prompts out of one number of tokens, and running prompts come before waiting ones: decodes would leave
 places of chunk rows empty, or prompts take more than one run holds, and short prompts would wait for all of a long one.
 """
 
@@ -29,10 +29,10 @@ from .slot_connector import SlotConnector
 
 
 class SlotScheduler(HookedScheduler):
-    """vLLM's own, for slots and for what rows keep beside blocks.
+    """vLLM's own scheduler, for slots and for state that rows keep next to blocks.
 
-    It counts what prompts reuse of slots where it counts the hits of its own prefix cache. Where rows keep state, a hit in blocks ends
-    where a snapshot is, and chunks end where one is due.
+    It counts what prompts reuse of slots with the hits of its own prefix cache. Where rows keep state, a hit in blocks ends
+    where a snapshot is, and pieces of prompts end where one is due.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,21 +47,21 @@ class SlotScheduler(HookedScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)
         if self._snapshots is not None:
-            output.kv_connector_metadata = self._snapshots.plan(output, self.requests)
+            output.kv_connector_metadata = self._snapshots.plan_step(output, self.requests)
         return output
 
-    def prompt_start(self, request: Request, cached: int) -> int:
-        return cached if self._snapshots is None else self._snapshots.start(request, cached)
+    def find_prompt_start(self, request: Request, cached: int) -> int:
+        return cached if self._snapshots is None else self._snapshots.find_start(request, cached)
 
-    def most_tokens(self, request: Request, start: int, tokens: int) -> int:
-        cut = 0 if self._snapshots is None else self._snapshots.next_cut(request, start)
+    def limit_tokens(self, request: Request, start: int, tokens: int) -> int:
+        cut = 0 if self._snapshots is None else self._snapshots.find_cut(request, start)
         return min(tokens, cut - start) if cut else tokens
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget snapshots with the blocks that they belong to."""
         done: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
         if done and self._snapshots is not None:
-            self._snapshots.clear()
+            self._snapshots.forget_all()
         return done
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
@@ -77,9 +77,9 @@ class AsyncSlotScheduler(SlotScheduler, AsyncScheduler):
 
 
 class StepScheduler(SlotScheduler):
-    """Steps have a token for every request that decodes, and for prompts what the planner gives them.
+    """vLLM's scheduler with a token for every request that decodes, and for prompts what the planner gives them.
 
-    All else is vLLM's: who decodes, who waits and in which order, who gets blocks, who gives them back. Who is not planned does not start.
+    vLLM decides all else: which requests decode, wait, get blocks and give them back. A request that is not planned does not start.
     """
 
     waiting: OfferedQueue
@@ -89,7 +89,7 @@ class StepScheduler(SlotScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         over_slots = isinstance(self.connector, SlotConnector)
-        self._room: CacheRoom = self.connector if over_slots else BlockRoom(self, self._snapshots)
+        self._room: CacheRoom = self.connector if over_slots else BlockRoom(self, self._sizes, self._snapshots)
         by_priority = self.policy == SchedulingPolicy.PRIORITY
         self._planner = PromptPlanner(self._sizes, by_priority=by_priority, reuse=self._room.reuses)
         self._chunk_tokens = self._sizes.prompt_capacity
@@ -101,62 +101,64 @@ class StepScheduler(SlotScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         decodes = sum(not request.is_prefill_chunk for request in self.running)
-        # The client of a request that ended often sends its next one at once: it need not wait for a long prompt's chunk.
+        # The client of a request that ended often sends its next one at once: it need not wait for a piece of a long prompt.
         decodes_first = bool(decodes and self.finished_req_ids)
-        planned = self._plan(min(self._most - decodes, self._chunk_tokens), decodes_first)
-        output = self._schedule(decodes, planned, throttle_prefills)
+        planned = self._plan_prompts(min(self._most - decodes, self._chunk_tokens), decodes_first)
+        output = self._schedule_planned(decodes, planned, throttle_prefills)
         self._was_refused = not planned.keys() <= output.num_scheduled_tokens.keys()
         return output
 
-    def _schedule(self, decodes: int, planned: dict[str, int], throttle_prefills: bool) -> SchedulerOutput:
-        """A step of vLLM's own making, of so many decodes and of these tokens of prompts."""
+    def _schedule_planned(self, decodes: int, planned: dict[str, int], throttle_prefills: bool) -> SchedulerOutput:
+        """Let vLLM make a step of so many decodes and of these tokens of prompts."""
         self._planned = planned
         waiting = [self.requests[name] for name in planned if self.requests[name].status != RequestStatus.RUNNING]
-        self.kv_holding_waiting.offer(request for request in waiting if request.num_computed_tokens)
-        self.waiting.offer(request for request in waiting if not request.num_computed_tokens)
+        self.kv_holding_waiting.offer_requests(request for request in waiting if request.num_computed_tokens)
+        self.waiting.offer_requests(request for request in waiting if not request.num_computed_tokens)
         self.max_num_scheduled_tokens = decodes + sum(planned.values())
         return super().schedule(throttle_prefills)
 
-    def _plan(self, tokens: int, decodes_first: bool) -> dict[str, int]:
+    def _plan_prompts(self, tokens: int, decodes_first: bool) -> dict[str, int]:
         if tokens < 1:
             return {}
-        places = self._places()
+        places = self._count_places()
         prompts = [request for request in self.running if request.is_prefill_chunk]
         cached: Mapping[str, int] = {}
-        # What vLLM did not start, for a reason of its own, keeps nobody who has begun from going on.
+        # What vLLM did not start, for a reason of its own, keeps no started prompt from advancing.
         if places and not (self._was_refused and prompts):
-            ready, cached = self._ready()
+            ready, cached = self._list_ready()
             prompts += ready
         if not prompts:
             return {}
-        slots, most = self._room.draft(places), self._tokens_per_prompt()
-        cuts = {} if self._snapshots is None else self._cuts(self._snapshots, prompts, cached)
-        planned = self._planner.plan(prompts, cached, slots, tokens, most, cuts=cuts, decodes_first=decodes_first)
+        slots, most = self._room.draft_starts(places), self._limit_per_prompt()
+        cuts = {} if self._snapshots is None else self._find_cuts(self._snapshots, prompts, cached)
+        planned = self._planner.plan_tokens(
+            prompts, cached, slots, tokens, most, cuts=cuts, decodes_first=decodes_first
+        )
         return {name: planned[name] for request in prompts if (name := request.request_id) in planned}
 
     @staticmethod
-    def _cuts(snapshots: BlockSnapshots, prompts: Sequence[Request], cached: Mapping[str, int]) -> dict[str, int]:
-        """Where the next chunk of each prompt is to end."""
+    def _find_cuts(snapshots: BlockSnapshots, prompts: Sequence[Request], cached: Mapping[str, int]) -> dict[str, int]:
+        """Return where the next piece of each prompt is to end."""
         starts = {request: request.num_computed_tokens or cached.get(request.request_id, 0) for request in prompts}
-        return {request.request_id: snapshots.next_cut(request, start) for request, start in starts.items()}
+        return {request.request_id: snapshots.find_cut(request, start) for request, start in starts.items()}
 
-    def _places(self) -> int:
-        """Requests that may start or go on beside those that run."""
+    def _count_places(self) -> int:
+        """Return how many requests may start or continue next to those that run."""
         running = len(self.running) + self.num_waiting_for_streaming_input
         return max(0, min(self.max_num_running_reqs, self.max_num_active_reqs) - running)
 
-    def _ready(self) -> tuple[list[Request], Mapping[str, int]]:
-        """The first of those that wait, in vLLM's order: sessions, which hold a part of the cache, before all others; and how many
+    def _list_ready(self) -> tuple[list[Request], Mapping[str, int]]:
+        """Return the first waiting requests in vLLM's order, sessions with a part of the cache before all others, and how many
         tokens of them vLLM has cached."""
         sessions = [request for request in self.kv_holding_waiting if self.may_start(request)]
         if sessions or self.pause_state != PauseState.UNPAUSED:
             return sessions, {}
         ready = [request for request in islice(self.waiting, WAITING_WINDOW) if self.may_start(request)]
-        cached = self._room.admissible(ready)
+        cached = self._room.find_admissible(ready)
         return ready[: len(cached)], cached
 
-    def _tokens_per_prompt(self) -> int:
-        """What vLLM cuts prompts to, as it counts."""
+    def _limit_per_prompt(self) -> int:
+        """Return the tokens that vLLM cuts prompts to, as it counts."""
         threshold: int = self.scheduler_config.long_prefill_token_threshold
         count = sum(self.get_request_counts())
         if not threshold or count == 1:
@@ -165,9 +167,9 @@ class StepScheduler(SlotScheduler):
             threshold = max(threshold, self.scheduler_config.max_num_batched_tokens // count)
         return threshold
 
-    def most_tokens(self, request: Request, start: int, tokens: int) -> int:
-        """A prompt gets what was planned."""
-        tokens = super().most_tokens(request, start, tokens)
+    def limit_tokens(self, request: Request, start: int, tokens: int) -> int:
+        """Give a prompt what was planned."""
+        tokens = super().limit_tokens(request, start, tokens)
         if request.status == RequestStatus.RUNNING and not request.is_prefill_chunk:
             return tokens
         return min(tokens, self._planned.get(request.request_id, 0))
@@ -176,7 +178,7 @@ class StepScheduler(SlotScheduler):
 class AsyncStepScheduler(StepScheduler, AsyncScheduler):
     """The same for async scheduling, which makes a step while the one before it runs.
 
-    Not while a prompt is under way: its steps take long, and who came during one would wait for the next one, too.
+    It makes none while a prompt is under way: those steps take long, and a request that arrives during one would wait for the next.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -185,7 +187,7 @@ class AsyncStepScheduler(StepScheduler, AsyncScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         if self._in_flight and any(request.is_prefill_chunk for request in self.running):
-            return self._schedule(0, {}, throttle_prefills)
+            return self._schedule_planned(0, {}, throttle_prefills)
         output = super().schedule(throttle_prefills)
         self._in_flight += output.total_num_scheduled_tokens > 0
         return output

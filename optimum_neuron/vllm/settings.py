@@ -37,12 +37,12 @@ CONNECTOR, CONNECTOR_MODULE = "SlotConnector", "optimum_neuron.vllm.slot_connect
 DEFAULT_SLOTS = 8
 # As long as a rank's process may take to end.
 SHUTDOWN_SECONDS = 15
-# Tells the processes of an engine, which do not all get its configuration, what they serve.
+# Names the served artifact to the processes of an engine, which do not all get its configuration.
 ARTIFACT_VARIABLE = "OPTIMUM_NEURON_VLLM_ARTIFACT"
 
 
 def configure(vllm_config: VllmConfig) -> None:
-    """Makes a configuration one of an artifact's. May be called again with the result.
+    """Make a configuration one of an artifact's. May be called again with the result.
 
     Raises:
         ValueError: an option asks for what compiled graphs cannot do, or differs from what was compiled.
@@ -86,7 +86,7 @@ def _exported(vllm_config: VllmConfig) -> Opened:
 
 
 def find_served(vllm_config: VllmConfig) -> Opened | None:
-    """The artifact of a configuration; None where it names a checkpoint that is still to be exported."""
+    """Return the artifact of a configuration; None where it names a checkpoint that is still to be exported."""
     options = dict(vllm_config.additional_config or {})
     fitted = options.pop(FITTED, None)
     source = _source(vllm_config)
@@ -103,7 +103,7 @@ def _source(vllm_config: VllmConfig) -> Source:
 
 
 def _export_config(vllm_config: VllmConfig) -> NeuronConfig:
-    """The engine's own sizes, and what --additional-config says beside them."""
+    """Return the engine's own sizes, and those of --additional-config."""
     scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
     options = dict(vllm_config.additional_config or {})
     sizes: dict[str, Any] = {
@@ -144,7 +144,7 @@ def _fit_model(vllm_config: VllmConfig, config: NeuronConfig) -> None:
 
 
 def _fit_defaults(model: ModelConfig, artifact: Artifact, *, warn: bool) -> None:
-    """What a request gets that says nothing: as through the other doors, unless --generation-config names another source."""
+    """Set the defaults of requests: as everywhere, unless --generation-config names another source."""
     if model.generation_config != "auto":
         return
     config, _ = usable(read_generation_config(artifact, model.hf_config), artifact.config)
@@ -190,7 +190,7 @@ def _fit_scheduler(vllm_config: VllmConfig, artifact: Artifact) -> None:
 
 
 def _fit_executor(parallel: ParallelConfig) -> None:
-    """One worker needs no process beside the engine's, which vLLM would give it where there are replicas."""
+    """Run the one worker in the engine's process; vLLM would give it another where there are replicas."""
     if parallel.distributed_executor_backend == "mp" and parallel.data_parallel_size > 1:
         parallel.distributed_executor_backend = "uni"
 
@@ -200,7 +200,7 @@ def _given_block_size(cache: CacheConfig) -> int | None:
 
 
 def _check_cache(vllm_config: VllmConfig, artifact: Artifact) -> None:
-    """Raises ValueError where options ask for another cache than the compiled one."""
+    """Raise ValueError where options ask for another cache than the compiled one."""
     asked, compiled = _given_block_size(vllm_config.cache_config), artifact.config.kv_block_size
     if asked is not None and asked != compiled:
         had = "slots, not blocks" if compiled is None else f"blocks of kv_block_size={compiled} tokens"
@@ -233,7 +233,7 @@ _CODES_OF_CACHES = {"int8_per_token_head": "int8", "fp8_per_token_head": "fp8", 
 
 
 def _check_cache_dtype(asked: str, config: NeuronConfig) -> None:
-    """Raises ValueError where --kv-cache-dtype is another one than the compiled cache's, or than the one to be compiled."""
+    """Raise ValueError where --kv-cache-dtype is another one than the compiled cache's, or than the one to be compiled."""
     compiled = config.kv_cache_dtype or config.dtype
     if asked == "auto" or _CODES_OF_CACHES.get(asked, asked) == compiled:
         return
@@ -252,7 +252,7 @@ def _given_cache_dtype(asked: str) -> dict[str, str]:
 
 
 def _reuses_prefixes(vllm_config: VllmConfig, artifact: Artifact) -> bool:
-    """Where rows keep state, behind snapshots of it alone. Another scheduler would take blocks alone for a prefix."""
+    """Reuse prefixes of rows that keep state after snapshots of it alone. Another scheduler would take blocks alone for a prefix."""
     if artifact.model.reuses_prefixes:
         return True
     of_ours = artifact.config.kv_block_size is None or vllm_config.scheduler_config.scheduler_cls is None
@@ -265,7 +265,7 @@ def _scheduler_name(vllm_config: VllmConfig) -> str:
 
 
 def _fit_prefix_caching(vllm_config: VllmConfig, artifact: Artifact) -> None:
-    """On where the model allows it and nobody turned it off: vLLM's own over blocks, with snapshots where rows keep state. Its own looks
+    """Turn prefix caching on where the model allows it and the user did not turn it off: vLLM's own over blocks, with snapshots where rows keep state. Its own looks
     for whole blocks, and no prompt fills a slot: over slots the connector reuses prefixes of any length."""
     cache = vllm_config.cache_config
     wanted = given().prefix_caching
@@ -280,7 +280,7 @@ def _fit_prefix_caching(vllm_config: VllmConfig, artifact: Artifact) -> None:
 
 
 def _fit_cache(vllm_config: VllmConfig, config: NeuronConfig) -> None:
-    """vLLM's blocks are the artifact's, or its slots; block 0, which vLLM gives to nobody, is none of them."""
+    """Make vLLM's blocks the artifact's, or its slots; block 0, which vLLM never gives out, is none of them."""
     cache = vllm_config.cache_config
     cache.block_size = config.kv_block_size or vllm_config.model_config.max_model_len
     if cache.mamba_block_size is not None:  # of a model with other state than keys and values: rows keep it

@@ -1,46 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's process has the worker do beside what a step computes. It goes along with the step as vLLM's connectors' plans do."""
+"""What the scheduler's process adds to a step for the worker. It comes with the step, as the plans of vLLM's connectors do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from ..runtime.step_rows import Prefix
+from ..core import Prefix
 
 
 @dataclass
 class StepPlan(KVConnectorMetadata):
-    """What a step does beside what it computes.
+    """Copies and snapshots of a step, by request id.
 
     Attributes:
-        slots: by request id: the slot of each request that starts, where the cache has slots and prompts reuse them.
-        reuse: before it, by request id: the slot whose first rows a request takes over, and how many.
-        restore: before it, by request id: the snapshot of the state behind the tokens that a request's blocks contain already.
-        keep: behind it, by request id: the place of a snapshot of what its row keeps of all its tokens.
+        slots: the slot of each request that starts, where the cache has slots and prompts reuse them.
+        prefixes: what a request that starts need not compute, where its row or a snapshot has to be made ready for it.
+        keep: the place of a snapshot of what a request's row keeps of all its tokens after the step.
     """
 
     slots: dict[str, int] = field(default_factory=dict)
-    reuse: dict[str, Prefix] = field(default_factory=dict)
-    restore: dict[str, int] = field(default_factory=dict)
+    prefixes: dict[str, Prefix] = field(default_factory=dict)
     keep: dict[str, int] = field(default_factory=dict)
 
 
-class Advance(NamedTuple):
-    """The tokens of a request that a step computes, from place `start` up to `end`."""
-
-    request_id: str
-    start: int
-    end: int
-
-
-def advances(scheduler_output: Any) -> Iterator[Advance]:
-    """What each request of a step of vLLM's scheduler computes."""
+def list_advances(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
+    """Yield each request of a step of vLLM's scheduler with the places where its tokens start and end."""
     cached = scheduler_output.scheduled_cached_reqs
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     starts |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
     for request_id, start in starts.items():
-        yield Advance(request_id, start, start + scheduler_output.num_scheduled_tokens[request_id])
+        yield request_id, start, start + scheduler_output.num_scheduled_tokens[request_id]

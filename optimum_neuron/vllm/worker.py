@@ -30,11 +30,11 @@ from .settings import find_served
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 
-class _StepOutput(AsyncModelRunnerOutput):
+class _PendingOutput(AsyncModelRunnerOutput):
     """A step's output while the step still runs.
 
     Args:
-        read: waits for the step's end, and gives what is handed out.
+        read: waits for the step's end, and returns its output.
     """
 
     def __init__(self, read: Callable[[], ModelRunnerOutput]) -> None:
@@ -44,12 +44,12 @@ class _StepOutput(AsyncModelRunnerOutput):
         return self._read()
 
     def get_kv_connector_output(self) -> None:
-        """Nothing of a step that failed: the connector has no side here. vLLM 0.33 demands the method, 0.32 does not call it."""
+        """Return nothing: the connector has no side here. vLLM 0.33 demands the method, 0.32 does not call it."""
 
 
 @refuse_calls
 class NeuronWorker(WorkerBase):
-    """One worker per engine, whatever number of devices the artifact takes.
+    """The one worker of an engine, whatever number of devices the artifact takes.
 
     With async scheduling, steps run in a thread of their own, in vLLM's order, and vLLM schedules the next one meanwhile.
     """
@@ -61,7 +61,7 @@ class NeuronWorker(WorkerBase):
         rank: int,
         distributed_init_method: str,
         is_driver_worker: bool = False,
-        **_: Any,  # what other workers share among each other
+        **_: Any,  # what other workers share
     ) -> None:
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         served = find_served(vllm_config)
@@ -83,12 +83,12 @@ class NeuronWorker(WorkerBase):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         artifact = self._artifact
-        self.model_runner: ModelRunner | None = ModelRunner(self._load(), artifact.model, self.vllm_config)
+        self.model_runner: ModelRunner | None = ModelRunner(self._load_graphs(), artifact.model, self.vllm_config)
         if self.scheduler_config.async_scheduling:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="neuron-step")
         logger.info("serving %s: %d graphs for %s", artifact.path, len(artifact.graphs), artifact.target)
 
-    def _load(self) -> GraphRunner:
+    def _load_graphs(self) -> GraphRunner:
         artifact = self._artifact
         executable = get_target(artifact.target).load(
             artifact,
@@ -98,42 +98,42 @@ class NeuronWorker(WorkerBase):
         return GraphRunner(executable, artifact.config, artifact.graphs, artifact.model)
 
     def get_model(self) -> nn.Module:
-        """A module without parameters: vLLM looks through a model's modules when it ends."""
+        """Return a module without parameters: vLLM looks through a model's modules when it ends."""
         return self._model
 
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
-        """All layers as one: its blocks have the bytes of the whole cache. vLLM counts blocks and allocates nothing."""
+        """Return all layers as one: its blocks have the bytes of the whole cache. vLLM counts blocks and allocates nothing."""
         size = self.cache_config.block_size
         stored = byte_count((*self._artifact.states(), *self._artifact.snapshots()))
-        per_token = -(-stored // (self._blocks * size))
+        per_token = -(-stored // (self._block_count * size))
         spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=-(-per_token // 2), dtype=torch.int8)
         return {"cache": spec}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        return ["LBNHC"]  # any one: there is no attention backend to ask
+        return ["LBNHC"]  # any one: there is no attention backend
 
     def determine_available_memory(self) -> int:
-        """Bytes of the cache, padding's included: they are allocated whatever vLLM finds."""
+        """Return the bytes of the cache with its padding: they are allocated whatever vLLM finds."""
         pages: int = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
-        return pages * self._blocks
+        return pages * self._block_count
 
     @property
-    def _blocks(self) -> int:
-        """As vLLM counts them: one more than requests can have."""
+    def _block_count(self) -> int:
+        """Blocks as vLLM counts them: one more than requests can have."""
         return self._artifact.config.kv_blocks + 1
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """The cache came with the graphs."""
+        """Do nothing: the cache came with the graphs."""
 
     def get_kv_connector_handshake_metadata(self) -> None:
-        """Nothing: the connector has no side here."""
+        """Return nothing: the connector has no side here."""
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         assert self.model_runner is not None
         if self._thread is None:
             self.model_runner.runner.warm_up()
         else:
-            # By the thread of the steps: OpenMP gives every thread that computes workers of its own, and where there are more
+            # In the thread of the steps: OpenMP gives every thread that computes workers of its own, and where there are more
             # of them than cores, they no longer wait awake for the next layer.
             self._thread.submit(_inferring, self.model_runner.runner.warm_up).result()
         return CompilationTimes(language_model=0.0, encoder=0.0)
@@ -145,9 +145,9 @@ class NeuronWorker(WorkerBase):
     def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
         assert self.model_runner is not None
         if self._thread is None:
-            self.model_runner.execute(scheduler_output)
+            self.model_runner.execute_step(scheduler_output)
         else:
-            self._executing = self._thread.submit(_inferring, self.model_runner.execute, scheduler_output)
+            self._executing = self._thread.submit(_inferring, self.model_runner.execute_step, scheduler_output)
         if scheduler_output.total_num_scheduled_tokens:
             return None  # vLLM then asks for the tokens
         if self._executing is not None:
@@ -158,25 +158,27 @@ class NeuronWorker(WorkerBase):
     def sample_tokens(self, grammar_output: Any | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         assert self.model_runner is not None
         if self._thread is None:
-            return self.model_runner.sample(grammar_output)()
+            return self.model_runner.sample_step(grammar_output)()
         thread = self._thread
         if self.model_runner.runner.runs_ahead:
             # vLLM asks once the next step is started. The thread of the steps alone may wait for the device.
-            sampled = thread.submit(_inferring, self._sample, self._executing, grammar_output)
-            return _StepOutput(lambda: thread.submit(_inferring, sampled.result()).result())
-        return _StepOutput(thread.submit(_inferring, self._output, self._executing, grammar_output).result)
+            sampled = thread.submit(_inferring, self._sample_step, self._executing, grammar_output)
+            return _PendingOutput(lambda: thread.submit(_inferring, sampled.result()).result())
+        return _PendingOutput(thread.submit(_inferring, self._finish_step, self._executing, grammar_output).result)
 
-    def _sample(self, executed: Future[None] | None, grammar_output: Any | None) -> Callable[[], ModelRunnerOutput]:
+    def _sample_step(
+        self, executed: Future[None] | None, grammar_output: Any | None
+    ) -> Callable[[], ModelRunnerOutput]:
         if executed is not None:
             executed.result()  # done; raises what the step raised
         assert self.model_runner is not None
-        return self.model_runner.sample(grammar_output)
+        return self.model_runner.sample_step(grammar_output)
 
-    def _output(self, executed: Future[None] | None, grammar_output: Any | None) -> ModelRunnerOutput:
-        return self._sample(executed, grammar_output)()
+    def _finish_step(self, executed: Future[None] | None, grammar_output: Any | None) -> ModelRunnerOutput:
+        return self._sample_step(executed, grammar_output)()
 
     def execute_dummy_batch(self) -> None:
-        """Nothing: replicas of a model with experts compute alone, so none waits for the others' steps."""
+        """Do nothing: replicas of a model with experts compute alone, so none waits for the others' steps."""
 
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
@@ -185,15 +187,15 @@ class NeuronWorker(WorkerBase):
         return set()
 
     def synchronize_device(self) -> None:
-        """Wait for the steps that were handed over: a pause is complete where none runs."""
+        """Wait for the steps that were started: a pause is complete where none runs."""
         if self._thread is not None:
             self._thread.submit(lambda: None).result()  # runs when all before it has ended
 
     def reset_encoder_cache(self) -> None:
-        """Nothing to forget: there is no encoder."""
+        """Do nothing: there is no encoder."""
 
     def sleep(self, level: int = 1) -> None:
-        """Let go of weights, cache and devices. Loading brings the same weights back, so that both levels of vLLM are one.
+        """Release weights, cache and devices. Loading brings the same weights back, so that both levels of vLLM are one.
 
         vLLM has preempted or ended all requests before, and forgotten what the cache holds. Without its artifact the worker keeps
         all, and sleeps no less.
@@ -207,29 +209,29 @@ class NeuronWorker(WorkerBase):
         if not same:
             logger.warning("%s is no longer what was loaded: its memory is kept during the sleep", self._artifact.path)
             return
-        self.model_runner.unload()
+        self.model_runner.unload_runner()
         gc.collect()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Load the artifact again. Weights and cache come together, whichever of them `tags` asks for first.
 
         Raises:
-            FileNotFoundError, ArtifactError: the artifact went away meanwhile. The engine sleeps on.
+            FileNotFoundError, ArtifactError: the artifact went away meanwhile. The engine stays asleep.
         """
         assert self.model_runner is not None
         if not self.model_runner.is_loaded:
-            self.model_runner.load(self._load())
+            self.model_runner.load_runner(self._load_graphs())
             self.compile_or_warm_up_model()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Let go of the cache, and of the graphs with it."""
+        """Release the cache, and the graphs with it."""
         self.sleep()
 
     def reload_weights(self) -> None:
-        """Nothing to read: an artifact's weights do not change, and `wake_up` has read them."""
+        """Do nothing: an artifact's weights do not change, and `wake_up` has read them."""
 
     def shutdown(self) -> None:
-        """Ends the step that runs, and lets go of graphs, weights and devices."""
+        """End the step that runs, and release graphs, weights and devices."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self.model_runner = None
@@ -238,5 +240,5 @@ class NeuronWorker(WorkerBase):
 
 @torch.inference_mode()
 def _inferring(function: Any, *arguments: Any) -> Any:
-    """Inference mode belongs to a thread."""
+    """Call a function in inference mode, which belongs to a thread."""
     return function(*arguments)

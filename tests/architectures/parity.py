@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from optimum_neuron.checkpoints.find import find_checkpoint
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.errors import first_line
 from optimum_neuron.parity.few_keys import few_keys
 from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
 from optimum_neuron.parity.rope_length import keep_frequencies
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.model_cache import CacheNeeds
 
 
@@ -190,10 +190,10 @@ def logits_of(model: nn.Module, text: Tensor) -> Tensor:
 
 def prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: Sequence[int]) -> dict[int, Tensor]:
     """Logits after each piece by the index of its last token."""
-    runner.reset_all()
+    runner.reset_slots()
     found, start = {}, 0
     for count in pieces:
-        output = runner.prefill([Chunk(slot, prompt[start : start + count])])
+        output = runner.run_step([PromptPiece(slot, prompt[start : start + count])])
         assert output.chunk_logits is not None
         start += count
         found[start - 1] = output.chunk_logits[0].clone()
@@ -209,8 +209,8 @@ def run(runner: GraphRunner, prompt: np.ndarray, generated: Sequence[int]) -> tu
     chosen = [int(found[PROMPT - 1].argmax())]
     neighbor = [tokens(count, seed=count) for count in (5, 8, 3)]
     for index, token in enumerate(generated[:-1]):
-        beside = [Chunk(0, neighbor.pop())] if neighbor and index % 2 else []
-        output = runner.step(beside, decode_rows(runner, {1: token}))
+        beside = [PromptPiece(0, neighbor.pop())] if neighbor and index % 2 else []
+        output = runner.run_step(beside, decode_rows(runner, {1: token}))
         assert output.decode_logits is not None and output.decode_tokens is not None
         found[PROMPT + index] = output.decode_logits[1].clone()
         chosen.append(int(output.decode_tokens[1]))

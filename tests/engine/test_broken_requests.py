@@ -12,8 +12,8 @@ import torch
 from helpers import VOCAB, eager_runner, generate, random_tokens, tiny_config
 from torch import nn
 
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
-from optimum_neuron.engine.request import Request
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.spec import GREEDY, SamplingParams
 
@@ -26,7 +26,7 @@ def serve(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add_request(request)
-    for event in engine.run():
+    for event in engine.run_requests():
         tokens[event.request_id].append(event.token_id)
     return tokens
 
@@ -54,7 +54,7 @@ def test_a_broken_request_costs_the_others_nothing(runner: GraphRunner, sampling
         Request(request_id=str(number), prompt_token_ids=prompt, max_new_tokens=9, sampling=sampling, seed=number)
         for number, prompt in enumerate(prompts)
     ]
-    runner.reset_all()
+    runner.reset_slots()
     alone = {}
     for request in requests:
         alone |= serve(Engine(runner, vocab_size=VOCAB), [request])

@@ -28,9 +28,9 @@ from invariants import check_cache
 from torch import nn
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.engine.request import Request
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import SamplingParams
@@ -49,7 +49,7 @@ def engine_over(runner: GraphRunner, options: SchedulerOptions | None = None, se
 def finish(engine: Engine) -> dict[str, list[int]]:
     """Runs to the end; returns the tokens of each request."""
     tokens: dict[str, list[int]] = defaultdict(list)
-    for event in engine.run():
+    for event in engine.run_requests():
         tokens[event.request_id].append(event.token_id)
     return dict(tokens)
 
@@ -100,10 +100,10 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> dict[str, list[int]]:
             if arrival.step == step:
                 engine.add_request(arrival.request)
             if arrival.aborted_after is not None and arrival.step + arrival.aborted_after == step:
-                engine.abort(arrival.request.request_id)
+                engine.abort_request(arrival.request.request_id)
         for event in engine.step():
             tokens[event.request_id].append(event.token_id)
-        check_cache(engine.scheduler.slots)
+        check_cache(engine.scheduler.cache)
         step += 1
         assert step < 2000
     return tokens
@@ -153,7 +153,7 @@ def test_a_prefix_hit_changes_no_bit(tiny_models: dict[str, nn.Module], tiny_spe
             engine.add_request(request)
             tokens |= finish(engine)
         engine.add_request(requests[0])
-        while not engine.scheduler.running:
+        while not engine.scheduler.queues.running:
             engine.step()
         # Copied from a slot that decodes.
         engine.add_request(Request(request_id="copy", prompt_token_ids=requests[0].prompt_token_ids, max_new_tokens=6))
@@ -165,7 +165,7 @@ def test_a_prefix_hit_changes_no_bit(tiny_models: dict[str, nn.Module], tiny_spe
         states = read_states(runner, spec)
         found = {}
         for slot in range(3):
-            prompt = engine.scheduler.slots.contents(slot)[:33]
+            prompt = engine.scheduler.cache.pool.read_tokens(slot)[:33]
             rows = [state[slot, :, : len(prompt)].flatten().view(torch.int32).tolist() for state in states.values()]
             found[f"slot of {prompt.tolist()}"] = [value for row in rows for value in row]
         return found
@@ -261,7 +261,7 @@ def test_what_can_never_be_served_is_refused_at_once(
     engine = engine_over(open_runner("llama", **config))
     options = {"request_id": "r", "prompt_token_ids": random_tokens(5), "max_new_tokens": 3} | request_options
     with pytest.raises(ValueError, match=words):
-        engine.check(Request(**options))
+        engine.check_request(Request(**options))
     with pytest.raises(ValueError, match=words):
         engine.add_request(Request(**options))
     assert not engine.has_work and engine.step() == []
@@ -285,10 +285,10 @@ def test_abort_all_frees_every_slot_and_the_engine_goes_on(open_runner: Opener) 
         engine.add_request(Request(request_id=str(number), prompt_token_ids=random_tokens(20), max_new_tokens=30))
     for _ in range(4):
         engine.step()
-    engine.abort_all()
+    engine.abort_requests()
     assert not engine.has_work and engine.statistics.aborted == 5
-    assert not engine.abort("0")
-    check_cache(engine.scheduler.slots)
+    assert not engine.abort_request("0")
+    check_cache(engine.scheduler.cache)
     request = Request(request_id="0", prompt_token_ids=random_tokens(7), max_new_tokens=4)
     engine.add_request(request)
     assert finish(engine)["0"] == alone(open_runner("llama"), request)
@@ -313,7 +313,7 @@ def test_a_step_that_fails_ends_all_requests_and_voids_what_the_slots_held(
         with pytest.raises(RuntimeError, match="device lost"):
             engine.step()
     assert not engine.has_work and engine.statistics.aborted == 1
-    assert not any(len(engine.scheduler.slots.contents(slot)) for slot in range(3))
+    assert not any(len(engine.scheduler.cache.pool.read_tokens(slot)) for slot in range(3))
     engine.add_request(long)
     assert finish(engine)["long"] == expected
 

@@ -11,9 +11,9 @@ from helpers import VOCAB, artifact_runner, eager_runner, export_tiny, random_to
 from invariants import check_cache
 from torch import nn
 
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.engine.request import Request
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.sampling.eager_sampling import sample_by_sorting
 from optimum_neuron.step.spec import SamplingParams
@@ -73,7 +73,7 @@ def crowd() -> list[Request]:
 
 
 def serve(runner: GraphRunner, requests: list[Request], **options: bool) -> tuple[dict[str, list[int]], Engine]:
-    runner.reset_all()
+    runner.reset_slots()
     engine = Engine(runner, SchedulerOptions(**options), vocab_size=VOCAB)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
@@ -81,8 +81,8 @@ def serve(runner: GraphRunner, requests: list[Request], **options: bool) -> tupl
     while engine.has_work:
         for event in engine.step():
             tokens[event.request_id].append(event.token_id)
-        check_cache(engine.scheduler.slots)
-        assert engine.statistics.blocks_in_use == engine.scheduler.slots.used
+        check_cache(engine.scheduler.cache)
+        assert engine.statistics.blocks_in_use == engine.scheduler.cache.used_blocks
     return tokens, engine
 
 
@@ -110,14 +110,14 @@ def test_aborts_and_failures_leave_no_block_behind(both: tuple[GraphRunner, Grap
     for step in range(60):
         engine.step()
         if step % 15 == 14:
-            engine.abort(next(iter(engine._samplers)))
-        check_cache(engine.scheduler.slots)
-    engine.abort_all()
-    check_cache(engine.scheduler.slots)
-    assert engine.scheduler.slots.used == 0 and not engine.has_work
+            engine.abort_request(next(iter(engine._samplers)))
+        check_cache(engine.scheduler.cache)
+    engine.abort_requests()
+    check_cache(engine.scheduler.cache)
+    assert engine.scheduler.cache.used_blocks == 0 and not engine.has_work
     request = crowd()[0]
     engine.add_request(request)
-    assert [event.token_id for event in engine.run()] == serve(both[0], [request])[0]["0"]
+    assert [event.token_id for event in engine.run_requests()] == serve(both[0], [request])[0]["0"]
 
 
 def test_a_model_with_state_beside_keys_is_computed_again_but_for_what_snapshots_have(

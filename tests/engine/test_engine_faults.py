@@ -17,10 +17,10 @@ from invariants import check_cache
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
+from optimum_neuron.engine.events import RequestFailedError, RequestFailure
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.engine.request import Request
-from optimum_neuron.engine.step import RequestFailedError, RequestFailure
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.spec import SamplingParams
 
@@ -116,14 +116,14 @@ def serve(engine: Engine) -> tuple[dict[str, list[int]], dict[str, RequestFailed
     """Runs to the end: the tokens of each request, and the errors of those that failed."""
     tokens: dict[str, list[int]] = {}
     errors: dict[str, RequestFailedError] = {}
-    for event in engine.run():
+    for event in engine.run_requests():
         assert event.request_id not in errors
         if isinstance(event, RequestFailure):
             errors[event.request_id] = event.error
         else:
             tokens.setdefault(event.request_id, []).append(event.token_id)
-        check_cache(engine.scheduler.slots)
-    assert engine.scheduler.slots.free_count == engine.config.batch_size
+        check_cache(engine.scheduler.cache)
+    assert engine.scheduler.cache.free_count == engine.config.batch_size
     return tokens, errors
 
 
@@ -236,7 +236,7 @@ def test_a_processor_may_abort_requests_its_own_included(
 
     def ends(scores: Tensor) -> Tensor:
         for name in victims:
-            engine.abort(name)
+            engine.abort_request(name)
         if fails:
             raise ZeroDivisionError
         return scores
@@ -300,7 +300,7 @@ def test_whoever_turns_evil_at_whatever_moment_ends_alone(open_runner: Opener, p
                     failed[event.request_id] = event.error
                 else:
                     tokens[event.request_id].append(event.token_id)
-            check_cache(engine.scheduler.slots)
+            check_cache(engine.scheduler.cache)
             step += 1
             assert step < LENGTH * len(arrivals)
         assert set(failed) == {arrival.request.request_id for arrival in arrivals if arrival.evil}

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.engine.request import Request
 from optimum_neuron.runtime.runner import GraphRunner
 
 
@@ -75,7 +75,7 @@ def alone(steps: GraphRunner, number: int, shared: int, own: int, new: int) -> t
             processors=LogitsProcessorList([noted]),
         )
     )
-    return [event.token_id for event in engine.run()], noted.logits
+    return [event.token_id for event in engine.run_requests()], noted.logits
 
 
 def overwrite(steps: GraphRunner, *, rows: bool) -> None:
@@ -106,10 +106,10 @@ def serve(engine: Engine, arrivals: Sequence[Arrival]) -> list[tuple[list[int], 
                     )
                 )
             if aborted is not None and at + aborted == step:
-                engine.abort(str(number))
+                engine.abort_request(str(number))
         for event in engine.step():
             tokens[int(event.request_id)].append(event.token_id)
-        check_cache(engine.scheduler.slots)
+        check_cache(engine.scheduler.cache)
         step += 1
         assert step < 1000
     return [(each, note.logits) for each, note in zip(tokens, noted, strict=True)]
@@ -192,7 +192,7 @@ def test_nobody_goes_on_behind_what_a_broken_request_left() -> None:
 
 def run(engine: Engine, request: Request) -> list[Any]:
     engine.add_request(request)
-    return list(engine.run())
+    return list(engine.run_requests())
 
 
 @pytest.mark.parametrize("kind", KINDS)

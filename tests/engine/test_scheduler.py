@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from scheduling import TOKEN, add, advance, commit, counts, make, next_step, request, with_decodes
 
+from optimum_neuron.engine.events import TokenEvent
 from optimum_neuron.engine.request import RequestState
-from optimum_neuron.engine.step import TokenEvent
 
 
 def test_a_one_token_final_chunk_is_a_chunk() -> None:
@@ -18,8 +18,8 @@ def test_a_one_token_final_chunk_is_a_chunk() -> None:
     assert (
         step.graph.kind == "chunked_prefill"
         and not step.decodes
-        and step.chunks[0].count == 1
-        and step.chunks[0].is_last
+        and step.pieces[0].count == 1
+        and step.pieces[0].is_last
     )
     assert commit(scheduler, step) == [("a", TOKEN, None)]
 
@@ -28,7 +28,7 @@ def test_an_intermediate_chunk_emits_nothing() -> None:
     scheduler = make(chunk=8)
     add(scheduler, request("a", 20))
     assert advance(scheduler) == [] and advance(scheduler) == []
-    assert scheduler.state("a").output_token_ids == []
+    assert scheduler.find_state("a").output_token_ids == []
     assert advance(scheduler) == [("a", TOKEN, None)]
 
 
@@ -36,13 +36,13 @@ def test_an_unfinished_prompt_cannot_take_a_token() -> None:
     state = RequestState(request("a", 3), 0, 5)
     state.computed = 2
     with pytest.raises(RuntimeError, match="1 prompt tokens left"):
-        state.append(TOKEN)
+        state.append_token(TOKEN)
 
 
 def test_pure_decode_is_token_generation_and_never_mixed() -> None:
     scheduler = with_decodes(2)
     step = next_step(scheduler)
-    assert (step.graph.kind, step.graph.chunk_size, step.chunks) == ("token_generation", 0, ())
+    assert (step.graph.kind, step.graph.chunk_size, step.pieces) == ("token_generation", 0, ())
     assert [decode.slot for decode in step.decodes] == sorted(decode.slot for decode in step.decodes)
     add(scheduler, request("a", 3))
     assert next_step(scheduler).graph.kind == "mixed"
@@ -53,7 +53,7 @@ def test_the_decodes_are_built_again_only_when_the_running_requests_change() -> 
     first = next_step(scheduler).decodes
     advance(scheduler)
     assert next_step(scheduler).decodes is first
-    scheduler.abort("d0")
+    scheduler.abort_request("d0")
     assert [decode.request_id for decode in next_step(scheduler).decodes] == ["d1"]
 
 
@@ -70,9 +70,9 @@ def test_requests_under_way_never_exceed_the_slots() -> None:
     scheduler = make(slots=2, chunk=4, max_bypass=9)
     add(scheduler, request("a", 100), request("b", 2, new=50), request("c", 2), request("d", 2))
     for _ in range(20):
-        assert scheduler.prefilling + scheduler.running <= 2
+        assert len(scheduler.queues.prefilling) + len(scheduler.queues.running) <= 2
         advance(scheduler)
-    assert scheduler.waiting == 2
+    assert len(scheduler.queues.waiting) == 2
 
 
 @pytest.mark.parametrize("prompt", [1, 7, 8, 9, 15, 16, 17, 64])
@@ -94,7 +94,7 @@ def test_one_new_token_finishes_with_the_final_chunk() -> None:
     scheduler = make()
     add(scheduler, request("a", 3, new=1))
     assert advance(scheduler) == [("a", TOKEN, "length")]
-    assert scheduler.slots.free_count == 4 and not scheduler.has_work
+    assert scheduler.cache.free_count == 4 and not scheduler.has_work
 
 
 def test_an_end_token_finishes_in_the_final_chunk_and_in_a_decode() -> None:
@@ -109,7 +109,7 @@ def test_an_end_token_finishes_in_the_final_chunk_and_in_a_decode() -> None:
 def test_without_a_limit_a_request_generates_what_its_slot_holds() -> None:
     scheduler = make(chunk=8, length=32)
     add(scheduler, request("a", 30, new=None))
-    assert scheduler.state("a").max_new_tokens == 3
+    assert scheduler.find_state("a").max_new_tokens == 3
     advance(scheduler, 5)
     assert advance(scheduler) == [("a", TOKEN, "length")]
 
@@ -184,8 +184,8 @@ def test_only_a_truncated_chunk_is_aligned_and_never_to_zero(
     scheduler = make(slots=4, chunk=32, max_step_tokens=budget, chunk_alignment=alignment)
     add(scheduler, request("a", prompt))
     taken = []
-    while scheduler.waiting or scheduler.prefilling:
-        taken.append(next_step(scheduler).chunks[0].count)
+    while scheduler.queues.waiting or scheduler.queues.prefilling:
+        taken.append(next_step(scheduler).pieces[0].count)
         advance(scheduler)
     assert taken == expected
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from invariants import check_cache
 
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.core import PromptPiece, Request, Step
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.scheduler import Scheduler
-from optimum_neuron.engine.step import ScheduledChunk, Step
 from optimum_neuron.step.family import GraphFamily, rows_needed
 from optimum_neuron.step.spec import graph_specs
 
@@ -113,7 +112,7 @@ class Harness:
         self.size = self.config.block_length
         self.cache = [[-1] * self.size for _ in range(self.config.kv_blocks)]
         self.has_blocks = self.config.kv_block_size is not None
-        self.tables: list[list[int]] = [[] if self.has_blocks else [row] for row in range(self.config.batch_size)]
+        self.tables: list[list[int]] = [[] for _ in range(self.config.batch_size)]
         self.state = [-1] * self.config.batch_size
         self.kept = [(-1, 0)] * (self.snapshots or 0)
 
@@ -140,24 +139,24 @@ class Harness:
 
     def add(self, request: Request) -> bool:
         try:
-            self.scheduler.add(request)
+            self.scheduler.add_request(request)
         except ValueError:
             return False
         name = request.request_id
         self.requests[name], self.outputs[name] = request, []
-        self.limits[name] = self.scheduler.state(name).max_new_tokens
+        self.limits[name] = self.scheduler.find_state(name).max_new_tokens
         return True
 
     def abort(self, name: str) -> None:
         live = name not in self.finished and name not in self.aborted
-        assert self.scheduler.abort(name) == live
+        assert self.scheduler.abort_request(name) == live
         if live:
             self.aborted.add(name)
             self.end(name)
 
     def end(self, name: str) -> None:
         slot = self.slot_of.pop(name, None)
-        if self.has_blocks and slot is not None:
+        if slot is not None:
             self.tables[slot] = []
 
     def schedule(self) -> Step | None:
@@ -180,6 +179,7 @@ class Harness:
             shared, fresh = assignment.blocks[: assignment.shared], assignment.blocks[assignment.shared :]
             assert not held & set(fresh) and len(set(fresh)) == len(fresh), "a block that is written to has one owner"
             assert assignment.first == len(self.tables[assignment.slot])
+            assert self.has_blocks or assignment.blocks == (assignment.slot,)
             self.tables[assignment.slot] += [*shared, *fresh]
         for copy in step.copies:
             self.cache[copy.destination][: copy.length] = self.cache[copy.source][: copy.length]
@@ -188,19 +188,16 @@ class Harness:
         """The model: copies, then writes, then reads; the copies in the order of the chunks."""
         self.steps += 1
         self.change_blocks(step)
-        for chunk in step.chunks:
+        for chunk in step.pieces:
             if chunk.is_first:
                 self.slot_of[chunk.request_id] = chunk.slot
                 self.starts.setdefault(chunk.request_id, self.steps)
                 self.last_start = self.steps
-            if chunk.reuse:
+            if chunk.prefix:
                 self.hits += 1
-            if chunk.reuse and chunk.reuse.source_slot is not None:
-                source, length, _ = chunk.reuse
-                self.cache[chunk.slot][:length] = self.cache[source][:length]
-            if chunk.reuse and chunk.reuse.snapshot is not None:
-                self.state[chunk.slot], length = self.kept[chunk.reuse.snapshot]
-                assert length == chunk.reuse.length
+            if chunk.prefix and chunk.prefix.snapshot is not None:
+                self.state[chunk.slot], length = self.kept[chunk.prefix.snapshot]
+                assert length == chunk.prefix.length
         tokens = self.advance(step)
         for kept in step.kept:
             self.kept[kept.place] = self.state[kept.slot], kept.length
@@ -213,9 +210,9 @@ class Harness:
             row = row_after(self.before(decode.slot, end), self.outputs[decode.request_id][-1])
             self.write(decode.slot, end, row)
             decode_tokens.append(token_from(row))
-        return decode_tokens, [token_from(self.run_chunk(chunk)) for chunk in step.chunks]
+        return decode_tokens, [token_from(self.run_chunk(chunk)) for chunk in step.pieces]
 
-    def run_chunk(self, chunk: ScheduledChunk) -> int:
+    def run_chunk(self, chunk: PromptPiece) -> int:
         request, tokens = self.requests[chunk.request_id], self.tokens(chunk.request_id)
         for index in range(chunk.start, chunk.start + chunk.count):
             if request.atomic and index < len(request.prompt_token_ids):
@@ -233,34 +230,34 @@ class Harness:
             if event.finish_reason:
                 self.finished[name] = event.finish_reason
                 self.end(name)
-        check_cache(self.scheduler.slots)
-        table = self.scheduler.slots.snapshots
+        check_cache(self.scheduler.cache)
+        table = self.scheduler.cache.snapshots
         for place, kept in enumerate(self.kept if table is not None else ()):
-            tokens = table.tokens(place)
+            tokens = table.read_tokens(place)
             if tokens is not None:
                 assert kept == (state_of(tokens.tolist()), len(tokens)), f"snapshot {place} is of other tokens"
 
     def check_step(self, step: Step) -> None:
         scheduler, config, options = self.scheduler, self.config, self.options
         gone = {each.request_id for each in step.preempted}
-        states = [state for state in scheduler._live.values() if state.request.request_id not in gone]
+        states = [state for state in scheduler.queues.live.values() if state.request.request_id not in gone]
         running = {state.request.request_id for state in states if state.slot is not None and not state.remaining}
         decoding = self.decoding(step)
-        assert set(decoding) in (running, set()) and (decoding or step.chunks)
+        assert set(decoding) in (running, set()) and (decoding or step.pieces)
         assert len(decoding) == len(set(decoding))
         if scheduler.policy == "mixed":
             assert set(decoding) == running
         elif scheduler.policy == "all_chunks":
-            assert len(step.chunks) <= 1
-        tokens = len(step.decodes) + sum(chunk.count for chunk in step.chunks)
+            assert len(step.pieces) <= 1
+        tokens = len(step.decodes) + sum(chunk.count for chunk in step.pieces)
         assert tokens <= (options.max_step_tokens or tokens)
         self.check_graph(step)
-        if step.chunks:
+        if step.pieces:
             self.check_bypass(step)
         held = [state.slot for state in states if state.slot is not None]
-        held += [chunk.slot for chunk in step.chunks if chunk.is_first]
+        held += [chunk.slot for chunk in step.pieces if chunk.is_first]
         assert len(held) == len(set(held)) <= config.batch_size
-        for chunk in step.chunks:
+        for chunk in step.pieces:
             assert chunk.slot not in {decode.slot for decode in step.decodes}
             self.check_chunk(chunk)
         self.check_blocks(step)
@@ -269,34 +266,34 @@ class Harness:
     def check_snapshots(self, step: Step) -> None:
         """Who takes over a prefix has a snapshot of it, which is not written to meanwhile; what is kept is where a chunk ends, and
         where it reaches a multiple of the interval something is, while there are places."""
-        needed = {chunk.reuse.snapshot for chunk in step.chunks if chunk.reuse}
+        needed = {chunk.prefix.snapshot for chunk in step.pieces if chunk.prefix}
         assert self.snapshots is None or None not in needed
         places = [kept.place for kept in step.kept]
         assert len(set(places)) == len(places) and set(places) <= set(range(self.snapshots or 0)) - needed
-        ends = {chunk.request_id: chunk.start + chunk.count for chunk in step.chunks}
+        ends = {chunk.request_id: chunk.start + chunk.count for chunk in step.pieces}
         for kept in step.kept:
             assert kept.length == ends[kept.request_id] and not self.requests[kept.request_id].atomic
-        for chunk in step.chunks:
-            assert not chunk.start < chunk.parts_at < chunk.start + chunk.count
-        table, interval = self.scheduler.slots.snapshots, self.config.state_snapshot_interval
+        for chunk in step.pieces:
+            assert not chunk.start < chunk.cut < chunk.start + chunk.count
+        table, interval = self.scheduler.cache.snapshots, self.config.state_snapshot_interval
         if table is None or interval is None or len(places) + len(needed) == self.snapshots:
             return
-        texts = [table.tokens(place) for place in range(self.snapshots or 0)]
+        texts = [table.read_tokens(place) for place in range(self.snapshots or 0)]
         have = [self.tokens(kept.request_id)[: kept.length] for kept in step.kept]
         have += [text.tolist() for text in texts if text is not None]
-        for chunk in step.chunks:
+        for chunk in step.pieces:
             end = ends[chunk.request_id]
             due = end // interval > chunk.start // interval and end >= 2 and not self.requests[chunk.request_id].atomic
             assert not due or self.tokens(chunk.request_id)[:end] in have
 
     def check_blocks(self, step: Step) -> None:
         """The last by priority and arrival are preempted, no more than it takes, and not soon after a start; rows get what they write to."""
-        holders = [state for state in self.scheduler._live.values() if state.slot is not None]
+        holders = [state for state in self.scheduler.queues.live.values() if state.slot is not None]
         holders.sort(key=lambda state: (state.request.priority, state.arrival))
         kept = len(holders) - len(step.preempted)
         assert [state.arrival for state in holders[kept:]] == [gone.arrival for gone in step.preempted][::-1]
         if step.preempted:
-            assert self.has_blocks and kept and not any(chunk.is_first for chunk in step.chunks)
+            assert self.has_blocks and kept and not any(chunk.is_first for chunk in step.pieces)
             assert self.steps + 1 - self.last_start >= self.size
             stay = holders[: kept + 1]  # the last one that had to go, too
             used = {block for state in stay for block in self.tables[state.slot]}
@@ -304,20 +301,20 @@ class Harness:
             assert needed > self.config.kv_blocks - len(used)
         assigned = {each.slot: each for each in step.assignments}
         assert len(assigned) == len(step.assignments)
-        ends = {chunk.slot: chunk.start + chunk.count for chunk in step.chunks}
+        ends = {chunk.slot: chunk.start + chunk.count for chunk in step.pieces}
         ends |= {decode.slot: len(self.tokens(decode.request_id)) for decode in step.decodes}
         assert assigned.keys() <= ends.keys()
-        for slot, end in ends.items() if self.has_blocks else ():
+        for slot, end in ends.items():
             had = len(self.tables[slot]) if slot not in assigned or assigned[slot].first else 0
             assert had + len(assigned[slot].blocks if slot in assigned else ()) == -(-end // self.size)
-        for chunk in step.chunks if self.has_blocks else ():
+        for chunk in step.pieces if self.has_blocks else ():
             start = assigned[chunk.slot].shared * self.size if chunk.is_first else 0
-            assert start <= chunk.start and (start == chunk.start or not chunk.is_first or chunk.reuse)
+            assert start <= chunk.start and (start == chunk.start or not chunk.is_first or chunk.prefix)
 
     def check_graph(self, step: Step) -> None:
         """The smallest of its kind that holds the step, or the largest mixed one."""
-        counts, rows = [chunk.count for chunk in step.chunks], self.config.ctx_batch_size
-        ends = [chunk.start + chunk.count for chunk in step.chunks]
+        counts, rows = [chunk.count for chunk in step.pieces], self.config.ctx_batch_size
+        ends = [chunk.start + chunk.count for chunk in step.pieces]
         ends += [len(self.tokens(name)) for name in self.decoding(step)]
         kind = "token_generation" if not counts else "mixed" if step.decodes else "chunked_prefill"
         fitting = [
@@ -328,22 +325,20 @@ class Harness:
             and (not counts or rows_needed(counts, graph.chunk_size) <= rows)
         ]
         assert step.graph == fitting[-1 if self.deterministic else 0]
-        assert len({chunk.request_id for chunk in step.chunks}) == len(step.chunks)
+        assert len({chunk.request_id for chunk in step.pieces}) == len(step.pieces)
 
     @staticmethod
     def decoding(step: Step) -> list[str]:
         return [decode.request_id for decode in step.decodes]
 
-    def check_chunk(self, chunk: ScheduledChunk) -> None:
-        state, options = self.scheduler.state(chunk.request_id), self.options
+    def check_chunk(self, chunk: PromptPiece) -> None:
+        state, options = self.scheduler.find_state(chunk.request_id), self.options
         prompt, total = len(state.request.prompt_token_ids), len(self.tokens(chunk.request_id))
         end, again = chunk.start + chunk.count, self.preempted[chunk.request_id]
-        assert (chunk.preemptions, chunk.generated) == (again, len(self.outputs[chunk.request_id]))
-        assert chunk.generated == 0 or again
         assert chunk.recomputed <= (chunk.count if again else 0)
         assert chunk.is_first == (state.slot is None)
-        assert chunk.start == (chunk.reuse.length if chunk.reuse else state.computed)
-        assert chunk.reuse is None or (chunk.is_first and options.prefix_reuse and chunk.start < total)
+        assert chunk.start == (chunk.prefix.length if chunk.prefix else state.computed)
+        assert chunk.prefix is None or (chunk.is_first and options.prefix_reuse and chunk.start < total)
         assert chunk.count >= 1 and chunk.is_last == (end == total)
         if state.request.atomic and chunk.is_first:
             assert (chunk.start, end) == (0, prompt)
@@ -358,30 +353,30 @@ class Harness:
         """The prompt that is due is passed over only by ones that end, or are cut after it has begun, and not too often. Nobody else
         starts before it where it waits for blocks."""
         gone = {each.request_id for each in step.preempted}
-        states = [state for state in self.scheduler._live.values() if state.request.request_id not in gone]
+        states = [state for state in self.scheduler.queues.live.values() if state.request.request_id not in gone]
         states = [state for state in states if state.slot is None or state.remaining]
-        if gone or not self.scheduler.slots.free_count:
+        if gone or not self.scheduler.cache.free_count:
             states = [state for state in states if state.slot is not None]
         due = min(states, key=lambda state: (state.request.priority, state.slot is None, state.arrival))
-        name, passing = due.request.request_id, step.chunks
+        name, passing = due.request.request_id, step.pieces
         if self.has_blocks and due.slot is None:
             passing = tuple(chunk for chunk in passing if chunk.is_first)
-        self.streaks |= {chunk.request_id: 0 for chunk in step.chunks}
+        self.streaks |= {chunk.request_id: 0 for chunk in step.pieces}
         if (
-            name not in {chunk.request_id for chunk in step.chunks}
+            name not in {chunk.request_id for chunk in step.pieces}
             and self.scheduler.policy != "all_chunks"
             and passing
         ):
-            is_cut = [due.slot is not None and chunk.start + chunk.count == chunk.parts_at for chunk in passing]
+            is_cut = [due.slot is not None and chunk.start + chunk.count == chunk.cut for chunk in passing]
             assert all(chunk.is_last or cut for chunk, cut in zip(passing, is_cut, strict=True))
-            others = [self.scheduler.state(chunk.request_id).request for chunk in passing]
+            others = [self.scheduler.find_state(chunk.request_id).request for chunk in passing]
             assert all(other.priority == due.request.priority for other in others)
             self.streaks[name] = self.streaks.get(name, 0) + 1
             assert self.streaks[name] <= self.options.max_bypass
 
     def check_end(self) -> None:
-        assert self.scheduler.slots.free_count == self.config.batch_size and not self.scheduler.has_work
-        assert self.scheduler.slots.used == 0
+        assert self.scheduler.cache.free_count == self.config.batch_size and not self.scheduler.has_work
+        assert self.scheduler.cache.used_blocks == 0
         for name, times in self.preempted.items():
             assert times <= (self.steps - self.starts[name]) // self.size, f"{name} was preempted {times} times"
         assert set(self.finished) | self.aborted == set(self.requests) and not set(self.finished) & self.aborted
@@ -573,7 +568,7 @@ def test_of_many_requests_none_is_lost_and_none_is_served_twice(policy: Any) -> 
     """2500 requests per policy through one scheduler, many more waiting than running."""
     harness = play(crowd(policy, 2500, crowd_config(policy), new=5), check_purity=False)
     assert len(harness.requests) == 2500
-    assert not harness.scheduler._live and not harness.scheduler._waiting
+    assert not harness.scheduler.queues.live and not harness.scheduler.queues.waiting
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(2500, marks=pytest.mark.full)])

@@ -12,8 +12,8 @@ import pytest
 from scheduling import TOKEN, add, advance, commit, counts, make, next_step, request
 
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.core import Request
 from optimum_neuron.engine.policy import SchedulerOptions, StepCosts, resolve_policy
-from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.scheduler import Scheduler
 from optimum_neuron.engine.statistics import Statistics
 from optimum_neuron.step.family import GraphFamily
@@ -39,10 +39,10 @@ def test_a_request_that_can_never_be_served_is_refused_and_leaves_nothing(bad: R
     scheduler = make(slots=4, chunk=8, rows=2, max_step_tokens=12)
     add(scheduler, request("live", 250, new=7), request("image", 9, atomic=True))
     with pytest.raises(ValueError, match=message):
-        scheduler.check(bad)
+        scheduler.check_request(bad)
     with pytest.raises(ValueError, match=message):
-        scheduler.add(bad)
-    assert scheduler.waiting == 2
+        scheduler.add_request(bad)
+    assert len(scheduler.queues.waiting) == 2
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_step_is_committed_once_and_with_all_its_tokens() -> None:
     scheduler = make(chunk=4)
     add(scheduler, request("a", 9))
     step = next_step(scheduler)
-    with pytest.raises(ValueError, match="1 chunks got 0 and 0 tokens"):
+    with pytest.raises(ValueError, match="1 prompt pieces got 0 and 0 tokens"):
         scheduler.commit(step, [], [])
     commit(scheduler, step)
     with pytest.raises(RuntimeError, match="does not continue"):
@@ -98,7 +98,7 @@ def graph(kind: GraphKind, chunk_size: int) -> GraphSpec:
 def costs(*times: tuple[GraphKind, int, float]) -> StepCosts:
     table = StepCosts()
     for kind, chunk_size, seconds in times:
-        table.record(graph(kind, chunk_size), seconds)
+        table.record_time(graph(kind, chunk_size), seconds)
     return table
 
 
@@ -129,10 +129,10 @@ def test_a_size_that_was_slow_once_is_tried_again_and_a_hiccup_does_not_count() 
     table = costs(("mixed", 64, 0.02), ("token_generation", 0, 0.01), *[("mixed", 128, 0.03)] * 3, ("mixed", 128, 9.0))
     assert table.largest_within(0.05, (64, 128), "mixed") == 128
     for _ in range(9):
-        table.record(graph("mixed", 128), 9.0)
+        table.record_time(graph("mixed", 128), 9.0)
     assert table.largest_within(0.05, (64, 128), "mixed") == 64
     for _ in range(129):
-        table.record(graph("mixed", 64), 0.02)
+        table.record_time(graph("mixed", 64), 0.02)
     assert table.largest_within(0.05, (64, 128), "mixed") == 128
 
 

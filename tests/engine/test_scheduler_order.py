@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 from scheduling import add, advance, counts, make, next_step, request, with_decodes
 
+from optimum_neuron.engine.block_draft import BlockDraft
 from optimum_neuron.engine.policy import next_kind
 from optimum_neuron.engine.scheduler import WAITING_WINDOW
-from optimum_neuron.engine.slots import SlotTable
 
 
 @pytest.mark.parametrize("max_bypass", [0, 1, 3])
@@ -41,7 +41,7 @@ def test_a_lower_priority_number_goes_first_and_nothing_less_urgent_passes_it() 
     scheduler = make(chunk=4)
     add(scheduler, request("late", 9, priority=5), request("soon", 9, priority=-1), request("short", 2, priority=5))
     order = []
-    while scheduler.waiting or scheduler.prefilling:
+    while scheduler.queues.waiting or scheduler.queues.prefilling:
         order += counts(next_step(scheduler))
         advance(scheduler)
     assert order == ["soon", "soon", "soon", "short", "late", "late", "late"]
@@ -85,10 +85,10 @@ def test_neither_decodes_nor_prompts_starve() -> None:
         scheduler = with_decodes(1, chunk=4, policy=policy)
         for index in range(40):
             add(scheduler, request(f"p{index}", 6, new=2))
-        before = len(scheduler.state("d0").output_token_ids)
+        before = len(scheduler.find_state("d0").output_token_ids)
         advance(scheduler, 60)
-        assert len(scheduler.state("d0").output_token_ids) - before >= 20, policy
-        assert scheduler.waiting < 30, policy
+        assert len(scheduler.find_state("d0").output_token_ids) - before >= 20, policy
+        assert len(scheduler.queues.waiting) < 30, policy
 
 
 def test_a_policy_decides_from_five_facts() -> None:
@@ -107,7 +107,7 @@ def test_an_atomic_prompt_is_taken_in_one_piece_whatever_the_limits() -> None:
     advance(scheduler)
     add(scheduler, request("image", 30, atomic=True), request("b", 9))
     step = next_step(scheduler)
-    assert counts(step) == {"image": 30} and step.graph.chunk_size == 16 and step.chunks[0].is_last
+    assert counts(step) == {"image": 30} and step.graph.chunk_size == 16 and step.pieces[0].is_last
 
 
 def test_an_atomic_prompt_that_does_not_fit_beside_others_is_skipped_but_not_for_ever() -> None:
@@ -124,7 +124,7 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_requests(monkeypatch: pytes
     scheduler = make(chunk=4, rows=2)
     add(scheduler, *(request(f"r{index}", 50) for index in range(1000)))
     looks = []
-    may_share = SlotTable.may_share
-    monkeypatch.setattr(SlotTable, "may_share", lambda *args: looks.append(1) or may_share(*args))
+    may_share = BlockDraft.may_share
+    monkeypatch.setattr(BlockDraft, "may_share", lambda *args: looks.append(1) or may_share(*args))
     next_step(scheduler)
     assert len(looks) == WAITING_WINDOW - 1

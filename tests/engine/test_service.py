@@ -16,10 +16,10 @@ import torch
 from helpers import VOCAB, Opener, random_tokens
 from transformers import LogitsProcessorList
 
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
-from optimum_neuron.engine.request import Request
+from optimum_neuron.engine.events import RequestFailedError, TokenEvent
 from optimum_neuron.engine.service import EngineService, EngineStoppedError
-from optimum_neuron.engine.step import RequestFailedError, TokenEvent
 from optimum_neuron.engine.stream import Item, TokenStream
 from optimum_neuron.runtime.runner import GraphRunner
 
@@ -47,7 +47,7 @@ def expected(runner: GraphRunner, names: range, new_tokens: int = 6) -> list[lis
     for name in names:
         engine = Engine(runner, vocab_size=VOCAB)
         engine.add_request(request(name, new_tokens))
-        results.append([event.token_id for event in engine.run()])
+        results.append([event.token_id for event in engine.run_requests()])
     return results
 
 
@@ -103,7 +103,7 @@ def test_leaving_a_stream_early_aborts_it(runner: GraphRunner) -> None:
     with EngineService(engine) as service:
         with service.submit(request(0, new_tokens=50)) as stream:
             next(stream)
-        service.abort("unknown")
+        service.abort_request("unknown")
         assert list(service.submit(request(1)))
     assert engine.statistics.aborted == 1 and engine.statistics.finished == 1
 
@@ -395,7 +395,7 @@ def test_an_abandoned_stream_frees_its_slot(
             turns.put(1)
         assert len(list(last)) == 6
     assert engine.statistics.aborted == 3 and engine.statistics.finished == 1
-    assert engine.scheduler.slots.free_count == 3
+    assert engine.scheduler.cache.free_count == 3
 
 
 def test_a_stream_that_is_kept_unread_runs_to_its_end_and_frees_its_slot(runner: GraphRunner) -> None:

@@ -151,7 +151,7 @@ computing = [
     lambda: model(prompt, logits_to_keep=1),
     lambda: model.generate_batch([[5]], max_new_tokens=2),
     lambda: model.runner.warm_up(),
-    lambda: model.runner.reuse(1, 0, 1),
+    lambda: model.runner.copy_block(0, 1, 1),
     model.serve,
 ]
 """
@@ -169,7 +169,7 @@ calls = [
     *computing,
     lambda: service.submit(request("b")),
     lambda: service.subscribe(request("c"), print),
-    lambda: service.abort("a"),
+    lambda: service.abort_request("a"),
     lambda: next(stream),
     lambda: asyncio.run(read_one()),
     stream.abort,

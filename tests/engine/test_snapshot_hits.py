@@ -13,14 +13,23 @@ import pytest
 import recurrent
 import selecting
 import torch
-from helpers import VOCAB, decode_tokens, eager_runner, load_model, prefill_pieces, random_tokens, tiny_config
+from helpers import (
+    VOCAB,
+    decode_tokens,
+    eager_runner,
+    load_model,
+    prefill_pieces,
+    random_tokens,
+    reuse_prefix,
+    tiny_config,
+)
 from invariants import check_cache
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.engine.request import Request
 from optimum_neuron.runtime.runner import GraphRunner
 
 
@@ -78,10 +87,10 @@ def test_a_slot_goes_on_behind_a_snapshot_at_any_place(
     has_state = steps.kept.needed
     assert has_state == (kind != "deepseek_v32")
     for length in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3):
-        steps.reset_all()
+        steps.reset_slots()
         overwrite(steps)
         for slot in range(3) if blocks else ():
-            steps.assign(slot, 0, [slot])
+            steps.assign_blocks(slot, 0, [slot])
         prompt = np.concatenate([TEXT[:length], random_tokens(11, seed=length)])
         expected = whole(steps, 2, prompt)
         prefill_pieces(steps, 0, TEXT[:length], [min(CHUNK, length - at) for at in range(0, length, CHUNK)])
@@ -91,12 +100,7 @@ def test_a_slot_goes_on_behind_a_snapshot_at_any_place(
         for slot in (1, 0):  # a copy of what went on meanwhile, and in its place
             if slot:
                 overwrite(steps, slot)
-            if blocks and slot:
-                steps.copy_block(0, slot, length)
-            if blocks:
-                steps.resume(slot, length, 1 if has_state else None)
-            else:
-                steps.reuse(slot, 0, length, 1 if has_state else None)
+            reuse_prefix(steps, slot, 0, length, 1 if has_state else None)
             logits = prefill_pieces(steps, slot, prompt[length:], [3, CHUNK])
             assert torch.equal(followed(steps, slot, logits), expected)
 
@@ -125,7 +129,7 @@ class Served:
     def finish(self) -> None:
         while self.engine.has_work:
             self.engine.step()
-            check_cache(self.engine.scheduler.slots)
+            check_cache(self.engine.scheduler.cache)
 
     def serve(self, name: str, prompt: np.ndarray, new: int = 3) -> tuple[int, Tensor]:
         """How many tokens of a prompt were not computed, and the logits of all new ones."""
@@ -173,7 +177,7 @@ def test_a_prompt_that_is_aborted_leaves_what_its_whole_chunks_left(
         served.add("a", TEXT[:40])
         for _ in range(3):
             served.engine.step()
-        served.engine.abort("a")
+        served.engine.abort_request("a")
         prompt = behind(24, 9, seed=2)
         found, logits = served.serve("b", prompt)
         assert found == has and torch.equal(logits, alone(steps, prompt))

@@ -11,10 +11,10 @@ from invariants import check_cache, check_snapshots
 from scheduling import add, advance, commit, counts, next_step, request
 
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.core import BlockCopy, Prefix, Step
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.scheduler import Scheduler
-from optimum_neuron.engine.snapshots import Resumption, SnapshotTable
-from optimum_neuron.engine.step import BlockCopy, PrefixReuse, Step
+from optimum_neuron.engine.snapshots import SnapshotTable
 
 
 TEXT = list(range(40))
@@ -45,7 +45,7 @@ def kept(step: Step) -> list[tuple[str, int, int]]:
 def table(*texts: list[int], places: int = 3) -> SnapshotTable:
     made = SnapshotTable(places, min_reuse=2, largest_step=8)
     for place, text in enumerate(texts):
-        made.set(place, np.array(text, np.int32))
+        made.set_place(place, np.array(text, np.int32))
     check_snapshots(made)
     return made
 
@@ -53,50 +53,55 @@ def table(*texts: list[int], places: int = 3) -> SnapshotTable:
 @pytest.mark.parametrize(
     ("prompt", "common", "has", "expected"),
     [
-        ([1, 2, 3, 4, 5, 6], 5, 5, Resumption(4, 1)),  # the longest that it has
-        ([1, 2, 3, 4], 4, 9, Resumption(2, 0)),  # the last token is computed: one token is not worth another snapshot
-        ([1, 2, 3, 4], 4, 4, Resumption(2, 0)),
-        ([1, 2, 3, 9, 9], 3, 9, Resumption(2, 0)),
-        ([1, 2, 8, 8, 8, 8], 5, 9, Resumption(2, 0, 5)),  # parts from others far behind it
-        ([1, 2, 8, 8, 8, 8], 5, 5, Resumption(2, 0)),  # nobody goes on behind these: nothing to part from
-        ([1, 2, 3, 4, 5, 6], 1, 9, Resumption(0)),  # a snapshot without its rows is of no use
-        ([7, 7, 7, 7], 3, 9, Resumption(0, None, 3)),
+        ([1, 2, 3, 4, 5, 6], 5, 5, Prefix(4, snapshot=1)),  # the longest that it has
+        (
+            [1, 2, 3, 4],
+            4,
+            9,
+            Prefix(2, snapshot=0),
+        ),  # the last token is computed: one token is not worth another snapshot
+        ([1, 2, 3, 4], 4, 4, Prefix(2, snapshot=0)),
+        ([1, 2, 3, 9, 9], 3, 9, Prefix(2, snapshot=0)),
+        ([1, 2, 8, 8, 8, 8], 5, 9, Prefix(2, snapshot=0, cut=5)),  # parts from others far behind it
+        ([1, 2, 8, 8, 8, 8], 5, 5, Prefix(2, snapshot=0)),  # nobody goes on behind these: nothing to part from
+        ([1, 2, 3, 4, 5, 6], 1, 9, Prefix()),  # a snapshot without its rows is of no use
+        ([7, 7, 7, 7], 3, 9, Prefix(0, snapshot=None, cut=3)),
     ],
 )
 def test_a_prompt_goes_on_behind_the_longest_snapshot(
-    prompt: list[int], common: int, has: int, expected: Resumption
+    prompt: list[int], common: int, has: int, expected: Prefix
 ) -> None:
     made = table([1, 2], [1, 2, 3, 4], [5, 6, 7])
-    assert made.resume(np.array(prompt, np.int32), common, has=has) == expected
+    assert made.resume_prompt(np.array(prompt, np.int32), common, has=has) == expected
 
 
 def test_empty_places_go_first_then_the_least_recently_used_and_none_that_is_needed() -> None:
     made = table([1, 2], [3, 4], places=4)
     texts = [np.array(text, np.int32) for text in ([5, 6], [1, 2], [5, 6], [7, 8], [9, 9], [8, 8])]
-    assert made.places(texts, needed=[1]) == [2, None, None, 3, 0, None]
-    made.set(2, texts[0])
-    made.set(3, texts[3])
-    made.touch(0)
+    assert made.pick_places(texts, needed=[1]) == [2, None, None, 3, 0, None]
+    made.set_place(2, texts[0])
+    made.set_place(3, texts[3])
+    made.touch_place(0)
     check_snapshots(made)
-    assert made.places(texts[4:], needed=[]) == [1, 2]
-    made.set(0, None)  # of a request that was aborted meanwhile
+    assert made.pick_places(texts[4:], needed=[]) == [1, 2]
+    made.set_place(0, None)  # of a request that was aborted meanwhile
     check_snapshots(made)
-    assert made.places(texts[4:], needed=[]) == [0, 1] and made.count == 3
+    assert made.pick_places(texts[4:], needed=[]) == [0, 1] and made.read_tokens(0) is None
 
 
 def test_what_somebody_went_on_behind_stays_longer_but_not_more_than_half_of_all() -> None:
     made = table([1, 2], [3, 4], [5, 6], [7, 8], places=4)
     news = [np.array([9, number], np.int32) for number in range(4)]
     for place in (0, 2):
-        made.touch(place)
+        made.touch_place(place)
     check_snapshots(made)
-    assert made.places(news, needed=[]) == [1, 3, 0, 2]
-    made.touch(3)
+    assert made.pick_places(news, needed=[]) == [1, 3, 0, 2]
+    made.touch_place(3)
     check_snapshots(made)
-    assert made.places(news, needed=[]) == [1, 0, 2, 3]
-    made.set(2, news[0])
+    assert made.pick_places(news, needed=[]) == [1, 0, 2, 3]
+    made.set_place(2, news[0])
     check_snapshots(made)
-    assert made.places(news[1:], needed=[]) == [1, 0, 2]
+    assert made.pick_places(news[1:], needed=[]) == [1, 0, 2]
 
 
 def test_snapshots_are_taken_at_the_end_of_a_prompt_and_where_its_rest_fits_a_step() -> None:
@@ -132,18 +137,21 @@ def test_who_starts_alike_a_second_time_is_cut_where_it_parts_and_the_third_goes
     advance(scheduler)
     add(scheduler, request("b", [*TEXT[:20], 80, 81], new=1))
     step = next_step(scheduler)
-    assert step.chunks[0].reuse is None and counts(step) == {"b": 20} and kept(step) == [("b", 20, 1)]
+    assert step.pieces[0].prefix is None and counts(step) == {"b": 20} and kept(step) == [("b", 20, 1)]
     commit(scheduler, step)
     assert (counts(next_step(scheduler)), kept(next_step(scheduler))) == ({"b": 2}, [("b", 22, 2)])
     advance(scheduler)
     add(scheduler, request("c", [*TEXT[:20], 70], new=1), request("again", [*TEXT[:20], 80, 81], new=1))
     first = next_step(scheduler)
-    assert first.chunks[0].reuse is not None and first.chunks[0].reuse[1:] == (20, 1)
+    assert first.pieces[0].prefix is not None and (first.pieces[0].prefix.length, first.pieces[0].prefix.snapshot) == (
+        20,
+        1,
+    )
     assert counts(first) == {"c": 1} and kept(first) == [("c", 21, 3)]
     commit(scheduler, first)
     second = next_step(scheduler)  # one token more than the snapshot is not worth another
-    assert counts(second) == {"again": 2} and second.chunks[0].reuse is not None
-    assert second.chunks[0].reuse[1:] == (20, 1) and kept(second) == []
+    assert counts(second) == {"again": 2} and second.pieces[0].prefix is not None
+    assert (second.pieces[0].prefix.length, second.pieces[0].prefix.snapshot) == (20, 1) and kept(second) == []
     commit(scheduler, second)
 
 
@@ -154,8 +162,8 @@ def test_a_conversation_goes_on_behind_its_last_prompt_without_a_cut() -> None:
         advance(scheduler)
     add(scheduler, request("b", [*TEXT[:20], *[1] * 6, 50, 51], new=6))
     step = next_step(scheduler)
-    assert step.chunks[0].reuse == PrefixReuse(0, 20, 0) and step.chunks[0].slot == 0
-    assert counts(step) == {"b": 8} and step.chunks[0].is_last and kept(step) == [("b", 28, 1)]
+    assert step.pieces[0].prefix == Prefix(20, (), 0, True, 0) and step.pieces[0].slot == 0
+    assert counts(step) == {"b": 8} and step.pieces[0].is_last and kept(step) == [("b", 28, 1)]
 
 
 def test_full_blocks_are_shared_up_to_the_snapshot_and_part_of_the_next_is_copied() -> None:
@@ -165,7 +173,7 @@ def test_full_blocks_are_shared_up_to_the_snapshot_and_part_of_the_next_is_copie
     advance(scheduler, 2)
     add(scheduler, request("b", [*prompt[:100], 7, 8], new=10))
     step = next_step(scheduler)
-    assert step.chunks[0].reuse == PrefixReuse(None, 100, 0) and step.copies == (BlockCopy(1, 2, 36),)
+    assert step.pieces[0].prefix == Prefix(100, (0,), 1, snapshot=0) and step.copies == (BlockCopy(1, 2, 36),)
     assert [(each.blocks, each.shared) for each in step.assignments] == [((0, 2), 1)]
 
 
@@ -174,7 +182,7 @@ def test_rows_without_a_snapshot_are_not_reused_and_none_are_kept_where_nothing_
         for name in "abc":
             add(scheduler, request(name, TEXT[:20], new=1))
             step = next_step(scheduler)
-            assert step.chunks[0].reuse is None and step.chunks[0].is_last and not step.kept
+            assert step.pieces[0].prefix is None and step.pieces[0].is_last and not step.kept
             commit(scheduler, step)
 
 
@@ -184,7 +192,7 @@ def test_one_place_is_given_to_the_last_and_never_away_while_it_is_needed() -> N
     advance(scheduler)
     add(scheduler, request("b", [*TEXT[:20], 60, 61, 62], new=1))
     step = next_step(scheduler)
-    assert step.chunks[0].reuse == PrefixReuse(0, 20, 0) and not step.kept
+    assert step.pieces[0].prefix == Prefix(20, (), 0, True, 0) and not step.kept
     commit(scheduler, step)
     add(scheduler, request("c", 9, new=1))
     assert kept(next_step(scheduler)) == [("c", 9, 0)]
@@ -196,13 +204,13 @@ def test_what_a_step_keeps_of_a_request_that_is_aborted_meanwhile_is_not_reused(
     advance(scheduler)
     add(scheduler, request("other", 10, new=5))
     step = next_step(scheduler)
-    assert kept(step) == [("other", 10, 0)] and scheduler.abort("other")
+    assert kept(step) == [("other", 10, 0)] and scheduler.abort_request("other")
     commit(scheduler, step)
-    assert scheduler.slots.snapshots is not None and scheduler.slots.snapshots.count == 0
+    assert scheduler.cache.snapshots is not None and scheduler.cache.snapshots.read_tokens(0) is None
     add(scheduler, request("b", [*TEXT[:20], 60], new=5))
-    assert next_step(scheduler).chunks[0].reuse is None
-    scheduler.slots.clear()
-    check_cache(scheduler.slots)
+    assert next_step(scheduler).pieces[0].prefix is None
+    scheduler.cache.forget_all()
+    check_cache(scheduler.cache)
 
 
 def test_a_prompt_that_is_cut_passes_one_that_has_begun_and_no_other() -> None:
@@ -212,7 +220,7 @@ def test_a_prompt_that_is_cut_passes_one_that_has_begun_and_no_other() -> None:
     add(scheduler, request("long", 70, new=1), request("b", [*TEXT[:20], 80, 81], new=1), request("short", 5, new=1))
     assert counts(next_step(scheduler)) == {"short": 5}
     advance(scheduler, 2)
-    assert scheduler.state("long").computed == 32
+    assert scheduler.find_state("long").computed == 32
     order = []
     for _ in range(3):
         order.append(counts(next_step(scheduler)))

@@ -8,9 +8,9 @@ from collections import Counter
 import torch
 from helpers import CHUNK_SIZE, SIZES, VOCAB, Opener, generate, random_tokens
 
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
-from optimum_neuron.engine.request import Request
-from optimum_neuron.engine.step import TokenEvent
+from optimum_neuron.engine.events import TokenEvent
 
 
 def request(name: str, length: int, new_tokens: int, *, logprobs: bool = False) -> Request:
@@ -25,7 +25,7 @@ def test_who_asks_is_told_the_most_likely_tokens_in_chunks_and_decodes(open_runn
     engine = Engine(runner, vocab_size=VOCAB)
     engine.add_request(wants)
     engine.add_request(other)
-    events = [event for event in engine.run() if isinstance(event, TokenEvent)]
+    events = [event for event in engine.run_requests() if isinstance(event, TokenEvent)]
     assert all(event.top == () for event in events if event.request_id == "other")
     told = [event for event in events if event.request_id == "wants"]
     assert [event.token_id for event in told] == tokens
@@ -42,7 +42,7 @@ def test_runs_and_padding_are_counted_by_graph(open_runner: Opener) -> None:
     runner.graph_calls.clear()
     for name, length in (("a", CHUNK_SIZE + 3), ("b", 5), ("c", 6), ("d", 7)):
         engine.add_request(request(name, length, 4))
-    list(engine.run())
+    list(engine.run_requests())
     uses = engine.statistics.graphs
     assert Counter({name: use.runs for name, use in uses.items()}) == runner.graph_calls
     rooms = {graph.name: graph.tokens for graph in runner.family}

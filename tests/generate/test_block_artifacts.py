@@ -19,8 +19,8 @@ from tampering import MANIFEST, read_json
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.engine.request import Request
-from optimum_neuron.engine.step import RequestFailedError
+from optimum_neuron.core import Request
+from optimum_neuron.engine.events import RequestFailedError
 
 
 SIZES = {"sequence_length": 256, "context_buckets": (256,), "prefill_chunk_size": 32}
@@ -76,8 +76,8 @@ def check_free(model: Any) -> None:
     """All blocks can be had again: a request that takes all of them is served."""
     with model.serve() as service:
         assert len(list(service.submit(request(99, 200, 57)))) == 57
-        assert service.engine.scheduler.slots.used == 0
-        check_cache(service.engine.scheduler.slots)
+        assert service.engine.scheduler.cache.used_blocks == 0
+        check_cache(service.engine.scheduler.cache)
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(256, 1), (255, 2), (200, 57), (64, 1), (65, 64), (64, 65), (1, 256)])
@@ -106,7 +106,7 @@ def test_what_takes_all_blocks_or_ends_with_one_is_answered_as_by_slots(
 def test_rows_that_never_fit_are_refused_before_anything_runs(
     blocks: Any, rows: list[torch.Tensor], new: int, words: str
 ) -> None:
-    blocks.runner.reset_all()
+    blocks.runner.reset_slots()
     calls = blocks.runner.graph_calls.copy()
     with pytest.raises(ValueError, match=words) as caught:
         blocks.generate(torch.cat(rows), max_new_tokens=new, generation_config=GREEDY)
@@ -199,7 +199,7 @@ def test_two_long_prompts_at_once_are_both_answered(blocks: Any, alone: Callable
     with blocks.serve() as service:
         streams = [service.submit(each) for each in requests]
         assert [list(stream) for stream in streams] == [alone(each) for each in requests]
-        assert service.engine.scheduler.slots.used == 0
+        assert service.engine.scheduler.cache.used_blocks == 0
 
 
 @pytest.mark.parametrize("owner", [0, 1, 2])

@@ -13,8 +13,8 @@ from helpers import export_tiny, random_tokens
 from transformers import AutoModelForCausalLM, BartConfig, BartForCausalLM
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.runtime.prompt_logits import scoring_graph
-from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.core import PromptPiece
+from optimum_neuron.runtime.prefill import find_scoring_graph
 
 
 # Logits differ from transformers' by other orders of summation in float32.
@@ -81,13 +81,13 @@ def test_where_a_prompt_is_cut_changes_no_bit(models: Models, target: str) -> No
     for cuts in ((8, 8, 8, 5), (3, 16, 1, 9), (13, 16)):
         start, parts = 0, []
         for count in cuts:
-            chunks = [Chunk(1, prompt[start : start + count])]
-            output = runner.step(chunks, graph=scoring_graph(runner, [(1, count)]))
+            chunks = [PromptPiece(1, prompt[start : start + count])]
+            output = runner.run_step(chunks, graph=find_scoring_graph(runner, chunks))
             (logits,) = output.of_prompts(chunks)
             assert torch.equal(logits[-1], output.chunk_logits[0])
             parts.append(logits.clone())
             start += count
-        runner.reset_all()
+        runner.reset_slots()
         assert torch.equal(torch.cat(parts), whole)
 
 

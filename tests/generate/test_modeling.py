@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
-from optimum_neuron.runtime.limits import refuse_other_options
+from optimum_neuron.runtime.arguments import refuse_other_options
 
 
 SIZES: dict[str, Any] = {

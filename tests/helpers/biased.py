@@ -14,8 +14,8 @@ from sharp import sharpen
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.interface import ATTENTION_NAME, set_implementation
 
 
@@ -67,8 +67,8 @@ def answers(runner: GraphRunner, row: int, pieces: Sequence[int], *, beside: boo
     logits, done = [prefill_pieces(runner, row, PROMPT, pieces)], 0
     for index in range(5):
         count = min(20, len(OTHER) - done) if beside else 0
-        chunks = [Chunk(2, OTHER[done : done + count])] if count else []
-        output = runner.step(chunks, decode_rows(runner, {row: 3 + index}))
+        chunks = [PromptPiece(2, OTHER[done : done + count])] if count else []
+        output = runner.run_step(chunks, decode_rows(runner, {row: 3 + index}))
         assert output.decode_logits is not None
         logits.append(output.decode_logits[row].clone())
         done += count

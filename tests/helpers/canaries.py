@@ -9,8 +9,8 @@ import torch
 from helpers import LENGTH, decode_rows, fill_rows, random_tokens, read_states, state_names
 from torch import Tensor
 
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.model_spec import ModelSpec
 
 
@@ -53,13 +53,13 @@ def serve_steps(
         The logits of both slots after each of their steps, and their states, with zeros where nothing of theirs is.
     """
     everything = range(runner.config.batch_size + 1)
-    runner.reset_all()
+    runner.reset_slots()
     fill_rows(runner, model, everything, 0.0)
     streams = [random_tokens(LENGTH, seed=slot) for slot in (0, 1)]
     results = []
     for counts, decoding in STEPS:
         starts = runner.lengths.tolist()
-        chunks = [Chunk(slot, streams[slot][starts[slot] :][:count]) for slot, count in counts.items()]
+        chunks = [PromptPiece(slot, streams[slot][starts[slot] :][:count]) for slot, count in counts.items()]
         decode = {slot: int(streams[slot][starts[slot]]) for slot in decoding}
         if neighbor is not None:
             runner.lengths[2] = max(runner.lengths[2], 7)
@@ -67,13 +67,13 @@ def serve_steps(
             decode[2] = 9
         if unseen is not None:
             fill_unseen(runner, model, unseen)
-        output = runner.step(chunks, decode_rows(runner, decode) if decode else None)
+        output = runner.run_step(chunks, decode_rows(runner, decode) if decode else None)
         if output.chunk_logits is not None:
             results += [output.chunk_logits[row].clone() for row in range(len(chunks))]
         if output.decode_logits is not None:
             results += [output.decode_logits[slot].clone() for slot in decoding]
     states = _own_states(runner, model)
-    runner.reset_all()
+    runner.reset_slots()
     fill_rows(runner, model, everything, 0.0)  # runners are shared
     return results, states
 

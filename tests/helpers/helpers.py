@@ -24,11 +24,12 @@ from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.export.recipe import export_model
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.runtime.prefill import prefill
+from optimum_neuron.runtime.prefill import prefill_prompts
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk, DecodeRows
+from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.family import GraphFamily
 from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.model_spec import ModelSpec
@@ -170,7 +171,7 @@ def prefill_pieces(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: S
     assert sum(pieces) == len(prompt)
     start, logits = 0, torch.empty(0)
     for count in pieces:
-        output = runner.prefill([Chunk(slot, prompt[start : start + count])])
+        output = runner.run_step([PromptPiece(slot, prompt[start : start + count])])
         assert output.chunk_logits is not None
         logits = output.chunk_logits[0].clone()
         start += count
@@ -199,7 +200,7 @@ def decode_tokens(
     uniform: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Advances the named slots by one token each; returns the tokens and logits of all slots."""
-    output = runner.decode(*decode_rows(runner, tokens, sampling, uniform))
+    output = runner.run_step((), DecodeRows(*decode_rows(runner, tokens, sampling, uniform)))
     assert output.decode_tokens is not None and output.decode_logits is not None
     return output.decode_tokens.clone(), output.decode_logits.clone()
 
@@ -213,8 +214,8 @@ def generate(
 ) -> tuple[list[int], Tensor]:
     """Runs one request in slot 0; returns its tokens and logits `[new_tokens, vocab]` that they come from."""
     draws = [0.0] * new_tokens if uniforms is None else uniforms
-    runner.reset_all()
-    first, logits = prefill(runner, [prompt], sampling, np.asarray(draws[:1], dtype=np.float32))
+    runner.reset_slots()
+    first, logits = prefill_prompts(runner, [prompt], sampling, np.asarray(draws[:1], dtype=np.float32))
     assert first is not None
     tokens, steps = [int(first[0])], [logits[0]]
     for draw in draws[1:]:
@@ -282,3 +283,10 @@ def python_process(script: str, *arguments: str | Path, **variables: str) -> sub
     environment = os.environ | {"PYTHONPATH": str(Path(optimum_neuron.__file__).parents[1])} | variables
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def reuse_prefix(runner: GraphRunner, slot: int, source: int, length: int, snapshot: int | None = None) -> None:
+    """Make a slot hold the first tokens of another one, or of itself."""
+    if source != slot:
+        runner.copy_block(source, slot, length)
+    runner.resume_slot(slot, length, snapshot)

@@ -7,19 +7,15 @@ import numpy as np
 
 from optimum_neuron.engine.block_pool import BlockPool
 from optimum_neuron.engine.block_table import BlockTable
-from optimum_neuron.engine.slots import SlotTable
 from optimum_neuron.engine.snapshots import SnapshotTable
 
 
-def check_cache(table: SlotTable | BlockTable) -> None:
+def check_cache(table: BlockTable) -> None:
     """Check a table, its blocks and its snapshots."""
     if table.snapshots is not None:
         check_snapshots(table.snapshots)
-    if isinstance(table, SlotTable):
-        _check_slots(table)
-    else:
-        check_pool(table.pool)
-        _check_rows(table)
+    check_pool(table.pool)
+    _check_rows(table)
 
 
 def check_pool(pool: BlockPool) -> None:
@@ -33,7 +29,7 @@ def check_pool(pool: BlockPool) -> None:
     begun = [block for blocks in pool._beginning.values() for block in blocks]
     assert sorted(begun) == np.flatnonzero(pool._lengths >= pool._min_reuse).tolist()
     for key, block in pool._full.items():
-        assert key == pool._key(block) and pool._lengths[block] == pool.block_length and pool._behind[block]
+        assert key == pool._full_key(block) and pool._lengths[block] == pool.block_length and pool._after[block]
 
 
 def check_snapshots(table: SnapshotTable) -> None:
@@ -46,25 +42,14 @@ def check_snapshots(table: SnapshotTable) -> None:
     assert len(set(texts)) == len(texts), "two snapshots are of the same tokens"
 
 
-def _check_slots(table: SlotTable) -> None:
-    rows, columns = table._tokens.shape
-    holders = [holder for holder in table._holders if holder is not None]
-    assert len(table._holders) == rows, f"{len(table._holders)} holders for {rows} slots"
-    assert len(set(holders)) == len(holders), f"a request holds two slots: {table._holders}"
-    assert table.free_slots == [slot for slot in range(rows) if table._holders[slot] is None]
-    assert table.free_count == rows - len(holders), f"{table.free_count} free beside {table._holders}"
-    lengths = table._lengths
-    assert ((lengths >= 0) & (lengths <= columns)).all(), f"lengths {lengths} beyond {columns}"
-    assert (table._last_used <= table._uses).all()
-
-
 def _check_rows(table: BlockTable) -> None:
     free = [slot for slot, holder in enumerate(table._holders) if holder is None]
-    assert table.free_slots == free, f"free rows {table.free_slots} beside {table._holders}"
+    assert table.free_rows == free, f"free rows {table.free_rows} beside {table._holders}"
     assert not any(table._blocks[slot] for slot in free), "a free row has blocks"
     counted = np.bincount([block for row in table._blocks for block in row], minlength=table._size)
-    references = [table.pool.references(block) for block in range(table._size)]
+    references = [table.pool.count_rows(block) for block in range(table._size)]
     assert counted.tolist() == references, f"rows have {counted.tolist()}, counted are {references}"
     for slot, row in enumerate(table._blocks):
+        assert not table._has_slots or row in ([], [slot]), f"slot {slot} has blocks {row}"
         own = table._known[slot] // table.pool.block_length  # blocks from here on are written to
         assert len(set(row)) == len(row) and all(references[block] == 1 for block in row[max(own, 0) :])

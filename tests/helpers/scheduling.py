@@ -8,10 +8,9 @@ from typing import Any
 from invariants import check_cache
 
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.core import Request, Step
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.scheduler import Scheduler
-from optimum_neuron.engine.step import Step
 
 
 TOKEN = 1
@@ -41,15 +40,15 @@ def request(name: str, prompt: int | list[int], new: int | None = 100, **fields:
 
 def add(scheduler: Scheduler, *requests: Request) -> None:
     for item in requests:
-        scheduler.add(item)
+        scheduler.add_request(item)
 
 
 Tokens = list[tuple[str, int, str | None]]
 
 
 def commit(scheduler: Scheduler, step: Step, seconds: float | None = None) -> Tokens:
-    events = scheduler.commit(step, [TOKEN] * len(step.decodes), [TOKEN] * len(step.chunks), seconds)
-    check_cache(scheduler.slots)
+    events = scheduler.commit(step, [TOKEN] * len(step.decodes), [TOKEN] * len(step.pieces), seconds)
+    check_cache(scheduler.cache)
     return [(event.request_id, event.token_id, event.finish_reason) for event in events]
 
 
@@ -68,7 +67,7 @@ def next_step(scheduler: Scheduler) -> Step:
 
 
 def counts(step: Step) -> dict[str, int]:
-    return {chunk.request_id: chunk.count for chunk in step.chunks}
+    return {chunk.request_id: chunk.count for chunk in step.pieces}
 
 
 def with_decodes(number: int, **sizes: Any) -> Scheduler:
@@ -77,7 +76,7 @@ def with_decodes(number: int, **sizes: Any) -> Scheduler:
     for index in range(number):
         add(scheduler, request(f"d{index}", 1))
         advance(scheduler)
-        while scheduler.prefilling or scheduler.waiting:
+        while scheduler.queues.prefilling or scheduler.queues.waiting:
             advance(scheduler)
-    assert scheduler.running == number
+    assert len(scheduler.queues.running) == number
     return scheduler

@@ -14,8 +14,8 @@ from tiny import TINY_SIZES
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 
 
 SELECTED = 8
@@ -124,8 +124,8 @@ def logits_in_pieces(
         prefill_pieces(runner, other, random_tokens(11, seed=slot), [11])
     start, logits = 0, torch.empty(0)
     for count in pieces:
-        chunk, decodes = [Chunk(slot, prompt[start : start + count])], {other: start} if neighbors else {}
-        output = runner.step(chunk, decode_rows(runner, decodes))
+        chunk, decodes = [PromptPiece(slot, prompt[start : start + count])], {other: start} if neighbors else {}
+        output = runner.run_step(chunk, decode_rows(runner, decodes))
         assert output.chunk_logits is not None
         logits, start = output.chunk_logits[0].clone(), start + count
     return [logits, decode_tokens(runner, {slot: 5})[1][slot]]

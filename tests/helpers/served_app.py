@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 from starlette.applications import Starlette
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.engine.request import Request
+from optimum_neuron.core import Request
 from optimum_neuron.engine.service import EngineService
 from optimum_neuron.tools.serve.app import create_app
 from optimum_neuron.tools.serve.gate import Gate

@@ -21,6 +21,7 @@ from helpers import (
     load_model,
     prefill_pieces,
     random_tokens,
+    reuse_prefix,
     tiny_config,
 )
 from safetensors.torch import load_file
@@ -30,6 +31,7 @@ from optimum_neuron.artifact.weights import named_tensors, rank_weights_name
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
 from optimum_neuron.targets import Executable
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
@@ -144,7 +146,7 @@ def check_snapshots(checkpoint: Path, count: int) -> None:
     prompt = random_tokens(21, seed=1)
     for length in (1, 8, 11):
         executable.overwrite()
-        runner.reset_all()
+        runner.reset_slots()
         pieces = [min(8, len(prompt) - at) for at in range(0, len(prompt), 8)]
         expected = _followed(runner, 1, prefill_pieces(runner, 1, prompt, pieces))
         assert expected.isfinite().all()
@@ -153,7 +155,7 @@ def check_snapshots(checkpoint: Path, count: int) -> None:
         prefill_pieces(runner, 0, random_tokens(5), [5])
         rest = [min(8, len(prompt) - at) for at in range(length, len(prompt), 8)]
         for slot in (1, 0):
-            runner.reuse(slot, 0, length, 1)
+            reuse_prefix(runner, slot, 0, length, 1)
             assert torch.equal(_followed(runner, slot, prefill_pieces(runner, slot, prompt[length:], rest)), expected)
 
 
@@ -161,7 +163,7 @@ def _followed(runner: GraphRunner, slot: int, logits: Tensor) -> Tensor:
     """Logits behind a prompt, and behind tokens that follow it."""
     found = [logits]
     for token in (5, 6):
-        output = runner.decode(*decode_rows(runner, {slot: token}))
+        output = runner.run_step((), DecodeRows(*decode_rows(runner, {slot: token})))
         assert output.decode_logits is not None
         found.append(output.decode_logits[slot].clone())
     return torch.stack(found)

@@ -154,10 +154,10 @@ def test_a_model_gives_the_tokens_of_the_eager_target_and_the_same_bits_however_
     expected, exact = generate(open_runner("llama"), prompt, 6)
     assert tokens == expected
     torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
-    runner.reset_all()
+    runner.reset_slots()
     whole = prefill_pieces(runner, 0, prompt, [16, 5])
-    runner.reset_all()
+    runner.reset_slots()
     assert torch.equal(prefill_pieces(runner, 0, prompt, [8, 5, 8]), whole)
-    runner.reset_all()
+    runner.reset_slots()
     prefill_pieces(runner, 1, prompt[:20], [16, 4])
     assert torch.equal(decode_tokens(runner, {1: int(prompt[20])})[1][1], whole)

@@ -171,9 +171,9 @@ def test_a_model_of_bfloat16_gives_the_same_bits_however_it_is_chunked(
     runner = artifact_runner(path)
     whole = prefill_pieces(runner, 0, prompt, [16, 5])
     torch.testing.assert_close(whole, wanted, rtol=2**-5, atol=2**-5)
-    runner.reset_all()
+    runner.reset_slots()
     assert torch.equal(prefill_pieces(runner, 0, prompt, [8, 5, 8]), whole)
-    runner.reset_all()
+    runner.reset_slots()
     for slot in (0, 1):  # alone, and beside an idle row
         prefill_pieces(runner, slot, prompt[:20], [16, 4])
         assert torch.equal(decode_tokens(runner, {slot: int(prompt[20])})[1][slot], whole)

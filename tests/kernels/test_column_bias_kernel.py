@@ -105,8 +105,8 @@ def test_the_cpu_target_computes_it_by_its_kernel_in_slots_and_in_blocks(name: s
     assert (torch.stack(found) - exact).abs().max() <= 2 * (own - exact).abs().max()
     if name == "falcon":
         return  # its linear layers are products of its own code, left to torch, whose bits follow the graph
-    slots.reset_all()
+    slots.reset_slots()
     assert same(answers(slots, 0, PIECES[1], beside=False), found)
-    blocks.assign(1, 0, (5, 0, 2))
-    blocks.assign(2, 0, (3, 4))
+    blocks.assign_blocks(1, 0, (5, 0, 2))
+    blocks.assign_blocks(2, 0, (3, 4))
     assert same(answers(blocks, 1, PIECES[1]), found)

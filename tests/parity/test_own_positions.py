@@ -75,7 +75,7 @@ def test_steps_number_positions_as_the_model_does(name: str) -> None:
     exact, own = (own_logits(name, dtype) for dtype in (torch.float64, torch.float32))
     assert (found - exact).abs().max() <= max(2 * float((own - exact).abs().max()), 1e-5)
     prefill_pieces(runner, 0, PROMPT[:-1], [3, 8, 1, 7, 2, 8])
-    output = runner.step([], decode_rows(runner, {0: int(PROMPT[-1])}))
+    output = runner.run_step([], decode_rows(runner, {0: int(PROMPT[-1])}))
     assert output.decode_logits is not None
     torch.testing.assert_close(output.decode_logits[0], found, rtol=1e-4, atol=1e-4)
     assert torch.equal(prefill_pieces(runner, 2, PROMPT, [1, 8, 8, 8, 5]), found)

@@ -12,10 +12,9 @@ from itertools import count, islice, product
 from records.artifacts import digest
 
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.core import PromptPiece, Request, Step
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.engine.request import Request
 from optimum_neuron.engine.scheduler import Scheduler
-from optimum_neuron.engine.step import ScheduledChunk, Step
 
 
 PLANS, PLANS_OF_A_DIGEST = 10_000, 125
@@ -41,7 +40,7 @@ def _plans(cache: str, reuse: str, policy: str) -> Iterator[str]:
     for number in count():
         rng = random.Random(f"{cache}, {reuse}, {policy}, {number}")
         scheduler = _scheduler(rng, has_blocks=cache == "blocks", reuses=reuse == "prefix reuse", policy=policy)
-        yield from _play(rng, scheduler)
+        yield from _play(rng, scheduler, has_slots=cache == "slots")
 
 
 def _scheduler(rng: random.Random, *, has_blocks: bool, reuses: bool, policy: str) -> Scheduler:
@@ -69,7 +68,7 @@ def _scheduler(rng: random.Random, *, has_blocks: bool, reuses: bool, policy: st
     return Scheduler(config, options, min_reuse=2, snapshots=rng.choice([None, None, 4]))
 
 
-def _play(rng: random.Random, scheduler: Scheduler) -> Iterator[str]:
+def _play(rng: random.Random, scheduler: Scheduler, *, has_slots: bool) -> Iterator[str]:
     """Yield the plans of one workload. Some requests are aborted."""
     arrivals = sorted((rng.randint(0, 12), number) for number in range(rng.randint(4, 14)))
     due = [(at, _request(rng, f"r{number}")) for at, number in arrivals]
@@ -77,16 +76,16 @@ def _play(rng: random.Random, scheduler: Scheduler) -> Iterator[str]:
     tokens: Counter[str] = Counter()
     for number in count():
         while due and due[0][0] <= number:
-            scheduler.add(due.pop(0)[1])
+            scheduler.add_request(due.pop(0)[1])
         if number in aborts:
-            scheduler.abort(aborts[number])
+            scheduler.abort_request(aborts[number])
         step = scheduler.schedule()
         if step is None and not due:
             return
         if step is not None:
-            yield describe(step)
+            yield describe(step, has_slots=has_slots)
             decoded = [_token(each.request_id, tokens) for each in step.decodes]
-            prefilled = [_token(each.request_id, tokens) if each.is_last else 0 for each in step.chunks]
+            prefilled = [_token(each.request_id, tokens) if each.is_last else 0 for each in step.pieces]
             scheduler.commit(step, decoded, prefilled, rng.uniform(0.001, 0.02))
 
 
@@ -106,21 +105,24 @@ def _token(name: str, tokens: Counter[str]) -> int:
     return zlib.crc32(f"{name} {tokens[name]}".encode()) % VOCAB
 
 
-def describe(step: Step) -> str:
-    """Return all that a plan decides. This names no class, so that a change of names leaves it equal."""
+def describe(step: Step, *, has_slots: bool) -> str:
+    """Return all that a plan decides. This names no class, so that a change of names leaves it equal; a slot is a block."""
+    copies = [tuple(each) for each in step.copies]
     decided = (
         step.graph.name,
         [(each.request_id, each.slot) for each in step.decodes],
-        [_chunk(each) for each in step.chunks],
+        [_describe_piece(each) for each in step.pieces],
         step.passed_over and step.passed_over.request_id,
         [(each.request_id, each.slot) for each in step.preempted],
-        [(each.request_id, each.slot, each.first, each.blocks, each.shared) for each in step.assignments],
-        [tuple(each) for each in step.copies],
+        []
+        if has_slots
+        else [(each.request_id, each.slot, each.first, each.blocks, each.shared) for each in step.assignments],
+        copies,
         [(each.request_id, each.slot, each.length, each.place) for each in step.kept],
     )
     return repr(decided)
 
 
-def _chunk(chunk: ScheduledChunk) -> tuple[object, ...]:
-    reuse = chunk.reuse and tuple(chunk.reuse)
-    return (chunk.request_id, chunk.slot, chunk.start, chunk.count, chunk.is_first, chunk.is_last, reuse)
+def _describe_piece(piece: PromptPiece) -> tuple[object, ...]:
+    prefix = piece.prefix and (piece.prefix.length, piece.prefix.snapshot)
+    return (piece.request_id, piece.slot, piece.start, piece.count, piece.is_first, piece.is_last, prefix)

@@ -22,8 +22,8 @@ from helpers import (
 )
 from torch import Tensor, nn
 
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.state_specs import state_specs
 
@@ -45,7 +45,7 @@ def answer(runner: GraphRunner, slot: int, pieces: Sequence[int], neighbor: int 
 
 
 def slot_answer(runner: GraphRunner) -> list[Tensor]:
-    runner.reset_all()
+    runner.reset_slots()
     return answer(runner, 1, PIECES[0])
 
 
@@ -53,15 +53,15 @@ def block_answer(
     runner: GraphRunner, spec: ModelSpec, slot: int, blocks: Sequence[int], pieces: Sequence[int]
 ) -> list[Tensor]:
     """With a neighbor that has the rest of the blocks, and NaN in all that nobody has used."""
-    runner.reset_all()
+    runner.reset_slots()
     for state in state_specs(runner.config, spec):
         runner.executable.write_state(state.name, torch.full(state.shape, torch.nan))
     neighbor = (slot + 1) % runner.config.batch_size
     rest = [block for block in range(runner.config.kv_blocks) if block not in blocks]
-    runner.assign(neighbor, 0, rest[:4])
+    runner.assign_blocks(neighbor, 0, rest[:4])
     prefill_pieces(runner, neighbor, random_tokens(100, seed=slot), [64, 36])
-    runner.assign(slot, 0, blocks[:3])
-    runner.assign(slot, 3, blocks[3:])
+    runner.assign_blocks(slot, 0, blocks[:3])
+    runner.assign_blocks(slot, 3, blocks[3:])
     return answer(runner, slot, pieces, neighbor)
 
 
@@ -137,53 +137,55 @@ def llama(tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec]) -
 def test_a_block_of_two_rows_serves_both(llama: Pair) -> None:
     expected = block_answer(llama.blocks, llama.spec, *CASES[0])
     runner = llama.blocks
-    runner.reset_all()
-    runner.assign(1, 0, (4, 6))
+    runner.reset_slots()
+    runner.assign_blocks(1, 0, (4, 6))
     prefill_pieces(runner, 1, PROMPT[:128], [64, 64])
-    runner.assign(2, 0, (4, 6, 3, 5))
-    runner.resume(2, 128)
+    runner.assign_blocks(2, 0, (4, 6, 3, 5))
+    runner.resume_slot(2, 128)
     assert same(resumed(runner, 128), expected)
 
 
 def test_part_of_a_block_is_copied(llama: Pair) -> None:
     expected = block_answer(llama.blocks, llama.spec, *CASES[0])
     runner = llama.blocks
-    runner.reset_all()
-    runner.assign(1, 0, (4, 6))
+    runner.reset_slots()
+    runner.assign_blocks(1, 0, (4, 6))
     prefill_pieces(runner, 1, PROMPT[:100], [64, 36])
-    runner.assign(2, 0, (4, 2, 3, 5))
+    runner.assign_blocks(2, 0, (4, 2, 3, 5))
     runner.copy_block(6, 2, 30)
-    runner.resume(2, 94)
+    runner.resume_slot(2, 94)
     assert same(resumed(runner, 94), expected)
 
 
 def test_state_of_all_tokens_is_not_resumed(tiny_models: dict[str, nn.Module]) -> None:
     runner = eager_runner(tiny_models["lfm2"], tiny_config(**BLOCKS))
-    runner.assign(0, 0, (1,))
+    runner.assign_blocks(0, 0, (1,))
     with pytest.raises(ValueError, match="slot 0 keeps state of all its"):
-        runner.resume(0, 20)
+        runner.resume_slot(0, 20)
 
 
 @pytest.mark.parametrize(
     ("action", "words"),
     [
-        (lambda runner: runner.prefill([Chunk(1, PROMPT[:1])]), "slot 1 holds 0 tokens and has blocks for 0: assign"),
-        (lambda runner: runner.assign(0, 0, (8,)), r"is given the blocks \[8\], and there are 8"),
-        (lambda runner: runner.assign(0, 0, (-1,)), r"is given the blocks \[-1\]"),
-        (lambda runner: runner.assign(0, 2, (1,)), "has 1 of at most 4 blocks: 1 cannot follow block 2"),
-        (lambda runner: runner.assign(0, 1, (1, 2, 3, 4)), "has 1 of at most 4 blocks"),
-        (lambda runner: runner.resume(0, 65), "has blocks of 64 tokens: 65 of them cannot be resumed"),
+        (
+            lambda runner: runner.run_step([PromptPiece(1, PROMPT[:1])]),
+            "slot 1 holds 0 tokens and has blocks for 0: assign",
+        ),
+        (lambda runner: runner.assign_blocks(0, 0, (8,)), r"is given the blocks \[8\], and there are 8"),
+        (lambda runner: runner.assign_blocks(0, 0, (-1,)), r"is given the blocks \[-1\]"),
+        (lambda runner: runner.assign_blocks(0, 2, (1,)), "has 1 of at most 4 blocks: 1 cannot follow block 2"),
+        (lambda runner: runner.assign_blocks(0, 1, (1, 2, 3, 4)), "has 1 of at most 4 blocks"),
+        (lambda runner: runner.resume_slot(0, 65), "has room for 64 tokens: 65 of them cannot be resumed"),
         (lambda runner: runner.copy_block(0, 8, 3), "3 tokens of block 0 cannot be copied to block 8"),
         (lambda runner: runner.copy_block(0, 1, 65), "65 tokens of block 0 cannot be copied"),
-        (lambda runner: runner.reuse(0, 0, 3), "this artifact's cache has blocks"),
-        (lambda runner: runner.reserve([256, 256, 1]), "take 576 tokens of the cache in blocks of 64"),
+        (lambda runner: runner.reserve_slots([256, 256, 1]), "take 576 tokens of the cache in blocks of 64"),
     ],
 )
 def test_what_blocks_do_not_hold_is_refused(
     tiny_models: dict[str, nn.Module], action: Callable[[GraphRunner], object], words: str
 ) -> None:
     runner = eager_runner(tiny_models["llama"], tiny_config(**BLOCKS))
-    runner.assign(0, 0, (3,))
+    runner.assign_blocks(0, 0, (3,))
     with pytest.raises(ValueError, match=words):
         action(runner)
     assert runner.tables is not None and runner.tables.counts.tolist() == [1, 0, 0]

@@ -13,13 +13,12 @@ from helpers import VOCAB, Opener, decode_rows, random_tokens
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
+from optimum_neuron.core import PromptPiece, Request
 from optimum_neuron.engine.engine import Engine
-from optimum_neuron.engine.request import Request
 from optimum_neuron.runtime.generation import GenerationLoop
 from optimum_neuron.runtime.golden import replay
-from optimum_neuron.runtime.prefill import prefill
+from optimum_neuron.runtime.prefill import prefill_prompts
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.runtime.token_choice import HostChoice, OnDeviceChoice
 from optimum_neuron.step.spec import SamplingParams
 from optimum_neuron.targets import Executable
@@ -78,7 +77,7 @@ def loop(runner: GraphRunner, choice: OnDeviceChoice | HostChoice) -> Tensor:
     ids = torch.stack([torch.from_numpy(np.pad(each, (width - len(each), 0))) for each in prompts])
     torch.manual_seed(7)
     criteria = StoppingCriteriaList([MaxLengthCriteria(width + NEW)])
-    return GenerationLoop(runner, choice, criteria, None).run(ids, prompts, width + NEW)
+    return GenerationLoop(runner, choice, criteria, None).generate_tokens(ids, prompts, width + NEW)
 
 
 def on_device(runner: GraphRunner) -> list[Any]:
@@ -114,13 +113,13 @@ def by_engine(runner: GraphRunner) -> list[Any]:
                 logprobs=number == 2,
             )
         )
-    return [event._replace(started=None) for event in engine.run()]
+    return [event._replace(started=None) for event in engine.run_requests()]
 
 
 def forward(runner: GraphRunner) -> list[Any]:
-    runner.reset_all()
-    found = prefill(runner, [random_tokens(length, seed=length) for length in LENGTHS])
-    runner.reset_all()
+    runner.reset_slots()
+    found = prefill_prompts(runner, [random_tokens(length, seed=length) for length in LENGTHS])
+    runner.reset_slots()
     return list(found)
 
 
@@ -145,9 +144,9 @@ def test_whoever_reads_outputs_copies_what_it_keeps(
 
 def test_the_cpu_target_uses_the_memory_of_its_outputs_again(open_runner: Opener) -> None:
     runner = open_runner("llama", "cpu")
-    first = runner.prefill([Chunk(0, random_tokens(5))])
-    second = runner.step((), decode_rows(runner, {0: 5}))
-    third = runner.step((), decode_rows(runner, {0: 5}))
+    first = runner.run_step([PromptPiece(0, random_tokens(5))])
+    second = runner.run_step((), decode_rows(runner, {0: 5}))
+    third = runner.run_step((), decode_rows(runner, {0: 5}))
     assert second.decode_tokens is third.decode_tokens and second.decode_logits is third.decode_logits
     assert first.chunk_tokens is not None and second.decode_tokens is not None
     # Of all graphs, as large as that of the largest.

@@ -18,10 +18,10 @@ from optimum.commands import optimum_cli
 from traces import Told, lies_in, read_trace
 
 from optimum_neuron import NeuronModelForCausalLM, Profile
-from optimum_neuron.runtime import traced_runner
+from optimum_neuron.runtime import timing
 from optimum_neuron.runtime.profile import TRACE_NAME
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.traced_runner import TracedExecutable
+from optimum_neuron.runtime.timing import TracedExecutable
 from optimum_neuron.targets.cpu.executable import CpuExecutable
 from optimum_neuron.targets.eager import EagerExecutable
 
@@ -60,7 +60,7 @@ def test_a_trace_has_every_run_and_step_and_no_token_is_another(artifact: Path, 
     assert found == answers(NeuronModelForCausalLM.from_pretrained(artifact))
     graphs, steps = Counter(told.names("graphs")), told.tracks["steps"]
     kinds = Counter(told.names("steps"))
-    assert graphs.pop("copy_slot") == kinds.pop("reuse prefix") > 0
+    assert graphs.pop("copy_slot") == kinds.pop("copy prefix") > 0
     assert kinds.pop("warm-up") == 1
     assert graphs == runner.graph_calls + Counter(graph.name for graph in runner.family)
     assert set(kinds) == {"prefill chunk", "decode", "mixed"}
@@ -86,7 +86,7 @@ def test_steps_tell_their_slots_rows_and_tokens(eager_artifact: Path, tmp_path: 
 def test_the_first_runs_of_a_plan_are_told_by_operator(
     cpu_artifact: Callable[[str], Path], eager_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traced_runner, "OPERATOR_RUNS", 2)
+    monkeypatch.setattr(timing, "OPERATOR_RUNS", 2)
     _, told, runner = profiled(cpu_artifact("llama"), tmp_path / "cpu")
     operators, graphs = told.tracks["operators"], told.tracks["graphs"]
     early = [event for event in graphs if event["args"].get("run", 3) <= 2]

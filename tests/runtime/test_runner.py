@@ -32,10 +32,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.runtime.prefill import prefill
+from optimum_neuron.runtime.prefill import prefill_prompts
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.spec import GraphSpec, SamplingParams, graph_specs
 
 
@@ -61,62 +62,69 @@ def graph_named(kind: str, **changes: int) -> GraphSpec:
 def decode(runner: GraphRunner, slots: Sequence[int]) -> None:
     active = np.isin(np.arange(runner.config.batch_size), slots)
     rows = np.tile(np.asarray(SAMPLED, dtype=np.float32), (len(active), 1))
-    runner.decode(np.arange(len(active)), active, rows, np.full(len(active), 0.25, dtype=np.float32))
+    runner.run_step((), DecodeRows(np.arange(len(active)), active, rows, np.full(len(active), 0.25, dtype=np.float32)))
 
 
 @pytest.mark.parametrize(
     ("action", "words"),
     [
         (
-            lambda runner: runner.prefill([Chunk(0, random_tokens(4))]),
+            lambda runner: runner.run_step([PromptPiece(0, random_tokens(4))]),
             "slot 0 holds 61 tokens and cannot take 4 more: .*64",
         ),
-        (lambda runner: runner.prefill([Chunk(1, random_tokens(2)), Chunk(0, random_tokens(4))]), "slot 0 holds 61"),
         (
-            lambda runner: runner.prefill([Chunk(1, random_tokens(17))]),
+            lambda runner: runner.run_step([PromptPiece(1, random_tokens(2)), PromptPiece(0, random_tokens(4))]),
+            "slot 0 holds 61",
+        ),
+        (
+            lambda runner: runner.run_step([PromptPiece(1, random_tokens(17))]),
             "1 to ctx_batch_size=2 rows of prefill_chunk_size=8 tokens, .* not 3 rows",
         ),
-        (lambda runner: runner.prefill([Chunk(1, random_tokens(0))]), "slot 1 has no token"),
+        (lambda runner: runner.run_step([PromptPiece(1, random_tokens(0))]), "slot 1 has no token"),
         (
-            lambda runner: runner.prefill([Chunk(1, random_tokens(2)), Chunk(1, random_tokens(2))]),
+            lambda runner: runner.run_step([PromptPiece(1, random_tokens(2)), PromptPiece(1, random_tokens(2))]),
             r"each slot once, not 2 rows of the slots \[1, 1\]",
         ),
         (
-            lambda runner: runner.prefill([Chunk(slot, random_tokens(1)) for slot in range(3)]),
+            lambda runner: runner.run_step([PromptPiece(slot, random_tokens(1)) for slot in range(3)]),
             "1 to ctx_batch_size=2 rows",
         ),
-        (lambda runner: runner.prefill([]), r"1 to ctx_batch_size=2 rows .* not 0 rows of the slots \[\]"),
-        (lambda runner: runner.prefill([Chunk(3, random_tokens(1))]), "slot 3 .* batch_size=3"),
-        (lambda runner: runner.prefill([Chunk(-1, random_tokens(1))]), "slot -1 .* batch_size=3"),
+        (lambda runner: runner.run_step([]), r"1 to ctx_batch_size=2 rows .* not 0 rows of the slots \[\]"),
+        (lambda runner: runner.run_step([PromptPiece(3, random_tokens(1))]), "slot 3 .* batch_size=3"),
+        (lambda runner: runner.run_step([PromptPiece(-1, random_tokens(1))]), "slot -1 .* batch_size=3"),
         (lambda runner: decode_tokens(runner, {0: 5, 2: 5}), "slot 2 is full: it holds sequence_length=64 tokens"),
         (
-            lambda runner: runner.step([Chunk(1, random_tokens(2))], decode_rows(runner, {2: 5})),
+            lambda runner: runner.run_step([PromptPiece(1, random_tokens(2))], decode_rows(runner, {2: 5})),
             "slot 2 is full: it holds sequence_length=64 tokens",
         ),
         (
-            lambda runner: runner.step([Chunk(0, random_tokens(2))], decode_rows(runner, {0: 5})),
+            lambda runner: runner.run_step([PromptPiece(0, random_tokens(2))], decode_rows(runner, {0: 5})),
             "slot 0 cannot decode and take a chunk in the same step",
         ),
-        (lambda runner: runner.reuse(1, 0, 62), "slot 0 holds 61 tokens: 62 of them cannot be reused"),
+        (lambda runner: runner.resume_slot(1, 65), "slot 1 has room for 64 tokens: 65 of them cannot be resumed"),
+        (lambda runner: runner.copy_block(0, 1, 65), "65 tokens of block 0 cannot be copied to block 1"),
+        (lambda runner: runner.assign_blocks(1, 0, [0]), "slot 1 is given blocks"),
         (
-            lambda runner: runner.step([Chunk(1, random_tokens(2))], graph=graph_named("token_generation")),
+            lambda runner: runner.run_step([PromptPiece(1, random_tokens(2))], graph=graph_named("token_generation")),
             r"the graph token_generation_context64 does not hold a step of prompt chunks of \[2\] tokens at a context of 2",
         ),
         (
-            lambda runner: runner.step((), decode_rows(runner, {0: 5}), graph_named("chunked_prefill")),
+            lambda runner: runner.run_step((), decode_rows(runner, {0: 5}), graph_named("chunked_prefill")),
             r"the graph chunked_prefill_chunk8_context64 does not hold .* at a context of 62 with decode rows",
         ),
         (
-            lambda runner: runner.step([Chunk(1, random_tokens(9))], graph=graph_named("mixed", ctx_batch_size=1)),
+            lambda runner: runner.run_step(
+                [PromptPiece(1, random_tokens(9))], graph=graph_named("mixed", ctx_batch_size=1)
+            ),
             r"the graph mixed_chunk8_context64 does not hold a step of prompt chunks of \[9\] tokens",
         ),
         (
-            lambda runner: runner.step((), decode_rows(runner, {0: 5}), graph_named("mixed", context_length=61)),
+            lambda runner: runner.run_step((), decode_rows(runner, {0: 5}), graph_named("mixed", context_length=61)),
             r"the graph mixed_chunk8_context61 does not hold .* at a context of 62",
         ),
         (
-            lambda runner: runner.step(
-                [Chunk(1, random_tokens(2))], graph=graph_named("mixed", on_device_sampling=False)
+            lambda runner: runner.run_step(
+                [PromptPiece(1, random_tokens(2))], graph=graph_named("mixed", on_device_sampling=False)
             ),
             "the graph mixed_chunk8_context64 does not hold",  # it is another artifact's
         ),
@@ -161,7 +169,7 @@ def test_prefill_checks_every_prompt_before_it_writes_the_first(
 ) -> None:
     runner = eager_runner(llama, tiny_config())
     with pytest.raises(ValueError, match=words):
-        prefill(runner, [random_tokens(length) for length in lengths])
+        prefill_prompts(runner, [random_tokens(length) for length in lengths])
     assert not runner.graph_calls and not runner.lengths.any()
 
 
@@ -170,7 +178,7 @@ def test_a_full_slot_can_be_filled_to_the_last_row(llama: nn.Module) -> None:
     prefill_pieces(runner, 0, random_tokens(63), [8] * 7 + [7])
     decode_tokens(runner, {0: 5})
     assert runner.lengths.tolist() == [64, 0, 0]
-    runner.reset(0)
+    runner.reset_slot(0)
     prefill_pieces(runner, 0, random_tokens(64), [8] * 8)
     assert runner.lengths.tolist() == [64, 0, 0]
 
@@ -180,7 +188,7 @@ def test_a_chunk_runs_in_the_smallest_graph_that_fits(start: int, count: int) ->
     runner, recorder = recorded_runner()
     count = min(count, LENGTH - start)
     runner.lengths[1] = start
-    runner.prefill([Chunk(1, random_tokens(count))])
+    runner.run_step([PromptPiece(1, random_tokens(count))])
     chunk = min(size for size in CHUNKS if 2 * size >= count)  # a chunk may take both rows of the step
     context = min(size for size in CONTEXTS if size >= max(start + count, chunk))
     assert dict(runner.graph_calls) == {f"chunked_prefill_chunk{chunk}_context{context}": 1}
@@ -190,7 +198,7 @@ def test_a_chunk_runs_in_the_smallest_graph_that_fits(start: int, count: int) ->
 def test_a_step_runs_in_the_graph_that_its_planner_chose() -> None:
     runner, recorder = recorded_runner()
     for graph in (runner.family.kind("chunked_prefill")[-1], runner.family.kind("mixed")[0]):
-        runner.step([Chunk(1, random_tokens(2))], graph=graph)
+        runner.run_step([PromptPiece(1, random_tokens(2))], graph=graph)
         assert recorder.runs[-1][0] == graph
     assert runner.lengths.tolist() == [0, 4, 0]
 
@@ -212,7 +220,9 @@ def test_a_decode_step_runs_in_the_smallest_graph_of_its_active_slots(lengths: l
 def test_a_step_sends_tokens_positions_slots_and_sampling_of_every_row() -> None:
     runner, recorder = recorded_runner()
     runner.lengths[:] = [0, 5, 7]
-    runner.prefill([Chunk(2, np.array([11, 12, 13]), SAMPLED, 0.5), Chunk(1, np.array([21]), uniform=0.75)])
+    runner.run_step(
+        [PromptPiece(2, np.array([11, 12, 13]), SAMPLED, 0.5), PromptPiece(1, np.array([21]), uniform=0.75)]
+    )
     spec, inputs = recorder.runs[0]
     assert spec.name == "chunked_prefill_chunk4_context16"
     assert inputs["input_ids"].tolist() == [[11, 12, 13, 13], [21, 21, 21, 21]]
@@ -228,11 +238,11 @@ def test_a_step_sends_tokens_positions_slots_and_sampling_of_every_row() -> None
 
 def test_a_row_left_over_from_the_step_before_is_idle() -> None:
     runner, recorder = recorded_runner()
-    runner.prefill([Chunk(0, random_tokens(3)), Chunk(1, random_tokens(4))])
-    runner.prefill([Chunk(2, random_tokens(6))])
+    runner.run_step([PromptPiece(0, random_tokens(3)), PromptPiece(1, random_tokens(4))])
+    runner.run_step([PromptPiece(2, random_tokens(6))])
     runner.lengths[2] = 0
-    runner.prefill([Chunk(2, random_tokens(1)), Chunk(1, random_tokens(3))])
-    runner.prefill([Chunk(2, random_tokens(2))])
+    runner.run_step([PromptPiece(2, random_tokens(1)), PromptPiece(1, random_tokens(3))])
+    runner.run_step([PromptPiece(2, random_tokens(2))])
     assert recorder.runs[2][1]["position_ids"].tolist() == [[0, 0, 0, 0], [4, 5, 6, 6]]
     assert recorder.runs[3][1]["position_ids"].tolist() == [[1, 2], [-1, -1]]
 
@@ -249,8 +259,10 @@ def test_outputs_that_no_graph_returns_are_none(
     on_device_sampling: bool, output_logits: bool, decode_outputs: tuple[bool, bool], chunk_outputs: tuple[bool, bool]
 ) -> None:
     runner, _ = recorded_runner(on_device_sampling=on_device_sampling, output_logits=output_logits)
-    chunk = runner.prefill([Chunk(0, random_tokens(3))])
-    step = runner.decode(np.zeros(3, np.int32), np.array([True, False, False]), np.zeros((3, 4)), np.zeros(3))
+    chunk = runner.run_step([PromptPiece(0, random_tokens(3))])
+    step = runner.run_step(
+        (), DecodeRows(np.zeros(3, np.int32), np.array([True, False, False]), np.zeros((3, 4)), np.zeros(3))
+    )
     assert (chunk.chunk_tokens is not None, chunk.chunk_logits is not None) == chunk_outputs
     assert (step.decode_tokens is not None, step.decode_logits is not None) == decode_outputs
     assert chunk.decode_tokens is None and chunk.decode_logits is None
@@ -261,14 +273,14 @@ def test_prefill_takes_the_fewest_steps_and_keeps_the_order_of_the_prompts(llama
     runner, spec = eager_runner(llama, tiny_config()), inspect_model(llama)
     fill_rows(runner, spec, range(4), None)
     prompts = [random_tokens(length, seed=length) for length in (17, 3, 9)]
-    tokens, logits = prefill(runner, prompts)
+    tokens, logits = prefill_prompts(runner, prompts)
     assert tokens is not None and tokens.shape == (3,) and logits.shape == (3, VOCAB)
     # 3, 1 and 2 rows of 8 tokens: the first prompt fills a step and a half, the others fill what it leaves.
     assert sum(runner.graph_calls.values()) == 3
     assert runner.lengths.tolist() == [17, 3, 9]
     for row, prompt in enumerate(prompts):
         alone = eager_runner(llama, tiny_config())
-        alone_tokens, alone_logits = prefill(alone, [prompt])
+        alone_tokens, alone_logits = prefill_prompts(alone, [prompt])
         assert alone_tokens is not None
         assert torch.equal(logits[row], alone_logits[0]) and tokens[row] == alone_tokens[0]
 
@@ -293,7 +305,7 @@ def test_any_interleaving_keeps_the_lengths_and_gives_each_request_what_it_gets_
 
     def replay(tokens: np.ndarray, pieces: list[int]) -> list[Tensor]:
         """A request alone in slot 0: a positive piece is a chunk, a zero is one token by a decode step."""
-        alone.reset_all()
+        alone.reset_slots()
         results, start = [], 0
         for count in pieces:
             if count:
@@ -306,7 +318,7 @@ def test_any_interleaving_keeps_the_lengths_and_gives_each_request_what_it_gets_
     @examples(12)
     @given(st.lists(ACTIONS, max_size=14))
     def check(actions: list[tuple]) -> None:
-        runner.reset_all()
+        runner.reset_slots()
         streams = {slot: random_tokens(LENGTH, seed=slot) for slot in range(3)}
         pieces: dict[int, list[int]] = {slot: [] for slot in range(3)}
         results: dict[int, list[Tensor]] = {slot: [] for slot in range(3)}
@@ -320,12 +332,14 @@ def test_any_interleaving_keeps_the_lengths_and_gives_each_request_what_it_gets_
             length = {slot: sum(count or 1 for count in pieces[slot]) for slot in range(3)}
             assert runner.lengths.tolist() == list(length.values())
             if kind == "reset":
-                runner.reset(what)
+                runner.reset_slot(what)
                 finish(what)
             elif kind == "chunk":
                 what = [(slot, count) for slot, count in what if length[slot] + count <= LENGTH]
-                chunks = [Chunk(slot, streams[slot][length[slot] : length[slot] + count]) for slot, count in what]
-                logits = runner.prefill(chunks).chunk_logits if chunks else None
+                chunks = [
+                    PromptPiece(slot, streams[slot][length[slot] : length[slot] + count]) for slot, count in what
+                ]
+                logits = runner.run_step(chunks).chunk_logits if chunks else None
                 for row, (slot, count) in enumerate(what):
                     assert logits is not None
                     pieces[slot].append(count)

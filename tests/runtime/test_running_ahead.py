@@ -21,9 +21,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.generation import GenerationLoop
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import FROM_SLOT, Chunk, DecodeRows
+from optimum_neuron.runtime.step_tensors import FROM_SLOT, DecodeRows
 from optimum_neuron.runtime.token_choice import HostChoice, OnDeviceChoice
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
@@ -67,7 +68,7 @@ def run(
         every.append(EosTokenCriteria(torch.tensor(sorted(ends))))
     loop = GenerationLoop(runner, OnDeviceChoice(sampling), every, None if ends is None else PAD, streamer)
     torch.manual_seed(7)
-    return loop.run(ids, prompts, width + NEW)
+    return loop.generate_tokens(ids, prompts, width + NEW)
 
 
 @pytest.mark.parametrize("target", ["eager", "cpu"])
@@ -156,7 +157,7 @@ def test_a_host_that_chooses_reads_logits_and_feeds_its_tokens(open_runner: Open
         choice = HostChoice(LogitsProcessorList(), do_sample=False)
         prompt = random_tokens(9)
         loop = GenerationLoop(runner, choice, StoppingCriteriaList([MaxLengthCriteria(14)]), None)
-        both.append(loop.run(torch.from_numpy(prompt)[None], [prompt], 14).tolist())
+        both.append(loop.generate_tokens(torch.from_numpy(prompt)[None], [prompt], 14).tolist())
     assert both[0] == both[1]
     assert executable.transfers[-1] == ["decode.tokens", "decode.logits"]
 
@@ -186,16 +187,16 @@ def test_a_mixed_step_takes_slots_own_tokens_beside_a_prompt_in_several_rows(ope
     ahead, _ = ahead_of(plain)
     slots = plain.config.batch_size
     for runner in (plain, ahead):
-        runner.reset_all()
+        runner.reset_slots()
         prompt = random_tokens(13, seed=3)
-        first = runner.step([Chunk(1, prompt)]).chunk_tokens  # two rows of one slot
+        first = runner.run_step([PromptPiece(1, prompt)]).chunk_tokens  # two rows of one slot
         assert first is not None
         tokens = np.zeros(slots, np.int32)
         tokens[1] = FROM_SLOT if runner is ahead else int(first[0])
         rows = DecodeRows(
             tokens, np.arange(slots) == 1, np.tile(np.float32(GREEDY), (slots, 1)), np.zeros(slots, np.float32)
         )
-        output = runner.step([Chunk(0, random_tokens(11, seed=4))], rows)
+        output = runner.run_step([PromptPiece(0, random_tokens(11, seed=4))], rows)
         assert output.decode_tokens is not None and output.chunk_tokens is not None
         both.append((int(output.decode_tokens[1]), output.chunk_tokens.tolist()))
     assert both[0] == both[1]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers import VOCAB, random_tokens, tiny_config
 
-from optimum_neuron.runtime.step_graph import StepGraph
-from optimum_neuron.runtime.step_tensors import Chunk, DecodeRows, InputTensors, TokenReader
+from optimum_neuron.core import PromptPiece
+from optimum_neuron.runtime.step_tensors import DecodeRows, InputTensors, StepGraph, TokenReader
 from optimum_neuron.step.spec import graph_specs
 
 
@@ -29,10 +29,10 @@ def test_rows_of_the_step_before_are_idle_again(kind: str) -> None:
     ids, positions = (graph.inputs[names.index(f"decode.{name}")][:, 0] for name in ("input_ids", "position_ids"))
     for slots, expected in (((0, 2), [4, -1, 9]), ((1,), [-1, 0, -1]), ((), [-1, -1, -1]), ((2,), [-1, -1, 9])):
         rows = rows_of(*slots)
-        graph.fill((), rows, rows.slots(), lengths)
+        graph.fill_inputs((), rows, rows.list_slots(), lengths)
         assert positions.tolist() == expected
         assert [ids[slot].item() for slot in slots] == [5 + slot for slot in slots]
-    graph.fill((), None, (), lengths)
+    graph.fill_inputs((), None, (), lengths)
     assert positions.tolist() == [-1, -1, -1]
 
 
@@ -40,13 +40,13 @@ def test_rows_of_the_step_before_are_idle_again(kind: str) -> None:
 def test_outputs_are_a_row_per_chunk_the_one_of_its_last_token(counts: tuple[int, ...]) -> None:
     spec = SPECS["mixed"]
     graph = StepGraph(spec, InputTensors(), None)
-    chunks = [Chunk(slot, random_tokens(count)) for slot, count in enumerate(counts)]
-    last_rows = graph.fill(chunks, None, (), np.zeros(3, np.int32).data)
+    chunks = [PromptPiece(slot, random_tokens(count)) for slot, count in enumerate(counts)]
+    last_rows = graph.fill_inputs(chunks, None, (), np.zeros(3, np.int32).data)
     assert last_rows == (np.cumsum([-(-count // spec.chunk_size) for count in counts]) - 1).tolist()
     outputs = [torch.rand(each.shape).to(getattr(torch, each.dtype)) for each in spec.outputs(VOCAB)]
     for number, output in enumerate(outputs):
         output[:] = torch.arange(len(output)).view(-1, *[1] * (output.dim() - 1)) + 10 * number
-    found = graph.output(outputs, last_rows)
+    found = graph.name_outputs(outputs, last_rows)
     names = [each.name.replace(".", "_") for each in spec.outputs(VOCAB)]
     for name, value in found._asdict().items():
         expected = None if name not in names else outputs[names.index(name)]
@@ -54,11 +54,11 @@ def test_outputs_are_a_row_per_chunk_the_one_of_its_last_token(counts: tuple[int
             expected = expected[last_rows]
         assert value is expected is None or (value is not None and torch.equal(value, expected))
     with pytest.raises(ValueError, match=f"returned {len(outputs) - 1} outputs, and has {len(outputs)}"):
-        graph.output(outputs[:-1], last_rows)
+        graph.name_outputs(outputs[:-1], last_rows)
 
 
 def test_tokens_are_those_that_a_tensor_holds_when_it_is_read() -> None:
     reader, one, other = TokenReader(), torch.tensor([1, 2], dtype=torch.int32), torch.tensor([3])
-    assert reader.read(one) == [1, 2]
+    assert reader.read_tokens(one) == [1, 2]
     one += 4
-    assert reader.read(one) == [5, 6] and reader.read(other) == [3] and reader.read(one) == [5, 6]
+    assert reader.read_tokens(one) == [5, 6] and reader.read_tokens(other) == [3] and reader.read_tokens(one) == [5, 6]

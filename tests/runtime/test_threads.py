@@ -17,7 +17,7 @@ from optimum_neuron.generate import model as modeling
 
 COUNTS = """
 import os, time, torch
-from optimum_neuron.runtime.threads import end_idle_workers
+from optimum_neuron.runtime.process import end_idle_workers
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -42,7 +42,7 @@ def test_workers_end_and_come_back_for_the_next_computation() -> None:
 
 FORKS = """
 import os, signal, torch
-import optimum_neuron.runtime.threads
+import optimum_neuron.runtime.process
 
 def compute():
     return int(torch.ones(4_000_000).sum())
@@ -66,7 +66,7 @@ def test_a_forked_process_can_compute_with_a_model_of_its_own() -> None:
 def test_an_openmp_that_cannot_end_workers_is_left_alone() -> None:
     old = "import ctypes; ctypes.CDLL = lambda path: object(); "
     script = (
-        f"{old}from optimum_neuron.runtime import threads; threads.end_idle_workers(); print(threads._libraries())"
+        f"{old}from optimum_neuron.runtime import process; process.end_idle_workers(); print(process._libraries())"
     )
     output, errors = python_process(f"import torch; {script}").communicate(timeout=120)
     assert output.strip() == "()", errors

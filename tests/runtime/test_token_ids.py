@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig, OPTConfig
 
 from optimum_neuron import NeuronModelForCausalLM, Request, SamplingParams
 from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.engine.engine import Engine
-from optimum_neuron.engine.step import Event, TokenEvent
+from optimum_neuron.engine.events import Event, TokenEvent
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.runtime.token_ids import check_token_ids
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import graph_specs
@@ -158,8 +159,8 @@ def test_no_graph_gets_an_id_whoever_called(open_runner: Opener, target: str) ->
     runner = open_runner("llama", target)
     for token in OUTSIDE:
         with pytest.raises(ValueError, match=rf"the chunk of slot 0 has the token id {token}"):
-            runner.prefill([Chunk(0, np.asarray([5, token]))])
-    runner.prefill([Chunk(0, random_tokens(5))])
+            runner.run_step([PromptPiece(0, np.asarray([5, token]))])
+    runner.run_step([PromptPiece(0, random_tokens(5))])
     assert runner.lengths[0] == 5
 
 
@@ -168,14 +169,14 @@ def test_where_logits_are_wider_than_the_embedding_decodes_are_checked_too() -> 
     graphs = graph_specs(config)
     for known, is_refused in ((VOCAB, False), (VOCAB - 1, True)):
         runner = GraphRunner(Recorder(graphs), config, graphs, ModelSpec(VOCAB, (), num_embeddings=known))
-        runner.prefill([Chunk(0, random_tokens(5))])
+        runner.run_step([PromptPiece(0, random_tokens(5))])
         rows = decode_rows(runner, {0: VOCAB - 1})
         if is_refused:
             with pytest.raises(ValueError, match=r"has the token id 299, and the model's are 0 to 298"):
-                runner.decode(*rows)
+                runner.run_step((), DecodeRows(*rows))
             assert runner.lengths.tolist() == [5, 0, 0]
         else:
-            runner.decode(*rows)
+            runner.run_step((), DecodeRows(*rows))
 
 
 def test_a_request_whose_token_cannot_be_read_back_fails_alone(open_runner: Opener) -> None:
@@ -189,7 +190,9 @@ def test_a_request_whose_token_cannot_be_read_back_fails_alone(open_runner: Open
         )
         for name, prompt in prompts.items():
             engine.add_request(Request(request_id=name, prompt_token_ids=prompt, max_new_tokens=6))
-        events = [event._replace(started=None) if isinstance(event, TokenEvent) else event for event in engine.run()]
+        events = [
+            event._replace(started=None) if isinstance(event, TokenEvent) else event for event in engine.run_requests()
+        ]
         return {name: [event for event in events if event.request_id == name] for name in prompts}
 
     largest = {name: max(event.token_id for event in events) for name, events in serve(VOCAB).items()}

@@ -10,8 +10,9 @@ import torch
 from helpers import ARCHITECTURES, eager_runner, prefill_pieces, random_tokens, tiny_config
 from torch import Tensor, nn
 
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk, DecodeRows
+from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.spec import GREEDY
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 
@@ -23,9 +24,9 @@ PROMPT, OTHER = random_tokens(120), random_tokens(90, seed=1)
 
 def answers(runner: GraphRunner, blocks: Sequence[Sequence[int]] = ()) -> list[Tensor]:
     """Logits of a row that decodes, first beside the chunks of another prompt and then beside its decode row."""
-    runner.reset_all()
+    runner.reset_slots()
     for slot, own in enumerate(blocks, start=1):
-        runner.assign(slot, 0, own)
+        runner.assign_blocks(slot, 0, own)
     logits = [prefill_pieces(runner, 1, PROMPT, [32, 32, 32, 24])]
     slots = runner.config.batch_size
     for index in range(14):
@@ -34,8 +35,8 @@ def answers(runner: GraphRunner, blocks: Sequence[Sequence[int]] = ()) -> list[T
         active[2] = index >= 3
         tokens = torch.full((slots,), 3 + index, dtype=torch.int32).numpy()
         params, uniforms = torch.tensor([GREEDY] * slots).float().numpy(), torch.zeros(slots).numpy()
-        chunks = [Chunk(2, OTHER[32 * index : 32 * (index + 1)])] if index < 3 else []
-        output = runner.step(chunks, DecodeRows(tokens, active.numpy(), params, uniforms))
+        chunks = [PromptPiece(2, OTHER[32 * index : 32 * (index + 1)])] if index < 3 else []
+        output = runner.run_step(chunks, DecodeRows(tokens, active.numpy(), params, uniforms))
         assert output.decode_logits is not None
         logits.append(output.decode_logits[1].clone())
         logits += [output.decode_logits[2].clone()] if index >= 3 else []

@@ -47,9 +47,9 @@ def test_steps_compute_what_the_model_does_as_closely_as_it_does_itself(name: st
 def test_cuts_neighbors_slots_and_blocks_change_no_bit(name: str) -> None:
     runner, blocks = (eager_runner(model_of(name), tiny_config(**sizes)) for sizes in (SIZES, BLOCKS))
     expected = answers(runner, 1, PIECES[0])
-    runner.reset_all()
+    runner.reset_slots()
     assert same(answers(runner, 0, PIECES[1]), expected)
-    blocks.assign(1, 0, (5, 0, 2))
+    blocks.assign_blocks(1, 0, (5, 0, 2))
     assert torch.equal(prefill_pieces(blocks, 1, PROMPT, PIECES[1]), expected[0])
 
 

@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.step.model_spec import ModelSpec
 
 
@@ -59,12 +59,12 @@ def test_chunk_boundaries_and_old_contents_change_no_bit(
     def check(pieces: list[int], slot: int) -> None:
         length = sum(pieces)
         prompt = random_tokens(length, seed=length)
-        runner.reset_all()
+        runner.reset_slots()
         fill_rows(runner, spec, range(4), 0.0)
         whole = [CHUNK_SIZE] * (length // CHUNK_SIZE) + [length % CHUNK_SIZE] * (length % CHUNK_SIZE > 0)
         expected = [prefill_pieces(runner, slot, prompt, whole), decode_tokens(runner, {slot: 5})[1][slot]]
         states = read_states(runner, spec)
-        runner.reset_all()
+        runner.reset_slots()
         fill_rows(runner, spec, range(4), None)
         results = [prefill_pieces(runner, slot, prompt, pieces), decode_tokens(runner, {slot: 5})[1][slot]]
         assert all(map(torch.equal, results, expected))
@@ -80,15 +80,15 @@ def test_neighbors_change_no_bit(open_runner: Opener, tiny_specs: dict[str, Mode
 
     def run(busy: Iterator[bool]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Slot 1 takes three chunks and three tokens; where told to, slot 0 shares the step and slot 2 decodes."""
-        runner.reset_all()
-        runner.prefill([Chunk(0, other[:2]), Chunk(2, other[:3])])
+        runner.reset_slots()
+        runner.run_step([PromptPiece(0, other[:2]), PromptPiece(2, other[:3])])
         results = []
         for start in (0, 8, 16):
-            chunks = [Chunk(1, prompt[start : start + 8])]
+            chunks = [PromptPiece(1, prompt[start : start + 8])]
             if next(busy):
                 length = int(runner.lengths[0])
-                chunks.insert(0, Chunk(0, other[length : length + 5]))
-            logits = runner.prefill(chunks).chunk_logits
+                chunks.insert(0, PromptPiece(0, other[length : length + 5]))
+            logits = runner.run_step(chunks).chunk_logits
             assert logits is not None
             results.append(logits[len(chunks) - 1].clone())
             if next(busy):
@@ -137,7 +137,7 @@ def test_a_step_writes_its_own_columns_and_the_trash_row_only(
     prefill_pieces(runner, 2, random_tokens(9), [8, 1])
     fill_rows(runner, spec, [1], None)
     before = read_states(runner, spec)
-    runner.prefill([Chunk(0, random_tokens(3))])
+    runner.run_step([PromptPiece(0, random_tokens(3))])
     after_chunk = read_states(runner, spec)
     decode_tokens(runner, {2: 7})
     after_decode = read_states(runner, spec)
@@ -159,5 +159,5 @@ def test_a_decode_step_between_two_chunks_leaves_the_prefilling_slot_alone(
     decode_tokens(runner, {0: 5})
     assert same_states(read_states(runner, spec), before, [1, 2])
     logits = prefill_pieces(runner, 1, prompt[8:], [8])
-    runner.reset_all()
+    runner.reset_slots()
     assert torch.equal(logits, prefill_pieces(runner, 1, prompt, [8, 8]))

@@ -22,6 +22,7 @@ from helpers import (
     prefill_pieces,
     random_tokens,
     read_states,
+    reuse_prefix,
     same_states,
     tiny_config,
 )
@@ -30,8 +31,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.family import GraphFamily, check_every_step_has_a_graph, rows_needed
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import graph_specs
@@ -46,7 +47,9 @@ ON_TARGETS = [
 
 def mixed(runner: GraphRunner, chunks: dict[int, np.ndarray], decode: dict[int, int]) -> dict[int, Tensor]:
     """One step; returns the logits of every slot that took part."""
-    output = runner.step([Chunk(slot, tokens) for slot, tokens in chunks.items()], decode_rows(runner, decode))
+    output = runner.run_step(
+        [PromptPiece(slot, tokens) for slot, tokens in chunks.items()], decode_rows(runner, decode)
+    )
     assert output.decode_logits is not None and output.chunk_logits is not None
     logits = {slot: output.decode_logits[slot].clone() for slot in decode}
     return logits | {slot: output.chunk_logits[row].clone() for row, slot in enumerate(chunks)}
@@ -59,7 +62,7 @@ def test_a_mixed_step_equals_a_decode_and_a_chunk_step(
     runner, spec, prompt = open_runner(name, target), tiny_specs[name], random_tokens(9, seed=4)
 
     def start() -> None:
-        runner.reset_all()
+        runner.reset_slots()
         runner.graph_calls.clear()
         fill_rows(runner, spec, range(4), 0.0)
         prefill_pieces(runner, 0, random_tokens(11), [8, 3])
@@ -68,12 +71,12 @@ def test_a_mixed_step_equals_a_decode_and_a_chunk_step(
 
     start()
     tokens, decoded = decode_tokens(runner, {0: 7})
-    chunk = runner.prefill([Chunk(1, prompt[5:])])
+    chunk = runner.run_step([PromptPiece(1, prompt[5:])])
     assert chunk.chunk_logits is not None and chunk.chunk_tokens is not None
     expected = {0: decoded[0], 1: chunk.chunk_logits[0].clone()}
     chosen, states = (int(tokens[0]), int(chunk.chunk_tokens[0])), read_states(runner, spec)
     start()
-    output = runner.step([Chunk(1, prompt[5:])], decode_rows(runner, {0: 7}))
+    output = runner.run_step([PromptPiece(1, prompt[5:])], decode_rows(runner, {0: 7}))
     assert output.decode_tokens is not None and output.chunk_tokens is not None
     assert (int(output.decode_tokens[0]), int(output.chunk_tokens[0])) == chosen
     assert runner.graph_calls[f"mixed_chunk{CHUNK_SIZE}_context{LENGTH}"] == 1
@@ -106,7 +109,7 @@ def test_inside_the_mixed_graph_no_schedule_changes_a_bit(open_runner: Opener, n
 
     def alone(slot: int, prompt: int, stop: int) -> Tensor:
         """The logits after token `stop - 1` of a stream that nobody else is served beside."""
-        runner.reset_all()
+        runner.reset_slots()
         logits = prefill_pieces(runner, 0, streams[slot][:prompt], [1] * prompt)
         for token in streams[slot][prompt:stop]:
             logits = decode_tokens(runner, {0: int(token)})[1][0]
@@ -116,7 +119,7 @@ def test_inside_the_mixed_graph_no_schedule_changes_a_bit(open_runner: Opener, n
     @given(schedules())
     def check(schedule: tuple[list[int], list[list[int]]]) -> None:
         prompts, steps = schedule
-        runner.reset_all()
+        runner.reset_slots()
         last: dict[int, Tensor] = {}
         for wanted in steps:
             chunks: dict[int, np.ndarray] = {}
@@ -140,7 +143,7 @@ def test_inside_the_mixed_graph_no_schedule_changes_a_bit(open_runner: Opener, n
             assert torch.equal(logits, alone(slot, min(prompts[slot], lengths[slot]), lengths[slot]))
 
     check()
-    runner.reset_all()
+    runner.reset_slots()
     assert set(runner.graph_calls) == {f"mixed_chunk{CHUNK_SIZE}_context{LENGTH}"}
 
 
@@ -151,7 +154,7 @@ def test_a_prompt_that_takes_several_rows_of_a_step_is_the_same_to_the_bit(
     runner, prompt = open_runner("llama", target), random_tokens(30)
     expected = prefill_pieces(runner, 1, prompt, [8, 8, 8, 6])
     states = read_states(runner, tiny_specs["llama"])
-    runner.reset_all()
+    runner.reset_slots()
     fill_rows(runner, tiny_specs["llama"], [1], None)
     assert torch.equal(prefill_pieces(runner, 1, prompt, [3, 16, 11]), expected)
     assert same_states(read_states(runner, tiny_specs["llama"]), states, [1], stop=30)
@@ -165,10 +168,10 @@ def test_a_reused_prefix_is_continued_without_a_changed_bit(
     runner, prompt = open_runner("llama", target), random_tokens(20)
     fill_rows(runner, tiny_specs["llama"], range(4), None)
     expected = prefill_pieces(runner, 0, prompt, [8, 8, 4])
-    runner.reuse(2, 0, 13)
+    reuse_prefix(runner, 2, 0, 13)
     assert runner.lengths.tolist() == [20, 0, 13]
     assert torch.equal(prefill_pieces(runner, 2, prompt[13:], [7]), expected)
-    runner.reuse(0, 0, 19)
+    reuse_prefix(runner, 0, 0, 19)
     assert torch.equal(prefill_pieces(runner, 0, prompt[19:], [1]), expected)
 
 
@@ -192,8 +195,8 @@ def test_a_step_runs_in_the_smallest_graph_of_its_kind(step: tuple[list[int], di
     decoding -= set(counts)
     if rows_needed(counts.values(), 8) > 2 or not (counts or decoding):
         return
-    chunks = [Chunk(slot, random_tokens(count)) for slot, count in counts.items()]
-    runner.step(chunks, decode_rows(runner, dict.fromkeys(decoding, 5)) if decoding else None)
+    chunks = [PromptPiece(slot, random_tokens(count)) for slot, count in counts.items()]
+    runner.run_step(chunks, decode_rows(runner, dict.fromkeys(decoding, 5)) if decoding else None)
     seen = [lengths[slot] + count for slot, count in counts.items()] + [lengths[slot] + 1 for slot in decoding]
     size = next((size for size in sizes if rows_needed(counts.values(), size) <= 2), 0)
     context = next(context for context in contexts if context >= max(seen))
@@ -206,7 +209,7 @@ def test_without_a_mixed_graph_such_a_step_is_refused_with_the_remedy(tiny_model
     runner = eager_runner(tiny_models["llama"], tiny_config(mixed_step=False))
     prefill_pieces(runner, 0, random_tokens(3), [3])
     with pytest.raises(ValueError, match=r"no mixed graph: .* without --no-mixed-step"):
-        runner.step([Chunk(1, random_tokens(2))], decode_rows(runner, {0: 5}))
+        runner.run_step([PromptPiece(1, random_tokens(2))], decode_rows(runner, {0: 5}))
     assert runner.lengths.tolist() == [3, 0, 0]
     with pytest.raises(ValueError, match=r"deterministic=True .* this artifact has none"):
         eager_runner(tiny_models["llama"], runner.config, deterministic=True)

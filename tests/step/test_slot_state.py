@@ -21,6 +21,7 @@ from helpers import (
     prefill_pieces,
     random_tokens,
     read_states,
+    reuse_prefix,
     same_states,
     state_names,
 )
@@ -31,9 +32,9 @@ from transformers import AutoModelForCausalLM
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact.artifact import FORMAT_VERSION, MANIFEST_NAME, Artifact, ArtifactError
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.features.convolution.convolution import ConvolutionInput, SlotConvolutions
 from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.masks import UnsupportedModelError
@@ -93,7 +94,7 @@ def test_no_cutting_of_a_prompt_changes_a_bit(
     @examples(30)
     @given(cuttings(PROMPT, config.ctx_batch_size * config.prefill_chunk_size))
     def check(pieces: list[int]) -> None:
-        runner.reset_all()
+        runner.reset_slots()
         prefill_pieces(runner, 1, prompt, pieces)
         assert all(map(torch.equal, states(), kept))
         assert torch.equal(continue_by_hand(runner, 1, rest), expected)
@@ -107,14 +108,14 @@ def test_a_prompt_beside_others_is_what_it_is_alone(open_runner: Opener) -> None
     prompts = [random_tokens(count, seed=count) for count in (2, 4, 9)]
     alone = []
     for slot, prompt in enumerate(prompts):
-        runner.reset_all()
+        runner.reset_slots()
         alone.append(prefill_pieces(runner, slot, prompt, [len(prompt)] if len(prompt) < 7 else [2, 4, 3]))
-    runner.reset_all()
+    runner.reset_slots()
     # Slot 2 takes a row behind two rows of slot 1, then all three rows.
     steps = [{0: prompts[0], 1: prompts[1]}, {2: prompts[2][:2]}, {2: prompts[2][2:6]}, {2: prompts[2][6:]}]
     found: dict[int, Tensor] = {}
     for step in steps:
-        output = runner.prefill([Chunk(slot, tokens) for slot, tokens in step.items()])
+        output = runner.run_step([PromptPiece(slot, tokens) for slot, tokens in step.items()])
         assert output.chunk_logits is not None
         found |= {slot: output.chunk_logits[row].clone() for row, slot in enumerate(step)}
     assert all(torch.equal(found[slot], logits) for slot, logits in enumerate(alone))
@@ -125,8 +126,8 @@ def test_a_slot_without_a_token_keeps_its_state(open_runner: Opener, tiny_specs:
     for slot in range(3):
         prefill_pieces(runner, slot, random_tokens(5 + slot, seed=slot), [5 + slot])
     before = read_states(runner, spec)
-    runner.step([Chunk(1, random_tokens(2))], decode_rows(runner, {2: 7}))
-    runner.prefill([Chunk(1, random_tokens(1))])
+    runner.run_step([PromptPiece(1, random_tokens(2))], decode_rows(runner, {2: 7}))
+    runner.run_step([PromptPiece(1, random_tokens(1))])
     decode_tokens(runner, {2: 9})
     after = read_states(runner, spec)
     assert same_states(before, after, [0])
@@ -141,7 +142,7 @@ def test_a_request_starts_from_nothing_whatever_its_slot_holds(
 ) -> None:
     runner, prompt = open_runner("lfm2"), random_tokens(9)
     expected = prefill_pieces(runner, 0, prompt, [first, 8 - first, 1])
-    runner.reset_all()
+    runner.reset_slots()
     for name in convolution_states(runner, tiny_specs["lfm2"]):
         state = runner.executable.read_state(name)
         runner.executable.write_state(name, torch.full_like(state, torch.nan))
@@ -158,7 +159,7 @@ def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: O
     expected = continue_by_hand(runner, 2, prompt[:3])
     prefill_pieces(runner, 0, prompt[:5], [5])
     runner.keep_state(0, 0)
-    runner.reset(0)
+    runner.reset_slot(0)
     prefill_pieces(runner, 0, prompt[:8], [8])
     runner.keep_state(0, 1)
     prefill_pieces(runner, 0, prompt[8:15], [7])
@@ -166,11 +167,11 @@ def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: O
         with pytest.raises(
             ValueError, match=f"slot {slot} keeps state of all its tokens together: its first 5 cannot"
         ):
-            runner.reuse(slot, 0, 5)
+            reuse_prefix(runner, slot, 0, 5)
     for action, words in (
-        (lambda: runner.reuse(1, 0, 7, 1), "snapshot 1 is of 8 tokens, and 7 are to be reused"),
-        (lambda: runner.reuse(1, 0, 8, 0), "snapshot 0 is of 5 tokens, and 8 are to be reused"),
-        (lambda: runner.reuse(1, 0, 8, 6), "snapshot 6 does not exist: there are 6"),
+        (lambda: reuse_prefix(runner, 1, 0, 7, 1), "snapshot 1 is of 8 tokens, and 7 are to be reused"),
+        (lambda: reuse_prefix(runner, 1, 0, 8, 0), "snapshot 0 is of 5 tokens, and 8 are to be reused"),
+        (lambda: reuse_prefix(runner, 1, 0, 8, 6), "snapshot 6 does not exist: there are 6"),
         (lambda: runner.keep_state(0, -1), "snapshot -1 does not exist: there are 6"),
         (lambda: runner.keep_state(1, 0), "slot 1 holds no tokens"),
     ):
@@ -178,17 +179,16 @@ def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: O
             action()
     assert runner.lengths.tolist() == [15, 0, 17 + 3]
     for slot in (1, 0):  # a copy, and in place
-        runner.reuse(slot, 0, 8, 1)
+        reuse_prefix(runner, slot, 0, 8, 1)
         prefill_pieces(runner, slot, prompt[8:], [9])
         assert torch.equal(continue_by_hand(runner, slot, prompt[:3]), expected)
-    runner.reuse(1, 1, PROMPT + 3)  # a slot goes on behind its own tokens as it is
 
 
 def test_a_model_without_such_state_has_no_snapshots(open_runner: Opener) -> None:
     runner = open_runner("llama")
     prefill_pieces(runner, 0, random_tokens(8), [8])
     with pytest.raises(ValueError, match="this model has no such state"):
-        runner.reuse(1, 0, 8, 0)
+        reuse_prefix(runner, 1, 0, 8, 0)
     with pytest.raises(ValueError, match="snapshot 0 does not exist: there are 0"):
         runner.keep_state(0, 0)
 
@@ -309,6 +309,6 @@ def test_all_of_a_slot_is_read_where_its_length_is_the_longest(open_runner: Open
     runner = open_runner("lfm2")
     text = random_tokens(LENGTH)
     expected = prefill_pieces(runner, 2, text, [8] * 8)
-    runner.reset_all()
+    runner.reset_slots()
     prefill_pieces(runner, 2, text[:-1], [7] * 9)
     assert torch.allclose(decode_tokens(runner, {2: int(text[-1])})[1][2], expected, atol=1e-5)

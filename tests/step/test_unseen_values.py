@@ -26,14 +26,15 @@ from helpers import (
     prefill_pieces,
     random_tokens,
     read_states,
+    reuse_prefix,
     tiny_config,
 )
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CodeGenConfig, Llama4TextConfig
 
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.targets.cpu.executable import LiveTokens
 
@@ -142,15 +143,15 @@ def test_idle_rows_leave_finite_numbers_whatever_they_find(
 ) -> None:
     monkeypatch.setattr(LiveTokens, "__call__", lambda self, inputs: 1 << 40)  # else the cpu target leaves most out
     runner, spec = runner_of(name), models[name.split("-")[0]][1]
-    runner.reset_all()
+    runner.reset_slots()
     fill_unseen(runner, spec, torch.nan)
     for _ in range(4):  # as many steps as the longest convolution looks back
-        runner.prefill([Chunk(0, random_tokens(3))])
+        runner.run_step([PromptPiece(0, random_tokens(3))])
         decode_tokens(runner, {0: 5})
     states = read_states(runner, spec)
     kept = [state[TRASH_ROW] for each, state in states.items() if ".conv_" in each]
     written = [state[TRASH_ROW, :, 1:3] for each, state in states.items() if ".conv_" not in each]
-    runner.reset_all()
+    runner.reset_slots()
     fill_rows(runner, spec, range(TRASH_ROW + 1), 0.0)
     assert all(state.isfinite().all() for state in written)
     # the cpu target's convolution neither reads nor writes for idle rows; the reference pushes out what was there
@@ -187,15 +188,17 @@ def test_a_broken_token_stays_with_those_who_see_it(
         """Both prompts in chunks beside each other, then a token each."""
         logits = []
         for start, stop in ((0, 8), (8, 16), (16, 20)):
-            chunks = [Chunk(0, first[start:stop])] + ([Chunk(1, other[start:stop][:6])] if start < 12 else [])
-            output = runner.prefill(chunks)
+            chunks = [PromptPiece(0, first[start:stop])] + (
+                [PromptPiece(1, other[start:stop][:6])] if start < 12 else []
+            )
+            output = runner.run_step(chunks)
             assert output.chunk_logits is not None
             logits.append(output.chunk_logits.clone())
         logits.append(decode_tokens(runner, {0: 5, 1: 6})[1])
         return logits, read_states(runner, spec)
 
     healthy, states = serve(prompt)
-    runner.reset_all()
+    runner.reset_slots()
     broken, after = serve(tampered)
     assert all(torch.equal(left[1], right[1]) for left, right in zip(healthy[:2], broken[:2], strict=True))
     assert torch.equal(healthy[3][1], broken[3][1])
@@ -205,9 +208,9 @@ def test_a_broken_token_stays_with_those_who_see_it(
     rows = [key for key in states if ".conv_" not in key]
     assert all(torch.equal(after[key][0, :, :place], states[key][0, :, :place]) for key in rows)
     if spec.reuses_prefixes:
-        runner.reuse(2, 0, place)
+        reuse_prefix(runner, 2, 0, place)
         assert torch.equal(prefill_pieces(runner, 2, prompt[place:], [3, 4]), healthy[2][0])
-    runner.reset_all()
+    runner.reset_slots()
     again, _ = serve(prompt)
     assert all(torch.equal(left[0], right[0]) for left, right in zip(again, healthy, strict=True))
 
@@ -222,7 +225,7 @@ def test_who_sees_a_broken_token_does_not_depend_on_chunks(
     prompt[3] = BROKEN
     found = []
     for pieces in ([8] * 5, [1] * 40, [3, 16, 2, 16, 3], [16, 16, 8]):
-        runner.reset_all()
+        runner.reset_slots()
         logits = prefill_pieces(runner, 1, prompt, pieces)
         states = {name: state[1] for name, state in read_states(runner, spec).items()}
         found.append(no_nan({"logits": logits, **states}))

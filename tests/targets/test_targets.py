@@ -88,7 +88,7 @@ def test_cpu_equals_eager_token_for_token(
 def test_states_can_be_read_and_written(open_runner: Opener, tiny_specs: dict[str, ModelSpec]) -> None:
     runner, spec = open_runner("llama", "cpu"), tiny_specs["llama"]
     logits = prefill_pieces(runner, 0, PROMPT, [8, 8, 5])
-    runner.reset_all()
+    runner.reset_slots()
     prefill_pieces(runner, 0, PROMPT[:16], [8, 8])
     saved = read_states(runner, spec)
     prefill_pieces(runner, 1, random_tokens(8, seed=9), [8])

@@ -115,8 +115,8 @@ class Served:
                 self._replay(output)
             else:
                 self._note_hits(output)
-            self.worker.execute(output)
-            result = self.worker.sample(None)
+            self.worker.execute_step(output)
+            result = self.worker.sample_step(None)
             if output.total_num_scheduled_tokens:
                 self.steps.append(dict(output.num_scheduled_tokens))
                 self.runs.append(self.model.runs[before:])
@@ -143,7 +143,7 @@ class Served:
         plan = output.kv_connector_metadata or StepPlan()
         assert isinstance(plan, StepPlan)
         if output.total_num_scheduled_tokens:
-            self.reused.append({name: length for name, (_, length, *_) in plan.reuse.items()})
+            self.reused.append({name: prefix.length for name, prefix in plan.prefixes.items()})
         cached = output.scheduled_cached_reqs
         slots = {new.req_id: new.block_ids[0][0] - 1 for new in output.scheduled_new_reqs}
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
@@ -154,11 +154,11 @@ class Served:
         slots |= plan.slots
         goes_on = {new.req_id: (slots[new.req_id], new.num_computed_tokens) for new in output.scheduled_new_reqs}
         starting = [name for name in output.num_scheduled_tokens if name in slots]
-        assert set(plan.reuse) <= set(starting)
+        assert set(plan.prefixes) <= set(starting)
         for name in starting:
-            source, length = plan.reuse.get(name, goes_on.get(name, (0, 0)))[
-                :2
-            ]  # without reuse, the next turn of a session
+            source, length = goes_on.get(name, (0, 0))  # without a prefix, the next turn of a session
+            if name in plan.prefixes:
+                source, length = plan.prefixes[name].source, plan.prefixes[name].length
             copied = self._rows[source][:length]
             # A token that vLLM counts as computed while it is on its way is None here: nobody may reuse its row.
             held = [dict(enumerate(request.all_token_ids)).get(index) for request, index in copied]
@@ -203,7 +203,7 @@ class Served:
 
 def check_all_is_free(engine: Served) -> None:
     """No block is anybody's, and every row is free."""
-    engine.worker.execute(engine.scheduler.schedule())  # tells the worker who ended last
+    engine.worker.execute_step(engine.scheduler.schedule())  # tells the worker who ended last
     manager = engine.scheduler.kv_cache_manager
     assert manager.block_pool.get_num_free_blocks() == engine.sizes.kv_blocks
     assert manager.usage == 0

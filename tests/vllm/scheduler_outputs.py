@@ -13,6 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
+from optimum_neuron.core import Prefix
 from optimum_neuron.vllm.model_runner import ModelRunner
 from optimum_neuron.vllm.step_plan import StepPlan
 
@@ -75,7 +76,9 @@ def step_output(
     output.num_scheduled_tokens = dict(counts)
     output.total_num_scheduled_tokens = sum(counts.values())
     output.finished_req_ids = set(finished)
-    output.kv_connector_metadata = StepPlan(reuse=reuse or {})
+    output.kv_connector_metadata = StepPlan(
+        prefixes={name: Prefix(length, source=slot) for name, (slot, length) in (reuse or {}).items()}
+    )
     return output
 
 
@@ -142,8 +145,8 @@ class Driver:
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs a step and keeps its tokens."""
-        self.runner.execute(output)
-        result = self.runner.sample(None)()
+        self.runner.execute_step(output)
+        result = self.runner.sample_step(None)()
         for name, tokens in zip(result.req_ids, result.sampled_token_ids, strict=True):
             self.tokens[name] += tokens
         assert not self.prompt_tables.keys() & result.prompt_logprobs_dict.keys()

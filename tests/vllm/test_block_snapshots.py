@@ -272,7 +272,7 @@ def test_all_requests_get_their_tokens_whatever_is_restored_and_preempted(
     engine = Served(config)
     play(engine, actions)
     check_all_is_free(engine)
-    assert not engine.scheduler._snapshots._texts
+    assert not engine.scheduler._snapshots._prompts
     budget = config.scheduler_config.max_num_batched_tokens
     assert all(sum(counts.values()) <= budget for counts in engine.steps)
     if budget <= CHUNK * engine.sizes.ctx_batch_size + ROWS:

@@ -225,7 +225,7 @@ def test_aborted_requests_leave_their_slots_and_change_nobody(stepped: LLM, refe
 
     def abort(step: int) -> None:
         if step in aborted:
-            stepped.llm_engine.abort_request([aborted[step]])
+            stepped.llm_engine.abort([aborted[step]])
 
     done = finish(stepped, abort)
     assert done == {name: reference(prompts[name], 20) for name in prompts if name not in aborted.values()}

@@ -88,8 +88,8 @@ def test_a_prompt_of_one_token_has_an_empty_table(vllm_config: VllmConfig) -> No
 def test_a_table_has_what_vllm_calls_its_mode(mode: str, is_raw: bool) -> None:
     logits = torch.randn(3, 6)
     scores = PromptScores([1, 2, 5], -1, mode, 6)
-    assert scores.wants(1) and not scores.wants(2) and scores.ends_before(3) and not scores.ends_before(2)
-    scores.add(0, logits)
+    assert scores.is_open_at(1) and not scores.is_open_at(2) and scores.is_whole_at(3) and not scores.is_whole_at(2)
+    scores.add_logits(0, logits)
     expected = (logits if is_raw else logits.log_softmax(-1))[:2]
     assert scores.table.logprobs.shape == (2, 7)
     torch.testing.assert_close(scores.table.logprobs[:, 0], expected[[0, 1], [2, 5]])

@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.request import RequestStatus
 
 from optimum_neuron import NeuronConfig, export_model
-from optimum_neuron.engine.slots import MIN_REUSE
+from optimum_neuron.engine.block_pool import MIN_REUSE
 
 
 CHUNK, LENGTH = 8, 96

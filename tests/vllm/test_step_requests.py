@@ -177,7 +177,7 @@ def test_books_that_differ_are_a_loud_error(vllm_config: VllmConfig, step: Any, 
     driver = Driver(vllm_config, {"a": random_prompt(6, 1)})
     driver.step({"a": 6}, {"a": 0})
     with pytest.raises(RuntimeError, match=message):
-        driver.runner.execute(step)
+        driver.runner.execute_step(step)
 
 
 def test_logprobs_belong_to_their_requests_where_others_have_none(vllm_config: VllmConfig) -> None:

@@ -17,9 +17,9 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ...runtime.process import OwnProcess
+from ..events import TokenEvent
 from ..service import EngineService, Item
-from ..step import TokenEvent
-from .requests import Outcome, RequestFactory
+from .requests import RequestFactory, RequestOutcome
 
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ContinuousBatchingManager:
         self._process = OwnProcess()
 
     def start(self) -> None:
-        """Takes over the model's slots and lets requests in.
+        """Take over the model's slots and lets requests in.
 
         Raises:
             RuntimeError: another manager or service runs.
@@ -54,7 +54,7 @@ class ContinuousBatchingManager:
             self._service = self._serve()
 
     def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False) -> None:
-        """Lets the requests finish, unless `hard_stop`, and gives the slots back. Outputs can be read afterwards.
+        """Let the requests finish, unless `hard_stop`, and gives the slots back. Outputs can be read afterwards.
 
         Args:
             block: wait for that; otherwise the slots are given back when the last request finished.
@@ -63,7 +63,7 @@ class ContinuousBatchingManager:
         service, self._service = self._service, None
         if service is None or not self._process.is_here:
             return
-        closing = threading.Thread(target=self._close, args=(service, hard_stop), daemon=True)
+        closing = threading.Thread(target=self._close_service, args=(service, hard_stop), daemon=True)
         closing.start()
         if block:
             closing.join(timeout)
@@ -72,7 +72,7 @@ class ContinuousBatchingManager:
                 service.close()
                 closing.join()
 
-    def _close(self, service: EngineService, hard_stop: bool) -> None:
+    def _close_service(self, service: EngineService, hard_stop: bool) -> None:
         service.close(finish=not hard_stop)
         with self._arrived:
             self._arrived.notify_all()
@@ -87,15 +87,15 @@ class ContinuousBatchingManager:
         return SimpleNamespace(fatal_error=None if self._service is None else self._service.failure)
 
     def configure(self, request_id: str, generation_config: GenerationConfig) -> None:
-        """Gives a request that is not added yet a way of its own to choose tokens."""
+        """Give a request that is not added yet a way of its own to choose tokens."""
         self._configs[request_id] = generation_config
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:
-        """Has the running event loop call a function with each output of a request, those included that are there."""
+        """Have the running event loop call a function with each output of a request, those included that are there."""
         loop = asyncio.get_running_loop()
         with self._arrived:
             self._handlers[request_id] = lambda output: loop.call_soon_threadsafe(callback, output)
-            while (index := self._find(request_id)) is not None:
+            while (index := self._find_output(request_id)) is not None:
                 self._hand_over(self._ready.pop(index))
 
     def add_request(
@@ -108,7 +108,7 @@ class ContinuousBatchingManager:
         eos_token_id: int | Sequence[int] | None = None,
         **processor_options: Any,
     ) -> str:
-        """Queues a prompt and returns its id.
+        """Queue a prompt and returns its id.
 
         Args:
             streaming: deliver an output per token; otherwise only the finished one.
@@ -121,81 +121,81 @@ class ContinuousBatchingManager:
             raise TypeError(
                 f"{', '.join(processor_options)}: all requests of a manager share its generation_config; set it there"
             )
-        self._process.check()
+        self._process.check_fork()
         service = self._service
         if service is None:
             raise RuntimeError("the manager is not running; call start() first")
         request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
         logprobs = self._factory.batching.return_logprobs
-        outcome = Outcome(request_id, input_ids, timed=record_timestamps, logprobs=logprobs)
+        outcome = RequestOutcome(request_id, input_ids, timed=record_timestamps, logprobs=logprobs)
         with self._arrived:
             self._open += 1
         try:
             ids = [eos_token_id] if isinstance(eos_token_id, int | float) else eos_token_id
             eos = None if ids is None else frozenset(token for token in ids if token >= 0)
             config = self._configs.pop(request_id, None)
-            factory = self._factory if config is None else self._factory.of(config)
-            request = factory.make(request_id, input_ids, max_new_tokens, eos)
-            service.subscribe(request, partial(self._deliver, outcome, streaming))
+            factory = self._factory if config is None else self._factory.derive_factory(config)
+            request = factory.make_request(request_id, input_ids, max_new_tokens, eos)
+            service.subscribe(request, partial(self._deliver_item, outcome, streaming))
         except Exception as error:
             logger.error("%s", error)
-            outcome.fail(str(error))
-            self._put(outcome.output)
+            outcome.end_failed(str(error))
+            self._put_output(outcome.output)
         return request_id
 
     def add_requests(self, inputs: Sequence[Sequence[int]], **options: Any) -> list[str]:
-        """Queues prompts; the options are those of `add_request`."""
+        """Queue prompts; the options are those of `add_request`."""
         return [self.add_request(prompt, **options) for prompt in inputs]
 
     def cancel_request(self, request_id: str) -> None:
-        """Ends a request soon; its output has an error."""
+        """End a request soon; its output has an error."""
         if self._service is not None:
-            self._service.abort(request_id)
+            self._service.abort_request(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The next output, of one request where that is named; None after `timeout` seconds, or where none can come.
+        """Return the next output, of one request where that is named; None after `timeout` seconds, or where none can come.
 
         Raises:
             RuntimeError: this process was forked from the one where the manager is.
         """
-        self._process.check()
+        self._process.check_fork()
         with self._arrived:
             self._arrived.wait_for(
-                lambda: self._find(request_id) is not None or not (self.is_running() or self._open), timeout
+                lambda: self._find_output(request_id) is not None or not (self.is_running() or self._open), timeout
             )
-            index = self._find(request_id)
+            index = self._find_output(request_id)
             return None if index is None else self._ready.pop(index)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Outputs as they come, until the manager is stopped and all are read."""
+        """Yield outputs as they come, until the manager is stopped and all are read."""
         while (output := self.get_result()) is not None:
             yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """The outputs of one request, until it is finished."""
+        """Yield the outputs of one request, until it is finished."""
         while (output := self.get_result(request_id)) is not None:
             yield output
             if output.is_finished() or output.error is not None:
                 return
 
-    def _find(self, request_id: str | None) -> int | None:
+    def _find_output(self, request_id: str | None) -> int | None:
         wanted = (index for index, output in enumerate(self._ready) if request_id in (None, output.request_id))
         return next(wanted, None)
 
-    def _deliver(self, outcome: Outcome, streaming: bool, item: Item) -> None:
+    def _deliver_item(self, outcome: RequestOutcome, streaming: bool, item: Item) -> None:
         """Called by the engine's thread."""
         if isinstance(item, TokenEvent):
-            if not outcome.add(item):
+            if not outcome.add_event(item):
                 if streaming:
                     snapshot = copy(outcome.output)
                     snapshot.generated_tokens = list(snapshot.generated_tokens)
-                    self._put(snapshot, ended=False)
+                    self._put_output(snapshot, ended=False)
                 return
         else:
-            outcome.fail("the request was cancelled" if isinstance(item, str) else str(item))
-        self._put(outcome.output)
+            outcome.end_failed("the request was cancelled" if isinstance(item, str) else str(item))
+        self._put_output(outcome.output)
 
-    def _put(self, output: GenerationOutput, *, ended: bool = True) -> None:
+    def _put_output(self, output: GenerationOutput, *, ended: bool = True) -> None:
         with self._arrived:
             self._hand_over(output)
             self._open -= ended

@@ -20,16 +20,14 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ...artifact.artifact import Artifact
 from ...config import NeuronConfig
-from ...runtime.arguments import check_options
+from ...core import FinishReason, Request, check_whole_numbers
+from ...runtime.arguments import check_options, refuse_unsupported
 from ...runtime.defaults import OF_GENERATE, processors_of, stop_strings
 from ...runtime.lengths import most_new_tokens
-from ...runtime.limits import refuse_unsupported
 from ...runtime.token_choice import OnDeviceChoice, choose_how
-from ...runtime.token_ids import check_whole_numbers
 from ...step.spec import GREEDY, SamplingParams
+from ..events import Event, RequestFailure
 from ..policy import Policy, SchedulerOptions
-from ..request import FinishReason, Request
-from ..step import Event, RequestFailure
 
 
 logger = logging.getLogger(__name__)
@@ -39,8 +37,8 @@ _HONOURED = {"max_batch_tokens", "scheduler_type", "allow_block_sharing", "retur
 _POLICIES: dict[str, Policy] = {"fifo": "auto", "prefill_first": "prefill_first"}
 
 
-class ServedModel(Protocol):
-    """What of a `NeuronModelForCausalLM` its requests are made by."""
+class RequestModel(Protocol):
+    """The part of a `NeuronModelForCausalLM` that makes its requests."""
 
     artifact: Artifact
     config: Any
@@ -53,8 +51,8 @@ class ServedModel(Protocol):
     def own_tokenizer(self) -> Any: ...
 
 
-def end_token_ids(config: GenerationConfig, model: ServedModel) -> frozenset[int]:
-    """Tokens that end a text: those of a generation config, else of the model's own.
+def end_token_ids(config: GenerationConfig, model: RequestModel) -> frozenset[int]:
+    """Return the tokens that end a text: those of a generation config, else of the model's own.
 
     One that cannot be chosen ends nothing, and is left out: -1 is a custom for none, and configs of cut-down models name others.
     """
@@ -80,7 +78,7 @@ class RequestFactory:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: RequestModel,
         generation_config: GenerationConfig | None,
         batching_config: ContinuousBatchingConfig | None,
         *,
@@ -108,14 +106,14 @@ class RequestFactory:
         self._stops = StopStringCriteria(model.own_tokenizer(), list(self.stop_strings)) if checks else None
         _warn_of_meaningless(self.batching)
         self.eos_token_ids = end_token_ids(self.config, model)
-        self.make("", [0], None)  # what no request could have is refused before the first
+        self.make_request("", [0], None)  # what no request could have is refused before the first
 
-    def of(self, generation_config: GenerationConfig) -> RequestFactory:
-        """A factory for one request of the same manager."""
+    def derive_factory(self, generation_config: GenerationConfig) -> RequestFactory:
+        """Return a factory for one request of the same manager."""
         return RequestFactory(self.model, generation_config, self.batching)
 
-    def options(self) -> SchedulerOptions:
-        """The scheduler's options."""
+    def make_options(self) -> SchedulerOptions:
+        """Return the scheduler's options."""
         kind = self.batching.scheduler_type
         if kind not in _POLICIES:
             raise ValueError(f"scheduler_type={kind!r} is not known; choose one of {', '.join(_POLICIES)}")
@@ -126,10 +124,10 @@ class RequestFactory:
         )
 
     def new_tokens(self, prompt: int) -> int | None:
-        """How many tokens follow a prompt where no call says it; None where the artifact's file does not either."""
+        """Return how many tokens follow a prompt where no call says it; None where the artifact's file does not either."""
         return self.model.new_tokens(self.config, prompt)
 
-    def make(
+    def make_request(
         self,
         request_id: str,
         input_ids: Sequence[int] | np.ndarray,
@@ -140,7 +138,7 @@ class RequestFactory:
         seed: int | None = None,
         logprobs: bool = False,
     ) -> Request:
-        """A request with this factory's way to choose tokens.
+        """Return a request with this factory's way to choose tokens.
 
         Args:
             sampling: keywords of `generate` by which this request chooses otherwise; for others the artifact's file speaks.
@@ -167,50 +165,52 @@ class RequestFactory:
         config.max_length = prompt.size + most
         processors = processors_of(model, config, prompt)
         do_sample = bool(config.do_sample)
-        told = self.batching.return_logprobs and _graphs_tell(processors, model.neuron_config, do_sample)
+        is_returned = self.batching.return_logprobs and _graphs_return_logprobs(
+            processors, model.neuron_config, do_sample
+        )
         choice = choose_how(
             processors,
             model.neuron_config,
             do_sample=do_sample,
-            keep_scores=self.batching.return_logprobs and not told,
+            keep_scores=self.batching.return_logprobs and not is_returned,
             keep_logits=False,
         )
         on_device = isinstance(choice, OnDeviceChoice)
         ends = None
         if self._stops is not None or config.max_time is not None:
-            ends = partial(_ending, prompt, self._stops, config.max_time)
+            ends = partial(_find_end, prompt, self._stops, config.max_time)
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt,
             max_new_tokens=max_new_tokens,
             eos_token_ids=eos_token_ids,
-            sampling=choice.sampling if on_device else _sampling(config),
+            sampling=choice.sampling if on_device else _make_sampling(config),
             seed=seed,
             processors=None if on_device else processors,
             do_sample=do_sample,
-            logprobs=told or logprobs,
+            logprobs=is_returned or logprobs,
             ends=ends,
         )
 
 
-def _ending(
+def _find_end(
     prompt: np.ndarray, stops: StopStringCriteria | None, longest: float | None, tokens: Sequence[int], seconds: float
 ) -> FinishReason | None:
-    """Why a text ends with its last token, by transformers' own criteria; None where it does not."""
+    """Return why a text ends with its last token, by transformers' own criteria; None where it does not."""
     if stops is not None and bool(stops(torch.from_numpy(np.append(prompt, tokens).astype(np.int64))[None], None)):
         return "stop"
     return "length" if longest is not None and seconds > longest else None
 
 
-def _sampling(config: GenerationConfig) -> SamplingParams:
-    """The parameters of a request with tokens that the host chooses, for the record."""
+def _make_sampling(config: GenerationConfig) -> SamplingParams:
+    """Return the parameters of a request with tokens that the host chooses, for the record."""
     if not config.do_sample:
         return GREEDY
     return SamplingParams(config.top_k or 0, min(config.top_p, 1.0), config.temperature, config.min_p or 0.0)
 
 
-def _graphs_tell(processors: LogitsProcessorList, config: NeuronConfig, do_sample: bool) -> bool:
-    """Whether the graphs can tell the log-probabilities that are asked for: of scores, which then are the logits themselves."""
+def _graphs_return_logprobs(processors: LogitsProcessorList, config: NeuronConfig, do_sample: bool) -> bool:
+    """Return whether the graphs return the log-probabilities that are asked for: of scores, which then are the logits themselves."""
     if config.top_logprobs is None:
         return False
     choice = choose_how(processors, config, do_sample=do_sample, keep_scores=False, keep_logits=False)
@@ -228,21 +228,21 @@ def _warn_of_meaningless(config: ContinuousBatchingConfig) -> None:
         logger.warning("%s: no meaning for compiled graphs, which got their cache at export", ", ".join(set_names))
 
 
-class Outcome:
+class RequestOutcome:
     """A request's output as it grows, in transformers' form."""
 
     def __init__(self, request_id: str, prompt: Sequence[int], *, timed: bool, logprobs: bool) -> None:
         self._with_logprobs = logprobs
         timestamps: list[float] | None = [] if timed else None
         prompt = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
-        ids = list(prompt) if isinstance(prompt, Iterable) else []  # of any other the request will tell
+        ids = list(prompt) if isinstance(prompt, Iterable) else []  # the request refuses any other
         self.output = GenerationOutput(request_id=request_id, prompt_ids=ids, timestamps=timestamps)
 
-    def add(self, event: Event) -> bool:
-        """Takes a token, or why there will be none; returns whether the request ended with it."""
+    def add_event(self, event: Event) -> bool:
+        """Take a token, or why there will be none; return whether the request ended with it."""
         if isinstance(event, RequestFailure):
             logger.error("%s", event.error)
-            self.fail(str(event.error))
+            self.end_failed(str(event.error))
             return True
         now, output = time.perf_counter(), self.output
         if not output.generated_tokens:
@@ -256,7 +256,7 @@ class Outcome:
             output.status, output.lifespan = RequestStatus.FINISHED, (output.lifespan[0], now)
         return event.finish_reason is not None
 
-    def fail(self, reason: str) -> None:
-        """Ends with an error."""
+    def end_failed(self, reason: str) -> None:
+        """End with an error."""
         self.output.error, self.output.status = reason, RequestStatus.FAILED
         self.output.lifespan = (self.output.lifespan[0], time.perf_counter())

@@ -19,7 +19,7 @@ from ..engine import Engine
 from ..policy import SchedulerOptions
 from ..service import EngineService
 from .manager import ContinuousBatchingManager
-from .requests import Outcome, RequestFactory
+from .requests import RequestFactory, RequestOutcome
 
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ContinuousBatching:
         warmup: bool = True,
         **kwargs: Any,
     ) -> dict[str, GenerationOutput]:
-        """Generates for any number of prompts by continuous batching: a new prompt starts as soon as a slot is free.
+        """Generate for any number of prompts by continuous batching: a new prompt starts as soon as a slot is free.
 
         Args:
             inputs: token ids of each prompt, of any lengths, without padding.
@@ -77,7 +77,7 @@ class ContinuousBatching:
             raise TypeError(f"generate_batch got {', '.join(sorted(kwargs))}; set it in generation_config")
         factory = RequestFactory(self, generation_config, continuous_batching_config)
         with self._slots(keep_engine=True):
-            options, size = factory.options(), self.artifact.model.vocab_size
+            options, size = factory.make_options(), self.artifact.model.vocab_size
             engine = self._engine
             if engine is None or engine.options != options:
                 engine = Engine(self.runner, options, vocab_size=size, seed=factory.batching.seed)
@@ -97,7 +97,7 @@ class ContinuousBatching:
     def serve(
         self, options: SchedulerOptions | None = None, *, seed: int | None = None, step_timeout: float | None = None
     ) -> EngineService:
-        """Serves requests from any thread until the service is closed; `generate` refuses to run meanwhile.
+        """Serve requests from any thread until the service is closed; `generate` refuses to run meanwhile.
 
             with model.serve() as service:
                 for token_id in service.submit(Request(request_id="1", prompt_token_ids=prompt)):
@@ -128,12 +128,14 @@ class ContinuousBatching:
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
     ) -> ContinuousBatchingManager:
-        """A manager that takes requests at any time, to be started; see `generate_batch` for the configs.
+        """Return a manager that takes requests at any time, to be started; see `generate_batch` for the configs.
 
         `workload_hints` help transformers to size a cache; this one was sized at export.
         """
         factory = RequestFactory(self, generation_config, continuous_batching_config)
-        return ContinuousBatchingManager(factory, lambda: self.serve(factory.options(), seed=factory.batching.seed))
+        return ContinuousBatchingManager(
+            factory, lambda: self.serve(factory.make_options(), seed=factory.batching.seed)
+        )
 
     @contextmanager
     def continuous_batching_context_manager(
@@ -162,7 +164,7 @@ def _run_batch(
     max_new_tokens: int | None,
     progress_bar: bool,
 ) -> dict[str, GenerationOutput]:
-    """Runs all prompts to their ends; one that cannot be served, or fails, has an error in its output and stops nobody else.
+    """Run all prompts to their ends; one that cannot be served, or fails, has an error in its output and stops no other.
 
     Returns outputs by request id in the order of `inputs`, `num_return_sequences - 1` children before each.
     """
@@ -172,23 +174,23 @@ def _run_batch(
     for number, prompt in enumerate(inputs):
         names = [f"req_{number}__child#{child}" for child in range(copies - 1)] + [f"req_{number}"]
         prompts |= dict.fromkeys(names, prompt)
-    outcomes = {name: Outcome(name, prompt, timed=timed, logprobs=logprobs) for name, prompt in prompts.items()}
+    outcomes = {name: RequestOutcome(name, prompt, timed=timed, logprobs=logprobs) for name, prompt in prompts.items()}
     try:
         with progress.stage("Generating", len(outcomes)) if progress_bar else nullcontext(_no_progress) as advance:
             for name, outcome in outcomes.items():
                 try:
-                    engine.add_request(factory.make(name, prompts[name], max_new_tokens))
+                    engine.add_request(factory.make_request(name, prompts[name], max_new_tokens))
                 except Exception as error:
                     logger.error("%s", error)
-                    outcome.fail(str(error))
+                    outcome.end_failed(str(error))
                     advance(name)
-            for event in engine.run():
-                if outcomes[event.request_id].add(event):
+            for event in engine.run_requests():
+                if outcomes[event.request_id].add_event(event):
                     advance(event.request_id)
     finally:
-        engine.abort_all()
+        engine.abort_requests()
     return {name: outcome.output for name, outcome in outcomes.items()}
 
 
 def _no_progress(description: str) -> None:
-    """A progress bar that was not asked for."""
+    """Advance a progress bar that was not asked for."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...config import NeuronConfig
+from ...core import Request
 from ...engine.engine import Engine
+from ...engine.events import RequestFailure
 from ...engine.policy import SchedulerOptions
-from ...engine.request import Request
-from ...engine.step import RequestFailure
-from ...runtime.limits import check_fits
+from ...runtime.arguments import check_fits
 from ...runtime.runner import GraphRunner
-from ...runtime.stopwatch import seconds_of
+from ...runtime.timing import measure_seconds
 from ...step.model_spec import ModelSpec
 
 
@@ -169,7 +169,7 @@ class Bench:
         for number in range(repeat + 1):
             if number == 1:
                 before = counts.prompt_tokens, counts.padded_prompt_tokens
-            seconds.append(seconds_of(lambda: self._serve_prompt(length)))
+            seconds.append(measure_seconds(lambda: self._serve_prompt(length)))
             self._advance(f"a prompt of {length:,} tokens")
         computed, padding = counts.prompt_tokens - before[0], counts.padded_prompt_tokens - before[1]
         return Prefill(
@@ -187,11 +187,11 @@ class Bench:
                 before = counts.decode_tokens, counts.idle_decode_rows
             for _ in range(rows):
                 self._add_request(context, new_tokens)
-            while self._engine.scheduler.running < rows:
+            while len(self._engine.scheduler.queues.running) < rows:
                 self._run_step()
             steps = []
             while self._engine.has_work:
-                steps.append(seconds_of(self._run_step) * 1000)
+                steps.append(measure_seconds(self._run_step) * 1000)
             runs.append(steps)
             self._advance(f"{rows} rows that decode")
         busy, idle = counts.decode_tokens - before[0], counts.idle_decode_rows - before[1]

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from ...core import FinishReason, Request
 from ...engine.continuous_batching.requests import RequestFactory
-from ...engine.request import FinishReason, Request
 from ...engine.service import EngineService
 from ...engine.stream import TokenStream
 from ...errors import first_line
@@ -109,7 +109,7 @@ class ChatSession:
         kept = self._model.runner.kept
         if not kept.needed:
             return "each turn computes only what is new"
-        if kept.places:
+        if len(kept.lengths):
             return "each turn computes what follows the last snapshot of this model's state"
         return "each turn computes the whole conversation: export with --state-snapshots to keep this model's state"
 
@@ -191,7 +191,7 @@ class ChatSession:
             )
         longest = self.settings.max_new_tokens or self._factory.new_tokens(len(ids)) or DEFAULT_NEW_TOKENS
         seed = None if self._seeds is None else next(self._seeds)
-        return self._factory.make(f"turn-{next(self._numbers)}", ids, min(room, longest), seed=seed)
+        return self._factory.make_request(f"turn-{next(self._numbers)}", ids, min(room, longest), seed=seed)
 
 
 def check_template(tokenizer: Any) -> None:

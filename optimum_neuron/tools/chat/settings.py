@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cli import add_option
-from ...runtime.asked_sampling import sampling_keywords
+from ...runtime.refused import sampling_keywords
 
 
 # The least and the most of each, and both in words. NaN is in no range.

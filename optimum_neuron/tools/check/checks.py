@@ -24,8 +24,7 @@ from ...config import HLO_TARGETS, NEURON_TARGETS
 from ...runtime.golden import GOLDEN_NAME, Golden
 from ...runtime.profile import Profile
 from ...runtime.runner import GraphRunner
-from ...runtime.stopwatch import seconds_of
-from ...runtime.traced_runner import open_runner
+from ...runtime.timing import measure_seconds, open_runner
 from ...targets import get_target
 from ...targets.neuron.copy_graphs import copy_graphs
 from ...targets.neuron.graph_io import COPY_SLOT, KEEP_STATE
@@ -151,7 +150,7 @@ def _load_graphs(
     )
     runners.append(open_runner(artifact, executable, profile=profile))
     loaded = time.perf_counter() - start
-    return {"load s": round(loaded, 2), "first runs s": round(seconds_of(runners[0].warm_up), 2)}
+    return {"load s": round(loaded, 2), "first runs s": round(measure_seconds(runners[0].warm_up), 2)}
 
 
 def _missing_monitor(target: str) -> str:

@@ -13,10 +13,12 @@ import torch
 
 from ...artifact.artifact import Artifact
 from ...config import NeuronConfig
+from ...core import PromptPiece
 from ...runtime.golden import Golden, replay
+from ...runtime.prefill import cut_prompt
 from ...runtime.runner import GraphRunner
-from ...runtime.step_tensors import Chunk, DecodeRows, chunks_of
-from ...runtime.stopwatch import seconds_of
+from ...runtime.step_tensors import DecodeRows
+from ...runtime.timing import measure_seconds
 from ...step.spec import GREEDY, GraphSpec
 from ...step.state_sizes import BY_TOKEN
 from ...step.state_specs import slot_state_specs
@@ -30,8 +32,8 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 def prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> torch.Tensor:
     """Return logits `[vocab]` after a prompt that a slot takes from its start, `pieces` tokens at a time."""
     runner.lengths[slot] = 0
-    for chunk in chunks_of(slot, prompt, pieces):
-        output = runner.prefill([chunk])
+    for chunk in cut_prompt(slot, prompt, pieces):
+        output = runner.run_step([chunk])
     assert output.chunk_logits is not None
     return output.chunk_logits[0].clone()
 
@@ -66,7 +68,7 @@ def check_chunks(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     """Compare a prompt's logits between chunk boundaries."""
     size = runner.config.prefill_chunk_size
     prompt = draw_prompt(artifact, min(size + size // 2 + 1, runner.config.sequence_length), seed=1)
-    runner.reserve([len(prompt)])
+    runner.reserve_slots([len(prompt)])
     logits = [prefill(runner, 0, prompt, pieces) for pieces in (size, max(1, size // 2), max(1, size // 3))]
     # The graph follows from a step's length; only where one chunk graph serves all is equality to the bit promised, and
     # not of kernels, which may take a chunk's own tokens apart from those before it.
@@ -85,7 +87,7 @@ def check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     lengths = lengths[: _count_fitting(lengths, config, config.kv_blocks)]
     rows = []
     for seed in (3, 4):
-        runner.reserve(lengths)
+        runner.reserve_slots(lengths)
         for slot, length in enumerate(lengths[1:], start=1):
             prefill(runner, slot, draw_prompt(artifact, length, seed=seed), size)
         rows.append(prefill(runner, 0, prompt, size))
@@ -96,7 +98,7 @@ def check_neighbours(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
 def check_slot_copy(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     """Compare the first columns of a slot, or block, with those of the one that it was copied from."""
     length = min(17, runner.config.block_length)  # the first slot's first block is the cache's
-    runner.reserve([length])
+    runner.reserve_slots([length])
     prefill(runner, 0, draw_prompt(artifact, length, seed=5), runner.config.prefill_chunk_size)
     runner.executable.copy_slot(0, 1, length)
     states = [each.name for each in artifact.states() if each.name.startswith(BY_TOKEN)]
@@ -110,14 +112,14 @@ def check_slot_copy(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
 def check_snapshots(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     """Compare a slot's state before a further token with the one that its snapshot restores."""
     length = min(17, runner.config.sequence_length - 1)
-    runner.reserve([length + 1])
+    runner.reserve_slots([length + 1])
     prefill(runner, 0, draw_prompt(artifact, length, seed=6), runner.config.prefill_chunk_size)
     states = [each.name for each in slot_state_specs(runner.config, artifact.model)]
     expected = {name: runner.executable.read_state(name)[0].clone() for name in states}
     place = runner.config.snapshot_places - 1
     runner.keep_state(0, place)
-    runner.prefill([Chunk(0, draw_prompt(artifact, 1, seed=7))])
-    runner.kept.restore(place, 0)
+    runner.run_step([PromptPiece(0, draw_prompt(artifact, 1, seed=7))])
+    runner.kept.restore_snapshot(place, 0)
     for name, state in expected.items():
         if not torch.equal(runner.executable.read_state(name)[0], state):
             raise CheckError(f"{name} of slot 0 is not what snapshot {place} was taken of")
@@ -128,15 +130,15 @@ def check_token_ids(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     """Try ids beyond the vocabulary, which no graph may see, and its first and last ids."""
     size = artifact.model.num_embeddings
     for token in (-1, size):
-        runner.reserve([1])
+        runner.reserve_slots([1])
         try:
-            runner.prefill([Chunk(0, np.array([token], dtype=np.int32))])
+            runner.run_step([PromptPiece(0, np.array([token], dtype=np.int32))])
         except ValueError:
             continue
         raise CheckError(f"token id {token} was given to a graph, and the model takes those from 0 to {size - 1}")
     for token in (0, size - 1):
-        runner.reserve([1])
-        output = runner.prefill([Chunk(0, np.array([token], dtype=np.int32))])
+        runner.reserve_slots([1])
+        output = runner.run_step([PromptPiece(0, np.array([token], dtype=np.int32))])
         assert output.chunk_logits is not None
         if not output.chunk_logits.isfinite().all():
             raise CheckError(f"token id {token} makes logits that are not finite")
@@ -154,11 +156,11 @@ def measure_latency(runner: GraphRunner, runs: int) -> dict[str, Any]:
         chunks, decode = _full_step(graph, lengths)
         times = []
         for _ in range(runs):
-            runner.reserve([graph.context_length] * len(lengths))
+            runner.reserve_slots([graph.context_length] * len(lengths))
             runner.lengths[: len(lengths)] = lengths
-            times.append(1000 * seconds_of(partial(runner.step, chunks, decode, graph)))
+            times.append(1000 * measure_seconds(partial(runner.run_step, chunks, decode, graph)))
         medians[f"{graph.name} ms"] = round(statistics.median(times), 3)
-    runner.reset_all()  # what the runs wrote is of no use
+    runner.reset_slots()  # what the runs wrote is of no use
     return medians
 
 
@@ -181,9 +183,9 @@ def _full_lengths(graph: GraphSpec, config: NeuronConfig) -> list[int]:
     return lengths[: _count_fitting([graph.context_length] * rows, config, graph.blocks_in_place or config.kv_blocks)]
 
 
-def _full_step(graph: GraphSpec, lengths: Sequence[int]) -> tuple[list[Chunk], DecodeRows | None]:
+def _full_step(graph: GraphSpec, lengths: Sequence[int]) -> tuple[list[PromptPiece], DecodeRows | None]:
     chunk_rows = min(graph.ctx_batch_size if graph.has_chunk else 0, len(lengths))
-    chunks = [Chunk(slot, np.zeros(graph.chunk_size, dtype=np.int32)) for slot in range(chunk_rows)]
+    chunks = [PromptPiece(slot, np.zeros(graph.chunk_size, dtype=np.int32)) for slot in range(chunk_rows)]
     if not graph.has_decode:
         return chunks, None
     slots = np.arange(graph.batch_size)

@@ -10,9 +10,9 @@ from functools import partial
 
 import numpy as np
 
-from ...engine.request import Request
+from ...core import Request
+from ...engine.events import RequestFailedError, TokenEvent
 from ...engine.service import EngineStoppedError
-from ...engine.step import RequestFailedError, TokenEvent
 from ...engine.stream import Item
 from .choice import AnswerChoice, Piece
 from .errors import ApiError, ClientGoneError, server_error
@@ -59,7 +59,7 @@ class ServedAnswer:
         self._pieces: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
         eos = frozenset() if asked.ignore_eos else served.eos_token_ids
         self._requests = [
-            served.requests.make(
+            served.requests.make_request(
                 f"{name}-{prompt * asked.n + copy}",
                 np.asarray(ids, dtype=np.int32),
                 asked.max_tokens,
@@ -128,7 +128,7 @@ class ServedAnswer:
 
     def _abort_open(self, reason: str) -> None:
         for index in self._open:
-            self._service.abort(self._requests[index].request_id)
+            self._service.abort_request(self._requests[index].request_id)
             self._count_ended(index, reason, time.perf_counter())
         self._open.clear()
         self._admission.leave_all()
@@ -198,5 +198,5 @@ class ServedAnswer:
         if piece.finish_reason is not None:
             self._count_ended(index, piece.finish_reason, now)
             if event.finish_reason is None:  # a stop string, which the engine does not know
-                self._service.abort(request.request_id)
+                self._service.abort_request(request.request_id)
         return piece

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ...engine.step import TokenEvent
+from ...engine.events import TokenEvent
 from .text_stream import Detokenizer, StopStrings
 
 

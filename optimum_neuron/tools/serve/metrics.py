@@ -134,7 +134,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         engine, name = self._served.service.engine, self._served.name
         statistics, config = engine.statistics, self._served.config
-        running = engine.scheduler.running + engine.scheduler.prefilling
+        running = len(engine.scheduler.queues.running) + len(engine.scheduler.queues.prefilling)
         waiting = max(self._gate.live - running, 0)
         used = statistics.blocks_in_use / (config.batch_size if config.kv_block_size is None else config.kv_blocks)
         for gauge, text, value in (

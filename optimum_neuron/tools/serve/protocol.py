@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...config import NeuronConfig
-from ...runtime.asked_sampling import sampling_keywords
-from ...runtime.refused import member_refusal
+from ...runtime.refused import member_refusal, sampling_keywords
 from .errors import ApiError
 from .fields import Fields, check_token_id, shown_value, wrong_value
 from .loaded_model import LoadedModel

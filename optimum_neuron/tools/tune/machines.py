@@ -15,7 +15,7 @@ from ...artifact.artifact import WEIGHTS_NAME, Artifact
 from ...config import NeuronConfig
 from ...generate import NeuronModelForCausalLM
 from ...kernels.host.machine import available_memory
-from ...runtime.stopwatch import seconds_of
+from ...runtime.timing import measure_seconds
 from ...step.spec import GraphSpec, graph_specs
 from ...step.state_sizes import byte_count
 from ...targets.neuron.sdk.hardware import CHIPS
@@ -107,7 +107,7 @@ class CpuMachine(Machine):
 def _measure_export(export: Callable[[Path, NeuronConfig], Any], config: NeuronConfig) -> _MeasuredExport:
     with tempfile.TemporaryDirectory(prefix="optimum-neuron-tune-") as folder:
         path = Path(folder) / "artifact"
-        seconds = seconds_of(lambda: export(path, config))
+        seconds = measure_seconds(lambda: export(path, config))
         artifact = Artifact.open(path)
         return _measure_artifact(artifact, seconds / len(artifact.graphs))
 

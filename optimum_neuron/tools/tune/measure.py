@@ -9,16 +9,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ...artifact.artifact import Artifact
+from ...core import PromptPiece, Request
 from ...engine.engine import Engine
-from ...engine.request import Request
-from ...runtime.runner import GraphRunner
-from ...runtime.step_tensors import Chunk, DecodeRows, StepOutput
-from ...runtime.stopwatch import seconds_of
+from ...runtime.step_tensors import DecodeRows
+from ...runtime.timing import TimedRunner, measure_seconds
 from ...step.spec import GraphSpec
 from ...targets import Executable
 from .step_clock import ChunkCurves, CpuClock, Curve
@@ -33,18 +32,6 @@ PAUSES, PAUSE_S = 12, 0.15
 _CHUNK_TOKENS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # Decode steps from which the engine's own time is taken, and the runs of them.
 _HOST_STEPS, _HOST_RUNS = 24, 3
-
-
-class TimedRunner(GraphRunner):
-    """A runner that adds up the seconds of its steps."""
-
-    spent = 0.0
-
-    def step(self, *arguments: Any, **options: Any) -> StepOutput:
-        start = time.perf_counter()
-        output = super().step(*arguments, **options)
-        self.spent += time.perf_counter() - start
-        return output
 
 
 class _TimedStep(NamedTuple):
@@ -103,7 +90,7 @@ def measure_steps(artifact: Artifact, executable: Executable, advance: Callable[
         advance(f"round {number + 1} of {ROUNDS}")
     clock = timer.make_clock(_host_curve(runner, vocab_size), _copy_seconds(runner))
     advance("the engine")
-    runner.reset_all()
+    runner.reset_slots()
     halves = [np.subtract(*np.percentile(each, (75, 25))) / statistics.median(each) for each in timer.times.values()]
     return MeasuredSteps(clock, sum(map(len, timer.times.values())), float(np.mean(halves)))
 
@@ -168,13 +155,15 @@ class _StepTimer:
         zeros = DecodeRows(
             np.zeros(slots, np.int32), decoding, np.zeros((slots, 4), np.float32), np.zeros(slots, np.float32)
         )
-        chunks = [Chunk(rows, np.arange(step.tokens, dtype=np.int32) % self._vocab_size)] if step.tokens else []
+        chunks = [PromptPiece(rows, np.arange(step.tokens, dtype=np.int32) % self._vocab_size)] if step.tokens else []
 
         def run() -> float:
             runner.lengths[:] = np.where(decoding, step.columns - 1, 0)
             if step.tokens:
                 runner.lengths[rows] = step.start
-            return seconds_of(lambda: runner.step(chunks, zeros if rows else None, step.graph, outputs=step.outputs))
+            return measure_seconds(
+                lambda: runner.run_step(chunks, zeros if rows else None, step.graph, outputs=step.outputs)
+            )
 
         return run
 
@@ -253,10 +242,10 @@ def _engine_seconds(runner: TimedRunner, rows: int, vocab_size: int) -> Iterator
         engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, max_new_tokens=steps))
     while engine.has_work:
         runner.spent = 0.0
-        taken = seconds_of(engine.step)
-        if engine.scheduler.running == rows:
+        taken = measure_seconds(engine.step)
+        if len(engine.scheduler.queues.running) == rows:
             yield taken - runner.spent
-    runner.reset_all()
+    runner.reset_slots()
 
 
 def _copy_seconds(runner: TimedRunner) -> float:
@@ -266,6 +255,5 @@ def _copy_seconds(runner: TimedRunner) -> float:
         return 0.0
     times = []
     for _ in range(LEAST_RUNS):
-        runner.lengths[0] = length
-        times.append(seconds_of(lambda: runner.reuse(1, 0, length)))
+        times.append(measure_seconds(lambda: runner.copy_block(0, 1, length)))
     return statistics.median(times) / length

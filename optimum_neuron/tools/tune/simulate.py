@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 
 import numpy as np
 
+from ...core import Step
 from ...engine.scheduler import Scheduler
 from ...engine.statistics import Statistics
-from ...engine.step import Step
 from .answers import Answer
 from .trace import RequestTrace, traced_request
 
@@ -44,8 +45,8 @@ class Simulation:
         self.kinds[step.graph.kind] += 1
         self.busy += seconds
         self.statistics.count_step(step)
-        for chunk in step.chunks:
-            if chunk.is_first and not chunk.preemptions:
+        for chunk in step.pieces:
+            if chunk.is_first and isnan(self.answers[chunk.request_id].begun):
                 self.answers[chunk.request_id].begun = now
 
 
@@ -68,7 +69,7 @@ def simulate(
         while due and due[0][1] <= now:
             number, arrival = due.popleft()
             request = traced_request(trace, prompts, number)
-            scheduler.add(request)
+            scheduler.add_request(request)
             found.answers[request.request_id] = Answer(arrival)
         step = scheduler.schedule()
         if step is None:
@@ -77,8 +78,8 @@ def simulate(
         taken = seconds(step, scheduler)
         found.count_step(step, now, taken)
         now += taken
-        events = scheduler.commit(step, [0] * len(step.decodes), [0] * len(step.chunks), taken)
-        found.longest_queue = max(found.longest_queue, scheduler.waiting)
+        events = scheduler.commit(step, [0] * len(step.decodes), [0] * len(step.pieces), taken)
+        found.longest_queue = max(found.longest_queue, len(scheduler.queues.waiting))
         for event in events:
             found.answers[event.request_id].times.append(now)
             finished += event.finish_reason is not None

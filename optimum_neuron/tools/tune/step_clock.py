@@ -10,8 +10,8 @@ from itertools import cycle
 
 import numpy as np
 
+from ...core import PromptPiece, Step
 from ...engine.scheduler import Scheduler
-from ...engine.step import ScheduledChunk, Step
 from ...step.family import rows_needed
 from ...step.spec import GraphSpec
 from .simulate import StepSeconds
@@ -99,7 +99,7 @@ class CpuClock(StepClock):
         def seconds(step: Step, scheduler: Scheduler) -> float:
             nonlocal before
             total = self.time_step(step, scheduler)
-            if not scheduler.running and not scheduler.prefilling:
+            if not len(scheduler.queues.running) and not len(scheduler.queues.prefilling):
                 total += self.woken
             elif before is not None and before.has_chunk and not step.graph.has_chunk:
                 total += self.turned
@@ -112,26 +112,21 @@ class CpuClock(StepClock):
         """Return the seconds of a step that the scheduler has planned and not committed yet."""
         graph = step.graph
         rows = graph.batch_size if graph.has_chunk else max((decode.slot for decode in step.decodes), default=0) + 1
-        columns = sum(scheduler.state(decode.request_id).context for decode in step.decodes)
-        total = self.host(len(step.decodes) + len(step.chunks)) + self.decode_column(rows) * columns
+        columns = sum(scheduler.find_state(decode.request_id).context for decode in step.decodes)
+        total = self.host(len(step.decodes) + len(step.pieces)) + self.decode_column(rows) * columns
         if not graph.has_chunk:
             return total + self.decode(rows)
         times = self.chunks[graph.chunk_size]
-        live = _live_tokens(step.chunks, graph.chunk_size)
-        total += times.column(live) * sum(chunk.count * chunk.start for chunk in step.chunks)
-        total += self.copied_token * sum(_copied_tokens(chunk) for chunk in step.chunks)
+        live = _live_tokens(step.pieces, graph.chunk_size)
+        total += times.column(live) * sum(chunk.count * chunk.start for chunk in step.pieces)
+        total += self.copied_token * sum(copy.length for copy in step.copies)
         if graph.kind == "mixed":
             assert times.mixed is not None
             return total + times.mixed(live)
-        return total + times.alone(live) - (0.0 if any(chunk.is_last for chunk in step.chunks) else times.unread(live))
+        return total + times.alone(live) - (0.0 if any(chunk.is_last for chunk in step.pieces) else times.unread(live))
 
 
-def _live_tokens(chunks: tuple[ScheduledChunk, ...], chunk_size: int) -> int:
+def _live_tokens(chunks: tuple[PromptPiece, ...], chunk_size: int) -> int:
     """Count tokens of chunk rows up to the last live one: a row is filled before the next one, and holds one prompt."""
     rows = rows_needed([chunk.count for chunk in chunks], chunk_size)
     return (rows - 1) * chunk_size + (chunks[-1].count - 1) % chunk_size + 1
-
-
-def _copied_tokens(chunk: ScheduledChunk) -> int:
-    reuse = chunk.reuse
-    return 0 if reuse is None or reuse.source_slot in (None, chunk.slot) else reuse.length

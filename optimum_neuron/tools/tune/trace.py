@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...engine.request import Request
+from ...core import Request
 
 
 # No model of a trace is known: ids below this are drawn where nothing computes with them.

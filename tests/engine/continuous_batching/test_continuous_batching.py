@@ -135,8 +135,8 @@ def test_graphs_tell_the_log_probabilities_that_the_host_would_compute(
     config = GenerationConfig(max_new_tokens=6, eos_token_id=None, **draws)
     batching = ContinuousBatchingConfig(return_logprobs=True, seed=3)
     found = list(telling.generate_batch(prompts, config, batching).values())
-    choose, chosen = RequestSampler.choose, []
-    monkeypatch.setattr(RequestSampler, "choose", lambda self, *args: chosen.append(self) or choose(self, *args))
+    choose, chosen = RequestSampler.choose_token, []
+    monkeypatch.setattr(RequestSampler, "choose_token", lambda self, *args: chosen.append(self) or choose(self, *args))
     again = list(telling.generate_batch(prompts, config, batching).values())
     assert bool(chosen) == (temperature == 0.5)
     for one, other in zip(found, again, strict=True):
@@ -288,7 +288,7 @@ def test_a_manager_whose_engine_failed_ends_every_request_with_an_error(
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model.runner, "step", fails)
+        patch.setattr(model.runner, "run_step", fails)
         manager.add_request(prompts[0])
         failed = manager.get_result(timeout=30)
     assert failed is not None and "device lost" in str(failed.error)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from coded_reference import reference
-from helpers import artifact_runner, decode_tokens, export_tiny, generate, prefill_pieces, random_tokens
+from helpers import artifact_runner, decode_tokens, export_tiny, generate, prefill_pieces, random_tokens, reuse_prefix
 
 from optimum_neuron.artifact.artifact import Artifact
 
@@ -31,11 +31,11 @@ def test_artifacts_equal_transformers_with_rounded_keys_and_values(
     with torch.no_grad():
         found = expected(torch.tensor([*prompt, *tokens[:-1]])[None]).logits[0, len(prompt) - 1 :]
     assert (logits - found).abs().median() < 1e-6 and (logits - found).abs().max() < 2e-4
-    runner.reset_all()
+    runner.reset_slots()
     whole = prefill_pieces(runner, 1, prompt, (8, 8, 8, 3))
     prefill_pieces(runner, 0, random_tokens(9, seed=3), (8, 1))
     decode_tokens(runner, {0: 7})
-    runner.reuse(2, 1, 21)
+    reuse_prefix(runner, 2, 1, 21)
     assert torch.equal(prefill_pieces(runner, 2, prompt[21:], (1, 5)), whole)
-    runner.reset(1)
+    runner.reset_slot(1)
     assert torch.equal(prefill_pieces(runner, 1, prompt, (1, 8, 5, 8, 2, 3)), whole)

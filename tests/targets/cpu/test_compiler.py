@@ -231,7 +231,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import torch
-import optimum_neuron.runtime.threads
+import optimum_neuron.runtime.process
 from helpers import artifact_runner, generate, random_tokens
 torch.set_num_threads(2)
 tokens = generate(artifact_runner(Path(sys.argv[1])), random_tokens(21), 8)[0]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import artifact_runner, decode_tokens, export_tiny, prefill_pieces, random_tokens
+from helpers import artifact_runner, decode_tokens, export_tiny, prefill_pieces, random_tokens, reuse_prefix
 from recurrent import CONFIGS, model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.core import PromptPiece
 
 
 PROMPT = 70
@@ -49,13 +49,13 @@ def test_bits_follow_from_the_tokens_alone(kind: str, artifact: Path) -> None:
         expected = own(input_ids=torch.as_tensor(text)[None].long(), use_cache=False).logits[0, -1]
     results: list[Tensor] = []
     for slot, pieces in ((0, [24, 24, 22]), (1, [1, 23, 5, 20, 21]), (0, [7] * 10)):
-        runner.reset(1 - slot)
+        runner.reset_slot(1 - slot)
         prefill_pieces(runner, 1 - slot, random_tokens(9, seed=slot), [9])
-        runner.reset(slot)
+        runner.reset_slot(slot)
         results.append(prefill_pieces(runner, slot, text, pieces).clone())
-    runner.reset(1)
+    runner.reset_slot(1)
     prefill_pieces(runner, 1, text[:-1], [24, 24, 21])
-    runner.step([Chunk(0, random_tokens(5))])
+    runner.run_step([PromptPiece(0, random_tokens(5))])
     results.append(decode_tokens(runner, {1: int(text[-1])})[1][1].clone())
     assert torch.allclose(results[0], expected.float(), atol=1e-5 * float(expected.abs().max()))
     for other in results[1 : None if kind in BY_KERNELS else -1]:
@@ -77,7 +77,7 @@ def test_a_snapshot_has_all_that_a_slot_keeps(kind: str, artifact: Path) -> None
     runner.keep_state(1, 0)
     prefill_pieces(runner, 1, random_tokens(9), [9])
     for slot, snapshot, length in ((0, 5, 40), (2, 0, 45), (1, 0, 45)):
-        runner.reuse(slot, 1, length, snapshot)
+        reuse_prefix(runner, slot, 1, length, snapshot)
         assert torch.equal(prefill_pieces(runner, slot, text[length:], [1, 23, PROMPT - length - 24]), expected)
 
 
@@ -85,7 +85,7 @@ def test_states_are_the_same_where_nobody_reads_what_follows(kind: str, artifact
     text, states = random_tokens(24, seed=2), []
     for outputs in (True, False):
         runner = artifact_runner(artifact)
-        runner.step([Chunk(1, text)], outputs=outputs)
+        runner.run_step([PromptPiece(1, text)], outputs=outputs)
         names = [state.name for state in Artifact.open(artifact).states()]
         states.append({name: runner.executable.read_state(name) for name in names})
     assert all(torch.equal(states[1][name], state) for name, state in states[0].items())

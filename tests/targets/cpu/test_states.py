@@ -11,9 +11,9 @@ from helpers import artifact_runner, prefill_pieces, random_tokens
 from torch import Tensor
 
 from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.core import PromptPiece, StepOutput
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_rows import PromptPart, StepRows
-from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
+from optimum_neuron.runtime.step_rows import StepRows
 from optimum_neuron.step.spec import GREEDY
 from optimum_neuron.targets import Executable
 
@@ -33,7 +33,7 @@ def test_states_and_what_follows_are_the_same(cpu_artifact: Callable[[str], Path
         for name, state in states_of(runner, artifact).items():
             runner.executable.write_state(name, torch.full_like(state, 0.5))
         for start in (0, 8):
-            step = runner.step([Chunk(1, PROMPT[start : start + 8])], outputs=outputs)
+            step = runner.run_step([PromptPiece(1, PROMPT[start : start + 8])], outputs=outputs)
             assert outputs or step == StepOutput()
         states = states_of(runner, artifact)
         found.append((states, prefill_pieces(runner, 1, PROMPT[16:], [3])))
@@ -49,10 +49,10 @@ def test_parts_of_a_prompt_that_do_not_end_it_need_no_outputs(cpu_artifact: Call
     runner.executable = runner._for_states = _Recording(executable, ran)
     request = _Request()
     rows: StepRows[_Request] = StepRows(runner)
-    rows.start(request, None)
-    assert rows.run([], [PromptPart(request, PROMPT[:8], ends=False)]) == []
+    rows.start_request(request)
+    assert rows.run_rows([], [PromptPiece(request.slot, PROMPT[:8], is_last=False)]) == []
     before, ran[:] = list(ran), []
-    (_, token), *_ = rows.run([], [PromptPart(request, PROMPT[8:16], ends=True)])
+    (_, token), *_ = rows.run_rows([], [PromptPiece(request.slot, PROMPT[8:16])])
     assert isinstance(token, int)
     assert before[-1].startswith("WriteCache") and ran[: len(before)] == before
     assert "Sample" in ran[len(before) :]

@@ -23,13 +23,13 @@ def test_each_measurement_runs_what_it_says(
 ) -> None:
     runner = open_runner("llama", "cpu")
     ran: list[tuple[int, int]] = []
-    step = runner.step
+    step = runner.run_step
 
     def noted(chunks=(), decode=None, graph: GraphSpec | None = None, **options):  # type: ignore[no-untyped-def]
         ran.append((sum(len(each.token_ids) for each in chunks), 0 if decode is None else int(decode.active.sum())))
         return step(chunks, decode, graph, **options)
 
-    monkeypatch.setattr(runner, "step", noted)
+    monkeypatch.setattr(runner, "run_step", noted)
     advanced: list[str] = []
     bench = Bench(runner, Artifact.open(cpu_artifact("llama")).model, advanced.append)
     prefill = bench.measure_prefill(20, 2)

@@ -85,13 +85,13 @@ def test_a_turn_computes_only_what_is_new_and_answers_as_a_fresh_generate(
     model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
-    step = model.runner.step
+    step = model.runner.run_step
 
     def counted(chunks: Any = (), *rest: Any, **options: Any) -> Any:
         ran.append(sum(len(chunk.token_ids) for chunk in chunks))
         return step(chunks, *rest, **options)
 
-    monkeypatch.setattr(model.runner, "step", counted)
+    monkeypatch.setattr(model.runner, "run_step", counted)
     with chatting(model, tokenizer) as session:
         first = session.send_message("ab", ignore)
         prompt = ids(tokenizer, session.messages[:1])
@@ -133,7 +133,7 @@ def test_a_model_with_state_goes_on_from_a_snapshot(
 def test_it_is_told_how_the_history_is_kept(
     needed: bool, places: int, told: str, session: ChatSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session._model.runner, "kept", SimpleNamespace(needed=needed, places=places))
+    monkeypatch.setattr(session._model.runner, "kept", SimpleNamespace(needed=needed, lengths=range(places)))
     assert told in session.kept
 
 

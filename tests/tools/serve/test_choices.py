@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from optimum_neuron.engine.request import FinishReason
-from optimum_neuron.engine.step import TokenEvent
+from optimum_neuron.core import FinishReason
+from optimum_neuron.engine.events import TokenEvent
 from optimum_neuron.tools.serve.choice import AnswerChoice, Piece
 
 

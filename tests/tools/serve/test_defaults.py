@@ -94,7 +94,7 @@ def test_a_request_that_says_nothing_gets_what_the_file_says(
 ) -> None:
     facts = (PUBLISHED | RARE)[name]
     follow(model, facts, monkeypatch)
-    request = RequestFactory(model, None, None).make("r", PROMPT, None)
+    request = RequestFactory(model, None, None).make_request("r", PROMPT, None)
     draws = facts.get("do_sample", False) and facts.get("temperature", 1.0) > 0
     wanted = {name: facts[name] for name in ("temperature", "top_p", "min_p") if name in facts}
     expected = SamplingParams(facts.get("top_k", 50), **{"temperature": 1.0} | wanted) if draws else GREEDY
@@ -220,7 +220,7 @@ def test_a_request_that_names_a_sampling_value_draws_by_it_and_by_the_files_othe
         assert app.complete(PROMPT, **options).json()["choices"][0]["text"] == app.read(tokens), asked
     follow(model, PUBLISHED["qwen3"], monkeypatch)
     app.close()
-    asked = start().served.requests.make("r", PROMPT, 8, sampling={"do_sample": True, "temperature": 2.0})
+    asked = start().served.requests.make_request("r", PROMPT, 8, sampling={"do_sample": True, "temperature": 2.0})
     assert asked.sampling == SamplingParams(20, 0.95, 2.0).in_float32()
 
 

@@ -172,7 +172,7 @@ def test_a_client_that_leaves_ends_its_request_and_so_does_the_server(loaded: re
         await visits[0].end()
         await asyncio.to_thread(through.app.stop)  # type: ignore[attr-defined]
         await visits[1].end()
-        await wait_for(lambda: not engine.scheduler.running and not engine.scheduler.prefilling)
+        await wait_for(lambda: not engine.scheduler.queues.running and not engine.scheduler.queues.prefilling)
         return visits
 
     left, ended = asyncio.run(main())

@@ -11,10 +11,10 @@ import pytest
 from helpers import VOCAB, Opener
 
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.core import Step
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.scheduler import Scheduler
-from optimum_neuron.engine.step import Step
 from optimum_neuron.step.spec import GraphSpec, graph_specs
 from optimum_neuron.tools.tune.candidates import Candidate, SizeGrid, export_words, serve_words
 from optimum_neuron.tools.tune.search import Machine, search_sizes
@@ -156,7 +156,7 @@ def test_the_simulation_takes_the_steps_that_an_engine_takes(open_runner: Opener
     assert [len(outcome.answers[str(number)].times) for number in range(len(sent))] == [
         each.new_tokens for each in sent
     ]
-    assert any(chunk.reuse for step in simulated for chunk in step.chunks)
+    assert any(chunk.prefix for step in simulated for chunk in step.pieces)
     assert _engine_steps(Engine(runner, options, vocab_size=VOCAB), trace, prompts) == simulated
 
 

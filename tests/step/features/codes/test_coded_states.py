@@ -21,6 +21,7 @@ from helpers import (
     prefill_pieces,
     random_tokens,
     read_states,
+    reuse_prefix,
     same_states,
     tiny_config,
 )
@@ -102,7 +103,7 @@ def test_chunks_neighbors_and_old_contents_change_no_bit(
     _zero(runner, spec, 0.0)
     expected = [prefill_pieces(runner, 1, prompt, (8, 8, 8, 3)), decode_tokens(runner, {1: 5})[1][1]]
     states = read_states(runner, spec)
-    runner.reset_all()
+    runner.reset_slots()
     _zero(runner, spec, float("nan"))
     prefill_pieces(runner, 0, random_tokens(19, seed=2), (8, 8, 3))
     results = [prefill_pieces(runner, 1, prompt, (1, 8, 5, 8, 2, 3)), decode_tokens(runner, {0: 9, 1: 5})[1][1]]
@@ -115,7 +116,7 @@ def test_a_copied_prefix_goes_on_with_the_same_bits(open_runner: Opener, kind: s
     runner = open_runner("qwen3", kv_cache_dtype=kind)
     prompt = random_tokens(30)
     prefill_pieces(runner, 0, prompt[:21], (8, 8, 5))
-    runner.reuse(2, 0, 21)
+    reuse_prefix(runner, 2, 0, 21)
     copied = prefill_pieces(runner, 2, prompt[21:], (8, 1))
     assert torch.equal(copied, prefill_pieces(runner, 1, prompt, (8, 8, 8, 6)))
 
@@ -129,7 +130,7 @@ def test_blocks_have_the_bits_of_slots(
     for blocks in ({}, {"kv_block_size": 64, "kv_cache_tokens": 384}):
         runner = eager_runner(tiny_models["gemma2"], tiny_config(**sizes, **blocks), spec=tiny_specs["gemma2"])
         if blocks:
-            runner.assign(0, 0, [4, 1])
+            runner.assign_blocks(0, 0, [4, 1])
         results.append((prefill_pieces(runner, 0, prompt, (8,) * 8 + (6,)), decode_tokens(runner, {0: 5})[1][0]))
     assert all(map(torch.equal, *results))
 

@@ -24,6 +24,7 @@ from helpers import (
     prefill_pieces,
     random_tokens,
     read_states,
+    reuse_prefix,
     tiny_config,
 )
 from hypothesis import given
@@ -31,10 +32,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.parity.few_keys import few_keys
 from optimum_neuron.parity.inspect import check_compressions, inspect_model, look_at
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step import attention_rows
 from optimum_neuron.step.features.compressed_keys.compression import (
     CompressedKeys,
@@ -84,7 +85,7 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("sizes", [{}, SHORT_ROWS], ids=["long rows", "short rows"])
 def test_logits_are_those_of_transformers(sizes: dict[str, Any]) -> None:
     steps, text = runner(**sizes), random_tokens(PROMPT + 9, seed=1)
-    steps.reset_all()
+    steps.reset_slots()
     found = torch.stack(
         [prefill_pieces(steps, 1, text[:PROMPT], [7, 9, 1, 9, 8, 6]), *continued(steps, 1, text[PROMPT:])]
     )
@@ -97,7 +98,7 @@ def test_logits_are_those_of_transformers(sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("rates", [(4, 128), (4, 32), (3, 5)], ids=["no group", "later", "odd"])
 def test_groups_may_be_longer_than_texts_or_contexts_and_of_any_size(rates: tuple[int, int]) -> None:
     steps, text = runner(rates, context_buckets=(16, 64)), random_tokens(PROMPT + 9, seed=2)
-    steps.reset_all()
+    steps.reset_slots()
     found = torch.stack([prefill_pieces(steps, 0, text[:PROMPT], [5, 10, 16, 9]), *continued(steps, 0, text[PROMPT:])])
     assert is_close(found, own_logits(text, rates)[PROMPT - 1 :])
 
@@ -121,14 +122,14 @@ def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(sizes: dict[str, Any]
     most = config.prefill_chunk_size * config.ctx_batch_size
 
     def run(slot: int, pieces: list[int], *, neighbors: bool, before: float | None) -> list[Tensor]:
-        steps.reset_all()
+        steps.reset_slots()
         fill_rows(steps, spec(), range(4), before)
         other, start, logits = (slot + 1) % 3, 0, torch.empty(0)
         if neighbors:
             prefill_pieces(steps, other, random_tokens(11, seed=slot), [3] * 3 + [2])
         for count in pieces:
             beside = {other: start} if neighbors else {}
-            output = steps.step([Chunk(slot, prompt[start : start + count])], decode_rows(steps, beside))
+            output = steps.run_step([PromptPiece(slot, prompt[start : start + count])], decode_rows(steps, beside))
             assert output.chunk_logits is not None
             logits, start = output.chunk_logits[0].clone(), start + count
         return [logits, continued(steps, slot, text[22:])]
@@ -146,7 +147,7 @@ def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(sizes: dict[str, Any]
 
 def test_padding_and_idle_rows_move_no_state() -> None:
     steps = runner()
-    steps.reset_all()
+    steps.reset_slots()
     for slot in range(2):
         prefill_pieces(steps, slot, random_tokens(13, seed=slot), [13])
     before = read_states(steps, spec())
@@ -160,7 +161,7 @@ def test_padding_and_idle_rows_move_no_state() -> None:
 
 def test_who_sees_the_key_of_a_broken_token_is_not_finite_and_nobody_else() -> None:
     steps = runner()
-    steps.reset_all()
+    steps.reset_slots()
     for slot in (0, 1):
         prefill_pieces(steps, slot, random_tokens(14, seed=6), [14])
     state = steps.executable.read_state("kv_cache.buffer_1_0")
@@ -170,7 +171,7 @@ def test_who_sees_the_key_of_a_broken_token_is_not_finite_and_nobody_else() -> N
     assert before[:2].isfinite().all()  # token 14
     logits = decode_tokens(steps, {0: 5, 1: 5})[1]  # token 15 ends the group
     assert logits[0].isfinite().all() and logits[1].isnan().all()
-    steps.reset_all()
+    steps.reset_slots()
     assert prefill_pieces(steps, 1, random_tokens(20, seed=7), [16, 4]).isfinite().all()
 
 
@@ -210,9 +211,9 @@ def test_blocks_give_the_bits_of_slots() -> None:
     slots, blocks = runner(**sizes), runner(kv_block_size=64, **sizes)
     text = random_tokens(90, seed=8)
     for steps in (slots, blocks):
-        steps.reset_all()
-    blocks.assign(2, 0, [3])
-    blocks.assign(1, 0, [5, 0])
+        steps.reset_slots()
+    blocks.assign_blocks(2, 0, [3])
+    blocks.assign_blocks(1, 0, [5, 0])
     for steps in (slots, blocks):
         prefill_pieces(steps, 2, random_tokens(20), [8, 8, 4])
     pieces = [8] * 11 + [2]
@@ -222,12 +223,12 @@ def test_blocks_give_the_bits_of_slots() -> None:
 
 def test_what_does_not_go_with_compressed_keys_is_refused() -> None:
     steps = runner()
-    steps.reset_all()
+    steps.reset_slots()
     prefill_pieces(steps, 0, random_tokens(9), [9])
     with pytest.raises(
         ValueError, match="slot 1 keeps state of all its tokens together: its first 8 cannot be reused without"
     ):
-        steps.reuse(1, 0, 8)
+        reuse_prefix(steps, 1, 0, 8)
     with pytest.raises(ValueError, match="its layers keep compressed keys, of which ranks do not have parts yet"):
         shard_plan(cached(), 2)
     sizes: dict[str, Any] = {
@@ -271,11 +272,11 @@ def test_the_cpu_target_computes_the_same(tmp_path: Path) -> None:
         )
     assert is_close(logits[0], own_logits(text)[PROMPT - 1 :])
     assert all(torch.equal(logits[0], each) for each in logits[1:])
-    steps.reset(1)
+    steps.reset_slot(1)
     prefill_pieces(steps, 1, text[:21], [16, 5])  # compressed keys, and tokens that none is made of yet
     steps.keep_state(1, 3)
     prefill_pieces(steps, 1, random_tokens(9), [9])
-    steps.reuse(2, 1, 21, 3)
+    reuse_prefix(steps, 2, 1, 21, 3)
     last = prefill_pieces(steps, 2, text[21:PROMPT], [16, 3])
     assert torch.equal(torch.stack([last, *continued(steps, 2, text[PROMPT:])]), logits[0])
 

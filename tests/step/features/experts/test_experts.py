@@ -29,11 +29,11 @@ from transformers import AutoModelForCausalLM, DbrxConfig
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.kernels.lower.lower import lower
 from optimum_neuron.kernels.steps.steps import Experts, TorchCall
 from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.features.experts.expert_modules import is_experts
 from optimum_neuron.step.features.experts.experts import ExpertsCall, active_experts, dense_experts
 from optimum_neuron.step.kv_cache import KVCache
@@ -120,7 +120,7 @@ def test_tokens_are_those_of_transformers(
     assert {graph.split("_")[0] for graph in model.runner.graph_calls} == {"mixed", "chunked", "token"}
     with torch.no_grad():
         expected = own(torch.from_numpy(prompts[2])[None].long()).logits[0, -1]
-    model.runner.reset_all()
+    model.runner.reset_slots()
     assert (prefill_pieces(model.runner, 0, prompts[2], [8, 3, 8, 8, 2]) - expected).abs().max() < NOISE
 
 
@@ -135,13 +135,13 @@ def test_chunk_boundaries_and_neighbors_change_no_bit(name: str, target: str, re
 
     expected = prefill_pieces(runner, 1, prompt, PIECES[0]), decode({})
     for pieces in PIECES[1:]:
-        runner.reset_all()
+        runner.reset_slots()
         assert torch.equal(prefill_pieces(runner, 1, prompt, pieces), expected[0])
         assert torch.equal(decode({}), expected[1])
-    runner.reset_all()
+    runner.reset_slots()
     start = 0
     for count, other in zip(PIECES[0], others, strict=True):
-        logits = runner.prefill([Chunk(1, prompt[start : start + count]), Chunk(0, other)]).chunk_logits
+        logits = runner.run_step([PromptPiece(1, prompt[start : start + count]), PromptPiece(0, other)]).chunk_logits
         start += count
     assert logits is not None and torch.equal(logits[0], expected[0])
     assert torch.equal(decode({0: 9}), expected[1])
@@ -154,12 +154,14 @@ def test_graphs_of_all_kinds_give_the_same_bits(name: str, cpu_folder: Make) -> 
     token = int(prompt[13])
     ways: list[Callable[[], Tensor | None]] = [
         lambda: decode_tokens(runner, {0: token})[1],
-        lambda: runner.prefill([Chunk(0, prompt[13:])]).chunk_logits,
-        lambda: runner.step([Chunk(2, random_tokens(11, seed=2))], decode_rows(runner, {0: token})).decode_logits,
+        lambda: runner.run_step([PromptPiece(0, prompt[13:])]).chunk_logits,
+        lambda: (
+            runner.run_step([PromptPiece(2, random_tokens(11, seed=2))], decode_rows(runner, {0: token})).decode_logits
+        ),
     ]
     results, graphs = [], set()
     for way in ways:
-        runner.reset_all()
+        runner.reset_slots()
         runner.graph_calls.clear()
         prefill_pieces(runner, 0, prompt[:13], [8, 5])
         logits = way()

@@ -14,9 +14,9 @@ from architectures.models import graph_model
 from helpers import artifact_runner, decode_rows, eager_runner, export_tiny, prefill_pieces, tiny_config
 from torch import Tensor, nn
 
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.parity.inspect import check_blocks, inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.model_cache import CacheNeeds
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.state_specs import state_specs
@@ -53,11 +53,11 @@ def answers(
     logits, done = [prefill_pieces(runner, 1, PROMPT, pieces)], 0
     for index in range(10):
         count = min(20, len(OTHER) - done) if beside else 0
-        chunks = [Chunk(2, OTHER[done : done + count])] if count else []
+        chunks = [PromptPiece(2, OTHER[done : done + count])] if count else []
         tokens = {1: 3 + index} | ({} if chunks or not beside else {2: 5})
         if last is not None and index == 6:
-            runner.assign(1, 2, (last,))
-        output = runner.step(chunks, decode_rows(runner, tokens))
+            runner.assign_blocks(1, 2, (last,))
+        output = runner.run_step(chunks, decode_rows(runner, tokens))
         assert output.decode_logits is not None
         logits.append(output.decode_logits[1].clone())
         done += count
@@ -66,12 +66,12 @@ def answers(
 
 def in_blocks(runner: GraphRunner, spec: ModelSpec, case: int, *, beside: bool = True) -> list[Tensor]:
     """With NaN in all that nobody has used."""
-    runner.reset_all()
+    runner.reset_slots()
     for state in state_specs(runner.config, spec):
         runner.executable.write_state(state.name, torch.full(state.shape, torch.nan))
     own, others = PLACES[case]
-    runner.assign(1, 0, own[:2])
-    runner.assign(2, 0, others)
+    runner.assign_blocks(1, 0, own[:2])
+    runner.assign_blocks(2, 0, others)
     return answers(runner, PIECES[case], beside=beside, last=own[2])
 
 
@@ -91,7 +91,7 @@ def test_blocks_have_the_bits_of_slots_where_a_model_attends_by_itself(name: str
     expected = answers(slots, PIECES[0])
     for case in range(len(PLACES)):
         assert same(in_blocks(runner, spec, case), expected)
-    slots.reset_all()
+    slots.reset_slots()
     assert same(in_blocks(runner, spec, 1, beside=False), answers(slots, PIECES[0], beside=False))
 
 
@@ -99,19 +99,19 @@ def test_a_block_of_two_rows_serves_both_where_a_model_attends_by_itself() -> No
     model, spec = model_of("codegen")
     runner = eager_runner(model, tiny_config(**BLOCKS))
     expected = in_blocks(runner, spec, 0, beside=False)
-    runner.reset_all()
-    runner.assign(1, 0, (4, 6, 1))
+    runner.reset_slots()
+    runner.assign_blocks(1, 0, (4, 6, 1))
     prefill_pieces(runner, 1, PROMPT, PIECES[0])
-    runner.assign(2, 0, (4, 5))
-    runner.resume(2, 64)
+    runner.assign_blocks(2, 0, (4, 5))
+    runner.resume_slot(2, 64)
     prefill_pieces(runner, 2, PROMPT[64:], [58])
     for index in range(10):
-        output = runner.step([], decode_rows(runner, {1: 3 + index, 2: 3 + index}))
+        output = runner.run_step([], decode_rows(runner, {1: 3 + index, 2: 3 + index}))
         assert output.decode_logits is not None
         assert torch.equal(output.decode_logits[1], expected[index + 1])
         assert torch.allclose(output.decode_logits[2], expected[index + 1], atol=1e-5)
         if index == 5:
-            runner.assign(2, 2, (3,))
+            runner.assign_blocks(2, 2, (3,))
 
 
 @pytest.mark.slow

@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.parity import comparison_runs, parity
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.features.experts.experts import set_experts
 from optimum_neuron.step.features.recurrence import recurrent_functions
 from optimum_neuron.step.features.recurrence.recurrence import ScanCall
@@ -77,7 +77,7 @@ def test_logits_are_transformers_behind_prompts_longer_than_a_block(kind: str) -
     text = random_tokens(PROMPT + 5, seed=1)
     text[60:110] = text[60]  # one token repeated
     steps = runner(kind, **LONG)
-    steps.reset_all()
+    steps.reset_slots()
     found = [prefill_pieces(steps, 1, text[:PROMPT], [50, 71])]
     found += [decode_tokens(steps, {1: int(token)})[1][1] for token in text[PROMPT:]]
     exact, expected = (own_logits(kind, text, dtype)[PROMPT - 1 :] for dtype in (torch.float64, torch.float32))
@@ -94,21 +94,21 @@ def test_no_cut_or_neighbor_changes_a_bit_in_chunks_of_any_size(kind: str) -> No
     @given(st.integers(2, 17), st.data())
     def check(size: int, data: st.DataObject) -> None:
         steps = runner(kind, prefill_chunk_size=size, ctx_batch_size=2)
-        steps.reset_all()
+        steps.reset_slots()
         whole = [size] * (len(text) // size)
         expected = prefill_pieces(steps, 1, text, [*whole, len(text) - sum(whole)][: -(-len(text) // size)])
         after = decode_tokens(steps, {1: 7})[1][1].clone()
-        steps.reset_all()
+        steps.reset_slots()
         slot, neighbor = data.draw(st.permutations(range(3)))[:2]
-        steps.prefill([Chunk(neighbor, other[: min(5, size)])])
+        steps.run_step([PromptPiece(neighbor, other[: min(5, size)])])
         done, at, logits = 0, 5, torch.empty(0)
         while done < len(text):
             count = min(data.draw(st.integers(1, size)), len(text) - done)
-            chunks = [Chunk(slot, text[done : done + count])]
+            chunks = [PromptPiece(slot, text[done : done + count])]
             if data.draw(st.booleans()):
-                output = steps.step(chunks, decode_rows(steps, {neighbor: int(other[at])}))
+                output = steps.run_step(chunks, decode_rows(steps, {neighbor: int(other[at])}))
             else:
-                output = steps.prefill([*chunks, Chunk(neighbor, other[at : at + 1])])
+                output = steps.run_step([*chunks, PromptPiece(neighbor, other[at : at + 1])])
             assert output.chunk_logits is not None
             logits, done, at = output.chunk_logits[0].clone(), done + count, at + 1
         assert torch.equal(decode_tokens(steps, {slot: 7})[1][slot], after)
@@ -120,13 +120,13 @@ def test_no_cut_or_neighbor_changes_a_bit_in_chunks_of_any_size(kind: str) -> No
 @pytest.mark.parametrize("kind", ["lightning", "vectors"])
 def test_a_request_starts_from_nothing_whatever_its_slot_holds(kind: str) -> None:
     steps, text = runner(kind, prefill_chunk_size=8), random_tokens(17, seed=3)
-    steps.reset_all()
+    steps.reset_slots()
     expected = prefill_pieces(steps, 1, text, [8, 8, 1]).clone()
     for name in ("key_1", "value_1", "state_0_0", "anchor_0_0", "tail_0_0", *["conv_0_0"] * (kind == "vectors")):
         state = steps.executable.read_state(f"kv_cache.{name}")
         steps.executable.write_state(f"kv_cache.{name}", torch.full_like(state, torch.nan))
     for pieces in ([8, 8, 1], [1, 8, 8]):
-        steps.reset(1)
+        steps.reset_slot(1)
         assert torch.equal(prefill_pieces(steps, 1, text, pieces), expected)
 
 

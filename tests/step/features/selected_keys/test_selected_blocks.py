@@ -117,7 +117,7 @@ def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(
     runner, spec, prompt = runners[kind], specs[kind], random_tokens(21, seed=2)
 
     def run(slot: int, pieces: list[int], neighbors: bool) -> list[Tensor]:
-        runner.reset_all()
+        runner.reset_slots()
         if spec.reuses_prefixes:
             fill_rows(runner, spec, range(4), None if neighbors else torch.nan)
         return logits_in_pieces(runner, slot, prompt, pieces, neighbors=neighbors)
@@ -135,7 +135,7 @@ def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_sees_a_broken_token_is_not_finite_and_nobody_else(kind: str, runners: dict[str, GraphRunner]) -> None:
     runner = runners[kind]
-    runner.reset_all()
+    runner.reset_slots()
     for slot in (0, 1):
         prefill_pieces(runner, slot, random_tokens(20, seed=3), [16, 4])
     for state in ("index", "key", "value"):

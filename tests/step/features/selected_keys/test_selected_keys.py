@@ -22,6 +22,7 @@ from helpers import (
     load_model,
     prefill_pieces,
     random_tokens,
+    reuse_prefix,
     tiny_config,
 )
 from hypothesis import given
@@ -91,7 +92,7 @@ def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(
     runner, spec, prompt = runners[kind], specs[kind], random_tokens(18, seed=2)
 
     def run(slot: int, pieces: list[int], neighbors: bool) -> list[Tensor]:
-        runner.reset_all()
+        runner.reset_slots()
         fill_rows(runner, spec, range(4), None if neighbors else 0.0)
         return logits_in_pieces(runner, slot, prompt, pieces, neighbors=neighbors)
 
@@ -107,7 +108,7 @@ def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(
 
 def test_who_sees_a_broken_token_is_not_finite_and_nobody_else(runners: dict[str, GraphRunner]) -> None:
     runner = runners["deepseek_v32"]
-    runner.reset_all()
+    runner.reset_slots()
     for slot in (0, 1):
         prefill_pieces(runner, slot, random_tokens(20, seed=3), [16, 4])
     name = "kv_cache.index_0"
@@ -126,9 +127,9 @@ def test_who_sees_a_broken_token_is_not_finite_and_nobody_else(runners: dict[str
 
 def test_a_prefix_that_is_reused_has_its_index_keys(runners: dict[str, GraphRunner]) -> None:
     runner, prompt = runners["glm_moe_dsa"], random_tokens(PROMPT, seed=4)
-    runner.reset_all()
+    runner.reset_slots()
     expected = prefill_pieces(runner, 0, prompt, [16, 8, 8])
-    runner.reuse(2, 0, 24)
+    reuse_prefix(runner, 2, 0, 24)
     assert torch.equal(prefill_pieces(runner, 2, prompt[24:], [8]), expected)
 
 
@@ -192,8 +193,8 @@ def test_blocks_give_the_bits_of_slots(models: dict[str, Any], specs: dict[str, 
         eager_runner(model, tiny_config(**sizes, **paged), spec=spec) for paged in ({}, {"kv_block_size": 64})
     )
     text = random_tokens(90, seed=6)
-    blocks.assign(2, 0, [3])
-    blocks.assign(1, 0, [5, 0])
+    blocks.assign_blocks(2, 0, [3])
+    blocks.assign_blocks(1, 0, [5, 0])
     for runner in (slots, blocks):
         prefill_pieces(runner, 2, random_tokens(20), [20])
     pieces = [32, 32, 26]

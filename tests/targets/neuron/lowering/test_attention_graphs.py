@@ -172,7 +172,7 @@ def test_blocks_change_nothing_beyond_rounding_and_chunk_boundaries_no_bit(
     assert found == expected and (logits - other).abs().max() < 1e-6
     spec, whole = inspect_model(model), None
     for pieces in ([8, 8, 8, 5], [1] * 29, [3, 16, 1, 9], [7, 8, 8, 6]):
-        runner.reset_all()
+        runner.reset_slots()
         fill_rows(runner, spec, range(4), None)
         last = prefill_pieces(runner, 1, prompt, pieces)
         whole = last if whole is None else whole

@@ -35,8 +35,8 @@ def test_graphs_are_linted_certified_and_choose_as_eager_steps_do_at_any_cut(
     folder = export_tiny(tmp_path / "checkpoint", tmp_path / "hlo", **sizes, target="hlo", certificate=True)
     runner, eager = artifact_runner(folder), eager_runner(model_of(name), tiny_config(**SIZES))
     if sizes is BLOCKS:
-        runner.assign(1, 0, (5, 0, 2))
-        runner.assign(2, 0, (3, 4))
+        runner.assign_blocks(1, 0, (5, 0, 2))
+        runner.assign_blocks(2, 0, (3, 4))
     found, expected = (answers(each, 1, PIECES[0]) for each in (runner, eager))
     for one, other in zip(found, expected, strict=True):
         assert one.argmax() == other.argmax()
@@ -44,9 +44,9 @@ def test_graphs_are_linted_certified_and_choose_as_eager_steps_do_at_any_cut(
     if sizes is not BLOCKS:
         # In the largest graph alone, neither cuts nor slots change a bit.
         alone = GraphRunner(runner.executable, runner.config, list(runner.family), deterministic=True)
-        alone.reset_all()
+        alone.reset_slots()
         found = answers(alone, 1, PIECES[0])
-        alone.reset_all()
+        alone.reset_slots()
         assert same(answers(alone, 0, PIECES[1]), found)
 
 

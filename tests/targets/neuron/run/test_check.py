@@ -23,10 +23,10 @@ from traces import read_trace
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.checkpoints.digest import file_sha256
+from optimum_neuron.core import PromptPiece, StepOutput
 from optimum_neuron.runtime.golden import GOLDEN_NAME, Golden
 from optimum_neuron.runtime.profile import TRACE_NAME
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
 from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
 from optimum_neuron.tools.check import step_checks
@@ -212,7 +212,7 @@ def test_token_ids_at_the_edge_of_the_vocabulary_are_tried(
         def reserve(self, tokens: Sequence[int]) -> None:
             assert list(tokens) == [1]
 
-        def prefill(self, chunks: list[Chunk]) -> StepOutput:
+        def prefill(self, chunks: list[PromptPiece]) -> StepOutput:
             (token,) = chunks[0].token_ids
             if not 0 <= token < 300 and fault != "unchecked":
                 raise ValueError(token)

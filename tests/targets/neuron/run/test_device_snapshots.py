@@ -14,8 +14,8 @@ from helpers import artifact_runner, eager_runner, export_tiny, generate, random
 from recurrent import model
 
 from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
-from optimum_neuron.engine.request import Request
 from optimum_neuron.step.model_spec import ConvolutionState, LayerCache, ModelSpec, RecurrentState
 from optimum_neuron.targets.neuron.copy_graphs import copy_graphs
 from optimum_neuron.targets.neuron.lowering.lower import lower_copy
@@ -79,5 +79,5 @@ def test_the_engine_goes_on_behind_snapshots(neuron_sdk: Sdk, tmp_path: Path) ->
     for number, has in enumerate((0, 0, 31)):
         prompt = np.concatenate([text, random_tokens(20 - number, seed=number)])
         engine.add_request(Request(request_id="a", prompt_token_ids=prompt, max_new_tokens=4))
-        assert [event.token_id for event in engine.run()] == generate(eager, prompt, 4)[0]
+        assert [event.token_id for event in engine.run_requests()] == generate(eager, prompt, 4)[0]
         assert engine.statistics.prefix_hit_tokens == has

@@ -51,13 +51,13 @@ def fill(runner: GraphRunner, value: float) -> None:
 
 def in_blocks(runner: GraphRunner, slot: int, blocks: Sequence[int], tokens: int = 12) -> list[Tensor]:
     """With a neighbor, and NaN in all blocks that nobody has used."""
-    runner.reset_all()
+    runner.reset_slots()
     fill(runner, torch.nan)
     neighbor = (slot + 1) % runner.config.batch_size
     rest = [block for block in range(runner.config.kv_blocks) if block not in blocks]
-    runner.assign(neighbor, 0, rest[:1])
+    runner.assign_blocks(neighbor, 0, rest[:1])
     prefill_pieces(runner, neighbor, OTHER, [32, 8])
-    runner.assign(slot, 0, blocks)
+    runner.assign_blocks(slot, 0, blocks)
     return answer(runner, slot, [neighbor], tokens)
 
 
@@ -107,12 +107,12 @@ def test_a_graph_reads_the_blocks_up_to_the_highest_in_use(runner: GraphRunner, 
 
 def shared_runs(runner: GraphRunner, shared: int) -> tuple[list[Tensor], list[Tensor]]:
     """Two rows whose first blocks are one; both logits of each step."""
-    runner.reset_all()
+    runner.reset_slots()
     fill(runner, torch.nan)
-    runner.assign(1, 0, (4, 6, 1))
+    runner.assign_blocks(1, 0, (4, 6, 1))
     first = [prefill_pieces(runner, 1, PROMPT, [32, 32, 32, 24])]
-    runner.assign(2, 0, (*(4, 6)[:shared], 3, 5, 0)[:3])
-    runner.resume(2, shared * BLOCK)
+    runner.assign_blocks(2, 0, (*(4, 6)[:shared], 3, 5, 0)[:3])
+    runner.resume_slot(2, shared * BLOCK)
     rest = len(PROMPT) - shared * BLOCK
     second = [prefill_pieces(runner, 2, PROMPT[shared * BLOCK :], [32] * (rest // 32) + [rest % 32])]
     for index in range(12):
@@ -133,15 +133,15 @@ def test_rows_that_share_more_than_a_graph_has_places_for_take_runs_of_their_own
     prompt = random_tokens(140, seed=5)
 
     def step(shared: int) -> tuple[Tensor, Tensor, int]:
-        runner.reset_all()
+        runner.reset_slots()
         fill(runner, torch.nan)
-        runner.assign(0, 0, (7,))
+        runner.assign_blocks(0, 0, (7,))
         prefill_pieces(runner, 0, OTHER[:20], [20])
-        runner.assign(1, 0, (4, 6, 1))
+        runner.assign_blocks(1, 0, (4, 6, 1))
         prefill_pieces(runner, 1, prompt, [32] * 4 + [12])
-        runner.assign(2, 0, (*(4, 6)[:shared], 0, 2, 3)[:3])
+        runner.assign_blocks(2, 0, (*(4, 6)[:shared], 0, 2, 3)[:3])
         if shared:
-            runner.resume(2, shared * BLOCK)
+            runner.resume_slot(2, shared * BLOCK)
         rest = prompt[shared * BLOCK :]
         prefill_pieces(runner, 2, rest, [32] * (len(rest) // 32) + [len(rest) % 32])
         runner.graph_calls.clear()
@@ -157,12 +157,12 @@ def test_rows_that_share_more_than_a_graph_has_places_for_take_runs_of_their_own
 
 
 def test_part_of_a_block_is_copied_on_the_device(runner: GraphRunner, expected: list[Tensor]) -> None:
-    runner.reset_all()
-    runner.assign(1, 0, (4, 6))
+    runner.reset_slots()
+    runner.assign_blocks(1, 0, (4, 6))
     prefill_pieces(runner, 1, PROMPT[:100], [32, 32, 32, 4])
-    runner.assign(2, 0, (4, 2, 3))
+    runner.assign_blocks(2, 0, (4, 2, 3))
     runner.copy_block(6, 2, 30)
-    runner.resume(2, 94)
+    runner.resume_slot(2, 94)
     logits = [prefill_pieces(runner, 2, PROMPT[94:], [26])]
     for index in range(12):
         logits.append(decode_tokens(runner, {2: 3 + index})[1][2])
@@ -170,11 +170,11 @@ def test_part_of_a_block_is_copied_on_the_device(runner: GraphRunner, expected: 
 
 
 def test_a_block_at_two_places_is_refused_before_anything_is_written(runner: GraphRunner) -> None:
-    runner.reset_all()
-    runner.assign(0, 0, (0, 1))
+    runner.reset_slots()
+    runner.assign_blocks(0, 0, (0, 1))
     prefill_pieces(runner, 0, PROMPT[:100], [32, 32, 32, 4])
-    runner.assign(1, 0, (1, 2))
-    runner.resume(1, 64)
+    runner.assign_blocks(1, 0, (1, 2))
+    runner.resume_slot(1, 64)
     lengths = np.array(runner.lengths)
     with pytest.raises(ValueError, match=r"^block 1 is at position .* of one row and at .* of another"):
         decode_tokens(runner, {0: 3, 1: 3})

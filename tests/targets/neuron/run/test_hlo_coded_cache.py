@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from coded_reference import reference
-from helpers import artifact_runner, decode_tokens, export_tiny, prefill_pieces, random_tokens
+from helpers import artifact_runner, decode_tokens, export_tiny, prefill_pieces, random_tokens, reuse_prefix
 
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, lint_artifact
@@ -39,12 +39,12 @@ def test_graphs_equal_transformers_with_rounded_keys_and_values(
     runner, expected = artifact_runner(path), reference(sharp_checkpoints["llama"], options["kv_cache_dtype"])
     has_blocks = "kv_block_size" in options
     if has_blocks:
-        runner.assign(0, 0, [2])
-        runner.assign(1, 0, [0])
+        runner.assign_blocks(0, 0, [2])
+        runner.assign_blocks(1, 0, [0])
     whole = prefill_pieces(runner, 1, PROMPT, (8, 8, 8, 3))
     assert torch.equal(prefill_pieces(runner, 0, PROMPT, (1, 8, 5, 8, 2, 3)), whole)
     if not has_blocks:
-        runner.reuse(2, 1, 21)
+        reuse_prefix(runner, 2, 1, 21)
         assert torch.equal(prefill_pieces(runner, 2, PROMPT[21:], (1, 5)), whole)
     decoded = decode_tokens(runner, {1: 5})[1][1]
     with torch.no_grad():

@@ -61,10 +61,10 @@ def test_tokens_are_the_eager_target_s_and_chunk_boundaries_change_no_bit(
     expected, logits = generate(eager, prompt, 6)
     found, found_logits = generate(runner, prompt, 6)
     assert found == expected and (logits - found_logits).abs().max() < NOISE
-    runner.reset_all()
+    runner.reset_slots()
     whole = prefill_pieces(runner, 0, prompt, [256, 44])
     for pieces in ([44, 256], [100, 100, 100], [1, 7, 248, 44]):
-        runner.reset_all()
+        runner.reset_slots()
         assert torch.equal(prefill_pieces(runner, 0, prompt, pieces), whole)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.argv", ["optimum-cli", "neuron", "lint", str(folder), "--cost", "--target", "trn2"])

@@ -23,9 +23,9 @@ from optimum_neuron.artifact.quantization import read_formats
 from optimum_neuron.artifact.tensor_file import stored_tensors
 from optimum_neuron.artifact.weights import rank_weights_name
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.export import recipe as export
 from optimum_neuron.export.recipe import export_model
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, lint_artifact
 from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.tools.certify import certify_export
@@ -115,10 +115,10 @@ def test_cuts_slots_and_neighbours_change_no_bit(mixed: Callable[..., Path]) -> 
         logits = prefill_pieces(runner, slot, PROMPT, pieces)
         alone = logits if alone is None else alone
         assert torch.equal(logits, alone)
-    runner.reset_all()
+    runner.reset_slots()
     other = np.random.default_rng(1).integers(3, 300, 41, dtype=np.int32)
     for start in range(0, 41, 16):
-        step = runner.prefill([Chunk(0, other[start : start + 16]), Chunk(1, PROMPT[start : start + 16])])
+        step = runner.run_step([PromptPiece(0, other[start : start + 16]), PromptPiece(1, PROMPT[start : start + 16])])
     assert step.chunk_logits is not None and alone is not None
     assert torch.equal(step.chunk_logits[1], alone)
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.config import HLO_TARGETS
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.graph_files import read_graph_io
@@ -75,14 +75,14 @@ def answer(runner: GraphRunner, slot: int, pieces: Sequence[int], neighbor: int 
     """Logits behind the prompt, behind tokens that follow one by one, and behind a chunk of more; a neighbor decodes meanwhile."""
     others = iter(NEIGHBOR[BLOCK:])
     if neighbor is not None:
-        runner.prefill([Chunk(neighbor, NEIGHBOR[:BLOCK])])
+        runner.run_step([PromptPiece(neighbor, NEIGHBOR[:BLOCK])])
 
     def take_in(tokens: np.ndarray) -> Tensor:
-        chunks = [Chunk(slot, tokens)]
+        chunks = [PromptPiece(slot, tokens)]
         if neighbor is None:
-            output = runner.prefill(chunks)
+            output = runner.run_step(chunks)
         else:
-            output = runner.step(chunks, decode_rows(runner, {neighbor: int(next(others))}))
+            output = runner.run_step(chunks, decode_rows(runner, {neighbor: int(next(others))}))
         assert output.chunk_logits is not None
         return output.chunk_logits[0].clone()
 
@@ -149,7 +149,7 @@ def test_no_cut_slot_or_neighbor_changes_a_bit(kind: str, artifact: Callable[[st
     runner = one_graph(artifact(kind))
     expected = answer(runner, 1, CUTS[0])
     for number, cuts in enumerate(CUTS):
-        runner.reset_all()
+        runner.reset_slots()
         slot = number % 3
         assert same(answer(runner, slot, cuts, (slot + 1) % 3 if number % 2 else None), expected), cuts
 
@@ -159,7 +159,7 @@ def test_what_an_earlier_request_left_has_no_effect(kind: str, artifact: Callabl
     """NaN in all that slots keep, as a request leaves it that had one; and what a slot keeps is nobody else's."""
     runner = one_graph(artifact(kind))
     expected = answer(runner, 1, CUTS[0])
-    runner.reset_all()
+    runner.reset_slots()
     states = state_specs(runner.config, artifact(kind).model)
     for state in states:
         filled = torch.full(

@@ -11,16 +11,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import artifact_runner, decode_tokens, eager_runner, generate, prefill_pieces, random_tokens, tiny_config
+from helpers import (
+    artifact_runner,
+    decode_tokens,
+    eager_runner,
+    generate,
+    prefill_pieces,
+    random_tokens,
+    reuse_prefix,
+    tiny_config,
+)
 from recurrent import SERVED, model
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.config import HLO_TARGETS
+from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.engine.request import Request
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.state_specs import slot_state_specs, snapshot_specs
 from optimum_neuron.targets.neuron.copy_graphs import copy_graphs
@@ -71,7 +80,7 @@ def test_a_slot_goes_on_behind_a_snapshot_at_any_place(kind: str, recurrent_arti
     """NaN in slots, and in places before they are written, has no effect; places that nobody writes to keep theirs."""
     runner = one_graph(recurrent_artifact(kind))
     for length in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3):
-        runner.reset_all()
+        runner.reset_slots()
         overwrite(runner)
         prompt = np.concatenate([TEXT[:length], random_tokens(11, seed=length)])
         pieces = [CHUNK] * (len(prompt) // CHUNK) + [len(prompt) % CHUNK] * (len(prompt) % CHUNK > 0)
@@ -81,7 +90,7 @@ def test_a_slot_goes_on_behind_a_snapshot_at_any_place(kind: str, recurrent_arti
         runner.keep_state(0, PLACE)
         prefill_pieces(runner, 0, TEXT[length : length + 5], [5])
         for slot in (1, 0):  # a copy of what went on meanwhile, and in its place
-            runner.reuse(slot, 0, length, PLACE)
+            reuse_prefix(runner, slot, 0, length, PLACE)
             logits = prefill_pieces(runner, slot, prompt[length:], [3, CHUNK])
             assert torch.equal(followed(runner, slot, logits), expected)
         for name in runner.executable._states:
@@ -100,7 +109,7 @@ def serve(runner: GraphRunner, prompt: np.ndarray, engine: Engine) -> tuple[int,
     before = engine.statistics.prefix_hit_tokens
     noted = LogitsProcessorList([note])
     engine.add_request(Request(request_id="a", prompt_token_ids=prompt, max_new_tokens=4, processors=noted))
-    tokens = [event.token_id for event in engine.run()]
+    tokens = [event.token_id for event in engine.run_requests()]
     return engine.statistics.prefix_hit_tokens - before, tokens, torch.stack(logits)
 
 
@@ -181,7 +190,9 @@ def test_an_artifact_of_before_computes_prompts_whole(
             file.unlink()
     (path / MANIFEST_NAME).write_text(json.dumps(manifest))
     runner, eager = artifact_runner(path), eager_runner(model(QUICK), tiny_config())
-    assert runner.kept.places == 0 and not [name for name in runner.executable._states if name.startswith(SNAPSHOTS)]
+    assert not len(runner.kept.lengths) and not [
+        name for name in runner.executable._states if name.startswith(SNAPSHOTS)
+    ]
     engine = Engine(runner, vocab_size=Artifact.open(path).model.vocab_size)
     for own in (5, 5, 7):
         prompt = np.concatenate([TEXT[:20], random_tokens(own, seed=own)])

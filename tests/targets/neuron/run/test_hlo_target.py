@@ -24,9 +24,10 @@ from helpers import tiny_config as tiny_sizes
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact, ArtifactError
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.golden import Golden
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import FROM_SLOT, Chunk
+from optimum_neuron.runtime.step_tensors import FROM_SLOT
 from optimum_neuron.step.spec import GREEDY, SamplingParams
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.lint.lint import lint_artifact
@@ -135,11 +136,11 @@ def test_steps_take_tokens_that_nobody_has_read(
 
     monkeypatch.setattr(hlo_executor, "_to_host", noted)
     # A prompt in rows of its own, the last two in one step; another slot's rows follow and leave its token alone.
-    waits = [runner.start([Chunk(1, PROMPT[:13])], logits=False)]
-    waits.append(runner.start([Chunk(1, PROMPT[13:], sampling, uniforms[0])], logits=False))
-    waits.append(runner.start([Chunk(2, PROMPT[:3])], logits=False))
+    waits = [runner.start_step([PromptPiece(1, PROMPT[:13])], logits=False)]
+    waits.append(runner.start_step([PromptPiece(1, PROMPT[13:], sampling, uniforms[0])], logits=False))
+    waits.append(runner.start_step([PromptPiece(2, PROMPT[:3])], logits=False))
     for draw in uniforms[1:]:
-        waits.append(runner.start((), decode_rows(runner, {1: FROM_SLOT}, sampling, draw), logits=False))
+        waits.append(runner.start_step((), decode_rows(runner, {1: FROM_SLOT}, sampling, draw), logits=False))
     assert read == []
     first = waits[1]().chunk_tokens
     assert first is not None

@@ -12,7 +12,8 @@ import torch
 from helpers import artifact_runner, export_tiny, random_tokens
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.runtime.step_tensors import Chunk, StepOutput
+from optimum_neuron.core import PromptPiece, StepOutput
+from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.sampling.logprobs import Logprobs, logprobs_of_shard
 from optimum_neuron.step.spec import CHUNK, DECODE, GREEDY, LOGPROBS
 from optimum_neuron.targets.neuron.lowering import score_module
@@ -31,12 +32,14 @@ def export(checkpoint: Path, folder: Path, target: str, **options: Any) -> Path:
 def two_steps(path: Path) -> tuple[StepOutput, list[list[list[float]]]]:
     """The outputs of a decode step, and what is told of its rows and of the chunks before."""
     runner = artifact_runner(path)
-    prompts = [Chunk(2, random_tokens(5)), Chunk(0, random_tokens(7))]
-    chunks = runner.prefill(prompts)
-    told = [runner.logprobs(CHUNK, [1, 0], chunks)]
+    prompts = [PromptPiece(2, random_tokens(5)), PromptPiece(0, random_tokens(7))]
+    chunks = runner.run_step(prompts)
+    told = [runner.find_logprobs(CHUNK, [1, 0], chunks)]
     active = np.array([True, False, True])
-    decode = runner.decode(np.array([7, 0, 9], np.int32), active, np.array([GREEDY] * 3, np.float32), np.zeros(3))
-    told.append(runner.logprobs(DECODE, [2, 0], decode))
+    decode = runner.run_step(
+        (), DecodeRows(np.array([7, 0, 9], np.int32), active, np.array([GREEDY] * 3, np.float32), np.zeros(3))
+    )
+    told.append(runner.find_logprobs(DECODE, [2, 0], decode))
     return decode, [[each.tolist() for each in found] for found in told]
 
 
@@ -84,6 +87,6 @@ def test_graphs_that_tell_something_else_are_found(
 
 def test_an_artifact_without_them_says_how_to_get_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
     runner = artifact_runner(export(tiny_checkpoint, tmp_path / "artifact", "eager"))
-    output = runner.prefill([Chunk(0, random_tokens(3))])
+    output = runner.run_step([PromptPiece(0, random_tokens(3))])
     with pytest.raises(ValueError, match=r"has no log-probabilities; export it with --top-logprobs"):
-        runner.logprobs(CHUNK, [0], output)
+        runner.find_logprobs(CHUNK, [0], output)

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from fakes.tools import NeuronTools
-from helpers import artifact_runner, export_tiny, random_tokens
+from helpers import artifact_runner, export_tiny, random_tokens, reuse_prefix
 from torch import Tensor
 
+from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import Chunk
+from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.spec import DECODE, SamplingParams
 from optimum_neuron.targets.neuron.graph_io import CACHE, CHOSEN, SCORES
 from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
@@ -30,12 +31,12 @@ OPTIONS: dict[str, Any] = {"top_logprobs": 2, "output_logits": False}
 
 def sampled_steps(runner: GraphRunner) -> None:
     """A prompt whose token is drawn, a decode step that draws, log-probabilities, and a prefix that is reused."""
-    runner.prefill([Chunk(1, random_tokens(5), SAMPLED, 0.5)])
+    runner.run_step([PromptPiece(1, random_tokens(5), SAMPLED, 0.5)])
     active, params = np.arange(runner.config.batch_size) == 1, [SAMPLED] * runner.config.batch_size
     tokens, uniforms = np.full(len(active), 7, np.int32), np.full(len(active), 0.25, np.float32)
-    output = runner.decode(tokens, active, np.array(params, np.float32), uniforms)
-    runner.logprobs(DECODE, [1], output)
-    runner.reuse(0, 1, 4)
+    output = runner.run_step((), DecodeRows(tokens, active, np.array(params, np.float32), uniforms))
+    runner.find_logprobs(DECODE, [1], output)
+    reuse_prefix(runner, 0, 1, 4)
 
 
 def compiled() -> int:
@@ -66,7 +67,7 @@ def test_no_request_pays_for_the_first_run_of_a_graph(
 
     names = {program: name for name, program in runner.executable._programs.items()}
     monkeypatch.setattr(HloProgram, "run", counted)
-    runner.prefill([Chunk(0, random_tokens(6))])
+    runner.run_step([PromptPiece(0, random_tokens(6))])
     runs.clear()
     runner.executable.write_state(CHOSEN, torch.tensor([11, 13], dtype=torch.int32))
     states = {name: live(runner, name) for name in runner.executable._states}

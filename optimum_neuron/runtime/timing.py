@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runners that tell a profile what they do. A runner without a profile has none of this: nothing on its way asks for one."""
+"""Runners that measure what they do, for a profile or a caller. A plain runner has none of this: nothing in its way asks for it."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
 
 from ..artifact.artifact import Artifact
+from ..core import PromptPiece, StepOutput
 from ..step.family import rows_needed
 from ..step.spec import GraphSpec
 from ..targets import Executable
-from .profile import Profile
+from .profile import Profile, RunTrace, now
 from .runner import GraphRunner
-from .step_tensors import Chunk, DecodeRows, StepOutput
-from .trace import Trace, now
+from .step_tensors import DecodeRows
+
+
+def measure_seconds(call: Callable[[], object]) -> float:
+    """Return how long a call takes, in seconds."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 # Of each graph, the runs that are traced by operator. They take longer than others, and operators are many.
@@ -26,7 +34,7 @@ OPERATOR_RUNS = 8
 def open_runner(
     artifact: Artifact, executable: Executable, *, deterministic: bool = False, profile: Profile | None = None
 ) -> GraphRunner:
-    """A runner over an artifact's loaded graphs."""
+    """Return a runner over an artifact's loaded graphs."""
     if profile is None:
         return GraphRunner(executable, artifact.config, artifact.graphs, artifact.model, deterministic=deterministic)
     profile.trace.facts |= {"artifact": str(artifact.path), "target": artifact.target}
@@ -36,7 +44,7 @@ def open_runner(
 class TracedExecutable(Executable):
     """An executable that notes each run of a graph. Each is waited for, so that its time is its own."""
 
-    def __init__(self, executable: Executable, trace: Trace) -> None:
+    def __init__(self, executable: Executable, trace: RunTrace) -> None:
         self._executable = executable
         self._trace = trace
         self._runs: Counter[str] = Counter()
@@ -57,7 +65,7 @@ class TracedExecutable(Executable):
             found = executable.run(graph, inputs)
         else:
             executable.run_for_states(graph, inputs)
-        self._trace.span("graphs", graph, start, run=self._runs[graph])
+        self._trace.add_span("graphs", graph, start, run=self._runs[graph])
         return found
 
     def _run_by_operators(self, graph: str, inputs: Sequence[Tensor], *, outputs: bool) -> Sequence[Tensor]:
@@ -65,7 +73,7 @@ class TracedExecutable(Executable):
 
         def ended(operator: str) -> None:
             nonlocal began
-            began = self._trace.span("operators", operator, began)
+            began = self._trace.add_span("operators", operator, began)
 
         return self._executable.run_by_operators(graph, inputs, ended, outputs=outputs)
 
@@ -78,7 +86,7 @@ class TracedExecutable(Executable):
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         start = now()
         self._executable.copy_slot(source, destination, length)
-        self._trace.span("graphs", "copy_slot", start, source=source, destination=destination, length=length)
+        self._trace.add_span("graphs", "copy_slot", start, source=source, destination=destination, length=length)
 
     def keep_state(self, slot: int, snapshot: int) -> None:
         self._executable.keep_state(slot, snapshot)
@@ -93,19 +101,18 @@ class TracedExecutable(Executable):
         self._executable.write_state(name, tensor)
 
 
-class TracedRunner(GraphRunner):
-    """A runner that notes each step, and each run of a graph within it."""
+class TimedRunner(GraphRunner):
+    """A runner that adds up how long its steps take.
 
-    def __init__(
-        self, artifact: Artifact, executable: Executable, trace: Trace, *, deterministic: bool = False
-    ) -> None:
-        traced = TracedExecutable(executable, trace)
-        super().__init__(traced, artifact.config, artifact.graphs, artifact.model, deterministic=deterministic)
-        self._trace = trace
+    Attributes:
+        spent: seconds of all steps so far.
+    """
 
-    def step(
+    spent = 0.0
+
+    def run_step(
         self,
-        chunks: Sequence[Chunk] = (),
+        pieces: Sequence[PromptPiece] = (),
         decode: DecodeRows | None = None,
         graph: GraphSpec | None = None,
         *,
@@ -113,29 +120,47 @@ class TracedRunner(GraphRunner):
         outputs: bool = True,
     ) -> StepOutput:
         start = now()
-        output = super().step(chunks, decode, graph, logits=logits, outputs=outputs)
-        name = "decode" if not chunks else "prefill chunk" if decode is None else "mixed"
+        output = super().run_step(pieces, decode, graph, logits=logits, outputs=outputs)
+        self.spent += (now() - start) / 1e9
+        self._note_step(pieces, decode, start)
+        return output
+
+    def _note_step(self, pieces: Sequence[PromptPiece], decode: DecodeRows | None, start: int) -> None:
+        """Note a step that began at `start` and ends here."""
+
+
+class TracedRunner(TimedRunner):
+    """A runner that notes each step in a trace, and each run of a graph within it."""
+
+    def __init__(
+        self, artifact: Artifact, executable: Executable, trace: RunTrace, *, deterministic: bool = False
+    ) -> None:
+        traced = TracedExecutable(executable, trace)
+        super().__init__(traced, artifact.config, artifact.graphs, artifact.model, deterministic=deterministic)
+        self._trace = trace
+
+    def _note_step(self, pieces: Sequence[PromptPiece], decode: DecodeRows | None, start: int) -> None:
+        name = "decode" if not pieces else "prefill chunk" if decode is None else "mixed"
         decoding = [] if decode is None else np.flatnonzero(decode.active).tolist()
-        tokens = [len(chunk.token_ids) for chunk in chunks]
+        tokens = [piece.count for piece in pieces]
         rows = rows_needed(tokens, self.config.prefill_chunk_size)
-        self._trace.count("live rows", start, decode=len(decoding), chunk=rows)
-        self._trace.span(
+        self._trace.add_count("live rows", start, decode=len(decoding), chunk=rows)
+        self._trace.add_span(
             "steps",
             name,
             start,
             decode_slots=decoding,
-            chunk_slots=[chunk.slot for chunk in chunks],
+            chunk_slots=[piece.slot for piece in pieces],
             rows=len(decoding) + rows,
             tokens=len(decoding) + sum(tokens),
         )
-        return output
 
-    def reuse(self, slot: int, source: int, length: int, snapshot: int | None = None) -> None:
+    def copy_block(self, source: int, destination: int, length: int) -> None:
         start = now()
-        super().reuse(slot, source, length, snapshot)
-        self._trace.span("steps", "reuse prefix", start, slot=slot, source=source, tokens=length)
+        super().copy_block(source, destination, length)
+        self._trace.add_span("steps", "copy prefix", start, slot=destination, source=source, tokens=length)
 
     def warm_up(self) -> None:
         start = now()
         super().warm_up()
-        self._trace.span("steps", "warm-up", start)
+        self._trace.add_span("steps", "warm-up", start)
