@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from optimum_neuron.cli import reported_errors
-from optimum_neuron.targets.neuron.sdk.step_times import STEP_TIMES, StepTimes
+from optimum_neuron.targets.neuron.sdk.step_times import STEP_TIMES, StepConstants
 
 from ..options import add_result_options, make_parser
 from ..output import Table
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _rows(data: Sequence[Measurement], left_out: Sequence[float], times: StepTimes) -> Iterator[dict[str, object]]:
+def _rows(data: Sequence[Measurement], left_out: Sequence[float], times: StepConstants) -> Iterator[dict[str, object]]:
     from .fit import error, estimated_ms
 
     for one, off in zip(data, left_out, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from optimum_neuron.targets.neuron.sdk.step_times import STEP_TIMES, Accuracy, StepTimes
+from optimum_neuron.targets.neuron.sdk.step_times import STEP_TIMES, Accuracy, StepConstants
 
 from .published import Measurement, coefficients, times_of
 
@@ -19,7 +19,7 @@ _ROUNDS = 200
 _TAIL = 0.1
 
 
-def fit(data: Sequence[Measurement]) -> StepTimes:
+def fit(data: Sequence[Measurement]) -> StepConstants:
     """The constants whose sums are nearest to the published times, by the logarithm of their ratio (Huber's loss).
 
     Gauss-Newton over the constants' logarithms, so that none is negative.
@@ -41,12 +41,12 @@ def fit(data: Sequence[Measurement]) -> StepTimes:
     return times_of(np.exp(logs))
 
 
-def estimated_ms(one: Measurement, times: StepTimes) -> float:
+def estimated_ms(one: Measurement, times: StepConstants) -> float:
     """Milliseconds that are estimated of a published time."""
     return float(one.work @ coefficients(times)) * 1e3
 
 
-def error(one: Measurement, times: StepTimes) -> float:
+def error(one: Measurement, times: StepConstants) -> float:
     """estimate / published - 1."""
     return estimated_ms(one, times) / one.milliseconds - 1
 
@@ -59,7 +59,7 @@ def left_out_errors(data: Sequence[Measurement]) -> list[float]:
     return [error(one, fits[one.setup]) for one in data]
 
 
-def accuracy(data: Sequence[Measurement], left_out: Sequence[float], kind: str, times: StepTimes) -> Accuracy:
+def accuracy(data: Sequence[Measurement], left_out: Sequence[float], kind: str, times: StepConstants) -> Accuracy:
     """How far estimates of one kind are off.
 
     Args:

@@ -28,7 +28,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
-from optimum_neuron.targets.neuron.sdk.step_times import StepTimes
+from optimum_neuron.targets.neuron.sdk.step_times import StepConstants
 from optimum_neuron.tools.estimate.core_sizes import CoreSizes, core_sizes
 from optimum_neuron.tools.estimate.model_sizes import ModelSizes, measure_model
 from optimum_neuron.tools.estimate.step_speed import step_work
@@ -135,16 +135,16 @@ class Measurement:
         return _setup(self.run)
 
 
-def coefficients(times: StepTimes) -> np.ndarray:
+def coefficients(times: StepConstants) -> np.ndarray:
     """What a unit of each kind of work takes: with `Measurement.work` a sum of seconds."""
     shares = (times.weights, times.cache, times.flops, times.scores)
     return np.array([*(1 / share for share in shares), times.layer_s, times.request_s])
 
 
-def times_of(found: np.ndarray) -> StepTimes:
+def times_of(found: np.ndarray) -> StepConstants:
     """The inverse of `coefficients`."""
     weights, cache_, products, scores, layer, request = map(float, found)
-    return StepTimes(
+    return StepConstants(
         weights=1 / weights, cache=1 / cache_, flops=1 / products, scores=1 / scores, layer_s=layer, request_s=request
     )
 

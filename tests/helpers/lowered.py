@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +15,13 @@ from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.spec import TensorSpec, graph_specs
 from optimum_neuron.step.state_specs import state_specs
-from optimum_neuron.targets.neuron.copy_graphs import copy_graphs
+from optimum_neuron.targets.neuron.graphs.io import HLO_SUFFIX, LoweredGraph, write_graph
+from optimum_neuron.targets.neuron.graphs.state_graphs import copy_graphs, score_graphs
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
-from optimum_neuron.targets.neuron.lowering.lower import (
-    LoweredGraph,
-    lower_copy,
-    lower_program,
-    lower_scores,
-    lower_step,
-)
+from optimum_neuron.targets.neuron.lowering.lower import lower_program, lower_state_graph, lower_step
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
-from optimum_neuron.targets.neuron.score_graphs import score_graphs
+from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
 
 
 def lower_model(model: nn.Module, config: NeuronConfig) -> list[LoweredGraph]:
@@ -33,8 +30,8 @@ def lower_model(model: nn.Module, config: NeuronConfig) -> list[LoweredGraph]:
     cache = KVCache(state_specs(config, spec))
     graphs = [lower_step(model, cache, graph, NEURON_OPS, spec.vocab_size) for graph in graph_specs(config)]
     readers = score_graphs(config, spec.vocab_size)
-    graphs += [lower_scores(graph, spec.vocab_size) for graph in readers]
-    return [*graphs, *map(lower_copy, copy_graphs(config, spec))]
+    graphs += [lower_state_graph(graph, spec.vocab_size) for graph in readers]
+    return [*graphs, *map(lower_state_graph, copy_graphs(config, spec))]
 
 
 class _Function(nn.Module):
@@ -54,6 +51,16 @@ def lower_function(
     (result,) = program.graph.output_node().args[0]
     specs = [_spec(f"x.{index}", tensor) for index, tensor in enumerate(inputs)]
     return lower_program(program, "function", "function", specs, [_spec("y", result.meta["val"])], world_size, sums)
+
+
+def run_lowered(graph: LoweredGraph, given: Mapping[str, Tensor] | Sequence[Tensor]) -> list[Tensor]:
+    """What XLA computes on this CPU; inputs come by name, or are `x.0`, `x.1`, and so on."""
+    named = given if isinstance(given, Mapping) else {f"x.{index}": each for index, each in enumerate(given)}
+    with tempfile.TemporaryDirectory() as folder:
+        write_graph(graph, Path(folder))
+        program = HloProgram(Path(folder) / (graph.name + HLO_SUFFIX), graph.io)
+    inputs = [named[each.name].contiguous().to(program.device) for each in graph.io.inputs]
+    return [each.cpu() for each in program.run_program(inputs)]
 
 
 def _spec(name: str, tensor: Tensor) -> TensorSpec:

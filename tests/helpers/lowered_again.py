@@ -19,10 +19,10 @@ from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets import get_target
-from optimum_neuron.targets.neuron.copy_graphs import copy_graphs
-from optimum_neuron.targets.neuron.lowering import lower, rank_model
+from optimum_neuron.targets.neuron.graphs.state_graphs import copy_graphs, score_graphs
+from optimum_neuron.targets.neuron.lowering import lower
+from optimum_neuron.targets.neuron.lowering.lower_all import rank_model
 from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
-from optimum_neuron.targets.neuron.score_graphs import score_graphs
 from optimum_neuron.targets.neuron.sdk.hardware import chip_of
 from optimum_neuron.targets.neuron.sharding import shard_plan
 from optimum_neuron.tools.certify.comparison import Comparison, compare
@@ -49,7 +49,7 @@ class Case:
             split: whether ranks have parts of the tokens; None: where it takes less time.
         """
         config, folder = self.setup.trial.config, self.setup.folder
-        rank = rank_model.rank_model(folder, config, self.setup.tied, trust_remote_code=False)
+        rank = rank_model(folder, config, self.setup.tied, trust_remote_code=False)
         ranks, cache = self.setup.ranks, KVCache(state_specs(config, rank.spec))
         sums = None if rank.plan is None else SumsRule(chip_of(config.target), rank.plan.whole, split)
         graphs = [
@@ -57,10 +57,9 @@ class Case:
             for spec in self.setup.graphs
             if spec.kind in names
         ]
-        graphs += [
-            lower.lower_scores(graph, rank.vocab_size, rank.plan) for graph in score_graphs(config, rank.vocab_size)
-        ]
-        graphs += [lower.lower_copy(graph, ranks) for graph in copy_graphs(config, rank.spec) if graph.name in names]
+        others = score_graphs(config, rank.vocab_size)
+        others += tuple(each for each in copy_graphs(config, rank.spec) if each.name in names)
+        graphs += [lower.lower_state_graph(each, rank.vocab_size, rank.plan) for each in others]
         return {graph.name: LoweredModule(graph.hlo, graph.io) for graph in graphs}
 
     def compare(self, modules: Mapping[str, LoweredModule]) -> list[Comparison]:

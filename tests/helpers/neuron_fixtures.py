@@ -30,21 +30,15 @@ def lowered_once() -> Iterator[None]:
     if importlib.util.find_spec("torch_xla") is None:
         yield
         return
-    from optimum_neuron.targets.neuron import sequence_parallel
-    from optimum_neuron.targets.neuron.lowering import lower_all, rank_model, weight_uses
+    from optimum_neuron.targets.neuron.lowering import lower_all, token_regions, weight_uses
 
     graphs: dict[Any, list[Any]] = {}
     layouts: dict[Any, Any] = {}
-    lower, trace_first = lower_all.lower_all, rank_model.trace_first
+    lower, trace_first = lower_all.lower_all, lower_all.trace_first
 
     def key(model_config: str, config: NeuronConfig, *others: object) -> tuple[object, ...]:
         # What tests change of a model's code or of the lowering, too.
-        changed = (
-            LlamaMLP.forward,
-            rank_model.NEURON_OPS,
-            weight_uses.use_stored_weights,
-            sequence_parallel.COLLECTIVE_S,
-        )
+        changed = (LlamaMLP.forward, lower_all.NEURON_OPS, weight_uses.use_stored_weights, token_regions.COLLECTIVE_S)
         by_chip = "experts" in model_config or config.tensor_parallel_size > 1
         same = config if by_chip else dataclasses.replace(config, target="hlo")
         return (model_config, same, *others, changed)
@@ -62,14 +56,14 @@ def lowered_once() -> Iterator[None]:
     def trace_once(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> Any:
         found = key(model.config.to_json_string(), config, str(model.dtype), str(weight_formats(model)))
         if found in layouts:  # and its graphs are lowered, or are traced anew: a program is lowered once
-            return rank_model.FirstGraph(None, layouts[found])  # type: ignore[arg-type]
+            return lower_all.FirstGraph(None, layouts[found])  # type: ignore[arg-type]
         first = trace_first(model, plan, config)
         layouts[found] = first.layout
         return first
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower_all, "lower_all", lower_once)
-        patch.setattr(rank_model, "trace_first", trace_once)
+        patch.setattr(lower_all, "trace_first", trace_once)
         yield
 
 

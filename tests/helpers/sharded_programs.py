@@ -34,13 +34,11 @@ from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
 from optimum_neuron.targets import Executable
-from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
+from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
-from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
-from optimum_neuron.targets.neuron.lowering.rank_model import trace_first
+from optimum_neuron.targets.neuron.lowering.lower_all import lower_all, trace_first
 from optimum_neuron.targets.neuron.lowering.split_tokens import is_split
-from optimum_neuron.targets.neuron.run.draws import draws
+from optimum_neuron.targets.neuron.run.ahead import find_draws
 from optimum_neuron.targets.neuron.run.load_plan import copy_inputs
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
 from optimum_neuron.tools.certify.host_ranks import GraphRun, LoweredModule, RankGroup
@@ -64,14 +62,14 @@ class RanksExecutable(Executable):
         self._calls = {spec.name: [tensor.name for tensor in spec.inputs()] for spec in graph_specs(config)}
         self._outputs = {spec.name: [each.name for each in spec.outputs(VOCAB)] for spec in graph_specs(config)}
         self._samplers = {graph.name: graph.io.names("input") for graph in graphs}
-        self._draws = draws(self._calls, {graph.name: graph.io for graph in graphs})
+        self._draws = find_draws(self._calls, {graph.name: graph.io for graph in graphs})
 
     def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         given = dict(zip(self._calls[graph], inputs, strict=True))
         outputs = self._run(graph, given)
         for draw in self._draws[graph]:
             if draw.is_due(inputs):
-                drawn = dict(zip(self._samplers[draw.graph], draw.inputs(inputs), strict=True))
+                drawn = dict(zip(self._samplers[draw.graph], draw.take_inputs(inputs), strict=True))
                 outputs |= self._run(draw.graph, drawn)
         return [outputs[name] for name in self._outputs[graph]]
 

@@ -29,7 +29,7 @@ from optimum_neuron.step.ops import DEFAULT_OPS, StepOps
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule
-from optimum_neuron.targets.neuron.sampler import sample
+from optimum_neuron.targets.neuron.operators.sampler import sample
 from optimum_neuron.targets.neuron.sharding import (
     RANK_BUFFER,
     ShardPlan,

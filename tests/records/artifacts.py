@@ -30,7 +30,7 @@ from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.cache.store import CompileCache
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
-from optimum_neuron.targets.neuron.lowering.rank_model import rank_model
+from optimum_neuron.targets.neuron.lowering.lower_all import rank_model
 
 
 Digests = dict[str, str]

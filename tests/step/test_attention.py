@@ -19,7 +19,7 @@ from optimum_neuron.step.attention_parts import merge_attention_states, visible_
 from optimum_neuron.step.attention_rows import AttentionRows
 from optimum_neuron.step.interface import AttentionCall
 from optimum_neuron.step.masks import AttentionChunk, Window
-from optimum_neuron.targets.neuron.lowering import attention as neuron
+from optimum_neuron.targets.neuron.operators import attention as neuron
 
 
 # A log-sum-exp of no keys: exactly, and as masks leave it.

@@ -15,8 +15,8 @@ from optimum_neuron.step.attention_rows import AttentionRows
 from optimum_neuron.step.features.shared_blocks.block_owners import BlockOwners, OwnerSizes, fill_owners
 from optimum_neuron.step.interface import AttentionCall
 from optimum_neuron.step.masks import AttentionChunk, Window
-from optimum_neuron.targets.neuron.lowering import attention
-from optimum_neuron.targets.neuron.lowering.block_attention import OwnedBlocks, attend_blocks, heads_at_once
+from optimum_neuron.targets.neuron.operators import attention
+from optimum_neuron.targets.neuron.operators.block_attention import OwnedBlocks, attend_blocks, heads_at_once
 
 
 BLOCK, ROW_BLOCKS, BLOCKS, KV_HEADS, HEADS, KEY_DIM = 8, 5, 24, 2, 6, 16

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The targets whose graphs are lowered to HLO: Neuron devices, and `hlo`, which runs the same bytes on this CPU."""
+"""The targets with graphs in HLO: Neuron devices, and `hlo`, which runs the same bytes on this CPU."""
 
 from __future__ import annotations
 
@@ -28,27 +28,26 @@ from .. import CacheKeys, CompileJob, Executable
 from ..cache.store import CompileCache
 from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..recompile import compiled_again
-from .copy_graphs import snapshot_states
-from .graph_checks import check_graphs, check_weights, graph_names, left_states
-from .graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io, write_graph
-from .graph_io import GraphIO
+from .graphs.checks import check_graphs, check_weights, graph_names, left_states
+from .graphs.io import HLO_SUFFIX, IO_SUFFIX, GraphIO, read_graph_io, write_graph
+from .graphs.state_graphs import snapshot_states
 from .kernels.registry import check_kernels
-from .lowering.requirements import check_lowering
 from .sdk.hardware import check_parallel_size
 from .sdk.runtime_errors import INVALID, NeuronRuntimeError
+from .sdk.stacks import check_lowering
 
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from .lowering.lower import LoweredGraph
+    from .graphs.io import LoweredGraph
     from .sharding import ShardPlan
 
 logger = logging.getLogger(__name__)
 
 
 class NeuronTarget:
-    """Compiling needs torch-xla, and for a device its compiler; only running needs the device.
+    """A target that lowers graphs to HLO, and compiles them where they are for a device.
 
     A model is written and then compiled by the same object, which traces the first graph once for both.
     """
@@ -67,12 +66,12 @@ class NeuronTarget:
         return False
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
-        from .lowering.rank_model import trace_first
+        from .lowering.lower_all import trace_first
+        from .operators.codes import check_weight_types
         from .sharding import write_sharded_weights
-        from .weight_types import check_weight_types
 
         check_weight_types(model, config.target)
-        plan = _plan(model, config)
+        plan = _make_plan(model, config)
         first = trace_first(model, plan, config)
         self._first = first.program
         return write_sharded_weights(named_tensors(model), plan, folder, first.layout)
@@ -99,7 +98,7 @@ class NeuronTarget:
         from .compile.neuron_cc import NEFF_SUFFIX
         from .sharding import tied_names
 
-        tied = tied_names(named_tensors(model), _plan(model, config))
+        tied = tied_names(named_tensors(model), _make_plan(model, config))
         graphs = lower_and_check(folder, config, tied, trust_remote_code=trust_remote_code)
         return CacheKeys(CACHE_KIND, NEFF_SUFFIX, find_keys(graphs, config.target))
 
@@ -120,11 +119,11 @@ class NeuronTarget:
                 )
         if trust_native_code:
             artifact.verify()
-            return _load(artifact, artifact.path, artifact.manifest["target_data"], ranks)
+            return _load_graphs(artifact, artifact.path, artifact.manifest["target_data"], ranks)
         if artifact.config.tensor_parallel_size == 1:
             check_memory((*artifact.states(), *artifact.snapshots()))
         with compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code) as (folder, data):
-            return _load(artifact, folder, data, ranks)
+            return _load_graphs(artifact, folder, data, ranks)
 
 
 def _check_tools(config: NeuronConfig) -> None:
@@ -137,14 +136,14 @@ def _check_tools(config: NeuronConfig) -> None:
         check_kernels(config)
 
 
-def _plan(model: PreTrainedModel, config: NeuronConfig) -> ShardPlan:
+def _make_plan(model: PreTrainedModel, config: NeuronConfig) -> ShardPlan:
     from .sharding import shard_plan, whole_plan
 
     ranks = config.tensor_parallel_size
     return whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
 
 
-def _load(artifact: Artifact, folder: Path, data: dict[str, Any], ranks: RankOptions) -> Executable:
+def _load_graphs(artifact: Artifact, folder: Path, data: dict[str, Any], ranks: RankOptions) -> Executable:
     if artifact.target in NEURON_TARGETS:
         return _load_on_device(artifact, folder, data, ranks)
     return _load_on_cpu(artifact, folder)
@@ -158,13 +157,10 @@ def lower_and_check(
     trust_remote_code: bool,
     first: ExportedProgram | None = None,
 ) -> list[LoweredGraph]:
-    """All graphs of an artifact, none of which breaks a rule of the lint.
+    """Lower all graphs of an artifact; raise ValueError with the first place that breaks a rule of the lint.
 
     Args:
         folder, tied_weights, first: as in `lower_all`.
-
-    Raises:
-        ValueError: a graph does; the first place is named.
     """
     from .lint.lint import installed_operators, lint
     from .lowering.lower_all import lower_all
@@ -185,7 +181,7 @@ def lower_and_check(
 
 
 def _check_stored(job: CompileJob, graphs: list[LoweredGraph]) -> None:
-    """Raises ValueError where the weights, which all ranks have alike, are not what a graph takes."""
+    """Raise ValueError where the weights are not what a graph takes; all ranks have the same."""
     path = job.folder / rank_weights_name(0, job.config.tensor_parallel_size)
     stored = stored_tensors(path)
     tied = {alias: stored[name] for alias, name in job.tied_weights.items() if name in stored}
@@ -201,15 +197,15 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
     programs = {name: HloProgram(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX), io) for name, io in described.items()}
     kept = snapshot_states(artifact.config, artifact.model)
     states = allocate_states((*artifact.states(), *left_states(artifact), *kept))
-    return HloExecutable(programs, _calls(artifact), read_weights(artifact), states)
+    return HloExecutable(programs, _list_inputs(artifact), read_weights(artifact), states)
 
 
-def _calls(artifact: Artifact) -> dict[str, tuple[str, ...]]:
+def _list_inputs(artifact: Artifact) -> dict[str, tuple[str, ...]]:
     return {spec.name: tuple(tensor.name for tensor in spec.inputs()) for spec in artifact.graphs}
 
 
 def _read_graphs(artifact: Artifact, folder: Path) -> dict[str, GraphIO]:
-    """Read the descriptions of the graphs in a folder; ArtifactError: one is missing, or is not the manifest's."""
+    """Read the descriptions of the graphs in a folder; raise ArtifactError where one is missing or another graph's."""
     described = {}
     for name in graph_names(artifact):
         path = folder / GRAPHS_FOLDER / (name + HLO_SUFFIX)
@@ -227,7 +223,7 @@ def _read_graphs(artifact: Artifact, folder: Path) -> dict[str, GraphIO]:
 
 def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any], options: RankOptions) -> Executable:
     from .run.load_plan import LoadPlan
-    from .run.runtimes import load_graphs
+    from .run.ranks import load_graphs
 
     ranks = artifact.config.tensor_parallel_size
     weights = [rank_weights_name(rank, ranks) for rank in range(ranks)]
@@ -241,7 +237,7 @@ def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any], opti
         target=artifact.target,
         lnc=data["lnc"],
         graphs=_read_graphs(artifact, folder),
-        calls=_calls(artifact),
+        calls=_list_inputs(artifact),
         weights=tuple(artifact.file(name) for name in weights),
         tied_weights=artifact.tied_weights,
     )
@@ -255,7 +251,7 @@ def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any], opti
 
 
 def _forget_code(folder: Path) -> None:
-    """Takes NEFFs that the runtime refuses out of the compile cache, where another export would find them."""
+    """Take NEFFs that the runtime refuses out of the compile cache, where another export would find them."""
     from .compile.compiler import CACHE_KIND
     from .compile.neuron_cc import NEFF_SUFFIX
 

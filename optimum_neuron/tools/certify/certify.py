@@ -19,7 +19,7 @@ from ...artifact.weights import named_tensors
 from ...checkpoints.digest import file_sha256
 from ...step.spec import LOGPROBS
 from ...targets import CompileJob
-from ...targets.neuron.graph_files import HLO_SUFFIX, read_graph_io, read_hlo
+from ...targets.neuron.graphs.io import HLO_SUFFIX, read_graph_io, read_hlo
 from ...targets.neuron.lint.lint import Finding, lint
 from ...targets.neuron.lint.lint import passed_rules as names_of_passed_rules
 from ...targets.neuron.lint.rules import RULES_VERSION

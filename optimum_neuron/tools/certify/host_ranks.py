@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ...kernels.host.processes import TiedProcess
 from ...step.spec import PROMPT_LOGITS
-from ...targets.neuron.graph_io import CHOSEN, GraphIO
-from ...targets.neuron.lowering import hlo
+from ...targets.neuron.graphs import hlo
+from ...targets.neuron.graphs.io import CHOSEN, GraphIO
 
 
 _TIMEOUT = 3600.0  # seconds

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...step.model_spec import ModelSpec
-from ...targets.neuron.graph_io import SNAPSHOTS, cut_dim
-from ...targets.neuron.sharding.heads import PADDING
+from ...targets.neuron.graphs.io import SNAPSHOTS, cut_dim
 from ...targets.neuron.sharding.plan import ShardPlan
+from ...targets.neuron.sharding.rules import PADDING
 
 
 # By state and rank, the head or channel in each of the rank's places, or PADDING. States that every rank has whole are missing.

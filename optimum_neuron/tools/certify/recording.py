@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...step.spec import CHUNK, DECODE, GREEDY, PROMPT, GraphSpec, SamplingParams, TensorSpec
-from ...targets.neuron.copy_graphs import COPY_INPUTS
-from ...targets.neuron.graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
+from ...targets.neuron.graphs.io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
+from ...targets.neuron.graphs.state_graphs import COPY_INPUTS
 from .random_blocks import RandomBlocks, gathered_spec
 
 

@@ -20,7 +20,7 @@ from ...step.spec import GraphSpec, SamplingParams, TensorSpec
 from ...step.state_sizes import BY_TOKEN
 from ...step.step import StepModule
 from ...targets.eager import EagerExecutable
-from ...targets.neuron.graph_io import CACHE, COPIES, COPY_SLOT, KEEP_STATE, SNAPSHOTS
+from ...targets.neuron.graphs.io import CACHE, COPIES, COPY_SLOT, KEEP_STATE, SNAPSHOTS
 from .code_steps import write_moved
 from .random_blocks import gathered_spec
 from .recording import RecordedStep, drawn_name, state_history

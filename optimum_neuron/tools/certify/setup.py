@@ -23,12 +23,10 @@ from ...step.model_spec import ModelSpec
 from ...step.sampling.chosen import slots_of_rows
 from ...step.spec import LOGPROBS, GraphSpec, TensorSpec, graph_specs
 from ...step.state_specs import state_specs
-from ...targets.neuron.copy_graphs import copy_graphs, snapshot_states
-from ...targets.neuron.graph_files import HLO_SUFFIX, read_graph_io, read_hlo
-from ...targets.neuron.graph_io import CHOSEN, SCORES
+from ...targets.neuron.graphs.io import CHOSEN, HLO_SUFFIX, SCORES, read_graph_io, read_hlo
+from ...targets.neuron.graphs.state_graphs import copy_graphs, score_graphs, slots_input, snapshot_states
 from ...targets.neuron.lowering.lower_all import lower_all
 from ...targets.neuron.lowering.split_tokens import is_split
-from ...targets.neuron.score_graphs import score_graphs, slots_input
 from ...targets.neuron.sharding import shard_plan
 from .host_ranks import GraphRun, LoweredModule, RankResults, execute_ranks
 from .parts import StateParts, places_of, state_parts, take_part

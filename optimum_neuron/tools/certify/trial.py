@@ -23,7 +23,7 @@ from ...options import SMALLEST_BLOCK
 from ...step.model_spec import ModelSpec
 from ...step.state_specs import state_specs
 from ...step.tracing.alike import kinds_of_layers
-from ...targets.neuron.copy_graphs import snapshot_states
+from ...targets.neuron.graphs.state_graphs import snapshot_states
 from .recording import RecordedStep
 
 

@@ -11,7 +11,7 @@ from ...artifact.artifact import Artifact, ArtifactError, is_weight_file
 from ...checkpoints.digest import file_sha256
 from ...config import HLO_TARGETS
 from ...targets.neuron.lint.rules import RULES_VERSION
-from ...targets.neuron.lowering.requirements import check_lowering
+from ...targets.neuron.sdk.stacks import check_lowering
 from . import CERTIFICATE_NAME, NOT_CERTIFIED, is_certified
 from .certify import hlo_files, installed_versions, passed_rules
 from .comparison import Comparison, compare

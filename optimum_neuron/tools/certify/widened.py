@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...targets.neuron.graph_io import GraphIO
-from ...targets.neuron.lowering import hlo
+from ...targets.neuron.graphs import hlo
+from ...targets.neuron.graphs.io import GraphIO
 
 
 _NARROW = {"bfloat16": "bf16s", "float16": "f16s"}

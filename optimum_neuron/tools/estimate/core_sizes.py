@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...step.model_spec import ConvolutionState, LayerCache, ModelSpec, RecurrentState
-from ...targets.neuron.expert_forms import ExpertLayer
+from ...targets.neuron.operators.expert_forms import ExpertLayer
 from ...targets.neuron.sharding import ShardPlan, shard_plan
 from ...targets.neuron.sharding.plan import ShardedRecurrence
 from .layer_kinds import LayerKinds, whole_model

@@ -19,9 +19,9 @@ import torch
 from ...config import NeuronConfig
 from ...step.spec import GraphSpec, TensorSpec, graph_specs
 from ...step.state_specs import state_specs
-from ...targets.neuron.copy_graphs import snapshot_states
-from ...targets.neuron.expert_forms import TILE_ROWS, ExpertLayer, all_experts, choose, work
-from ...targets.neuron.lowering import attention
+from ...targets.neuron.graphs.state_graphs import snapshot_states
+from ...targets.neuron.operators import attention
+from ...targets.neuron.operators.expert_forms import TILE_ROWS, ExpertLayer, all_experts, choose, work
 from ...targets.neuron.sdk.hardware import MIB, Chip
 
 

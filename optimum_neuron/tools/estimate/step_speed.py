@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...step.spec import GraphSpec
-from ...targets.neuron.expert_forms import choose, work
+from ...targets.neuron.operators.expert_forms import choose, work
 from ...targets.neuron.sdk.hardware import Chip
 from ...targets.neuron.sdk.step_times import DECODE, PREFILL, STEP_TIMES, Accuracy
 from .step_needs import SCORE_BYTES, row_groups

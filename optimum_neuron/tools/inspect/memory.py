@@ -58,7 +58,7 @@ def _state_parts(states: Iterable[TensorSpec]) -> dict[str, int]:
 
 def _rank_states(artifact: Artifact) -> list[TensorSpec]:
     """Return the states that graphs update in place: all ranks run the same module, on states of the same shapes."""
-    from ...targets.neuron.graph_files import HLO_SUFFIX, read_graph_io
+    from ...targets.neuron.graphs.io import HLO_SUFFIX, read_graph_io
 
     found = {}
     for name in artifact.manifest["files"]:

@@ -62,15 +62,15 @@ def _step_kind(step: object) -> str:
 
 
 def _count_hlo(artifact: Artifact) -> CountedGraphs:
-    from ...targets.neuron.lowering.requirements import check_reading
+    from ...targets.neuron.sdk.stacks import check_reading
 
     try:
         check_reading()
     except RuntimeError as error:
         return CountedGraphs({}, {}, 0, Linted(missing=str(error)))
+    from ...targets.neuron.graphs import hlo
     from ...targets.neuron.lint.cost import graph_cost
     from ...targets.neuron.lint.lint import artifact_graphs, lint
-    from ...targets.neuron.lowering import hlo
     from ...targets.neuron.sdk.hardware import CHIPS
 
     operators: dict[str, dict[str, int]] = {}

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optimum_neuron.targets.neuron.graph_io import GraphIO, InputBinding, OutputBinding
+from optimum_neuron.targets.neuron.graphs.io import GraphIO, InputBinding, OutputBinding
 
 
 ELEMENT_TYPES = {"int32": 4, "float32": 11, "bfloat16": 16}

@@ -9,8 +9,8 @@ from helpers import tiny_config
 
 from optimum_neuron.step.spec import GREEDY, GraphSpec, SamplingParams, graph_specs
 from optimum_neuron.step.step import example_inputs
-from optimum_neuron.targets.neuron.graph_io import SAMPLERS, GraphIO, OutputBinding
-from optimum_neuron.targets.neuron.run.draws import Draw, draws
+from optimum_neuron.targets.neuron.graphs.io import SAMPLERS, GraphIO, OutputBinding
+from optimum_neuron.targets.neuron.run.ahead import Draw, find_draws
 
 
 CONFIG = tiny_config(target="hlo", output_logits=True)
@@ -30,7 +30,7 @@ def _step(spec: GraphSpec) -> tuple[tuple[Draw, ...], dict[str, torch.Tensor]]:
     for name, tensor in inputs.items():
         if name.endswith("sampling_params"):
             tensor[:] = torch.tensor(GREEDY)
-    return draws({spec.name: names}, {spec.name: _io(spec)})[spec.name], inputs
+    return find_draws({spec.name: names}, {spec.name: _io(spec)})[spec.name], inputs
 
 
 def test_each_group_has_a_sampler_that_gives_its_tokens() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from optimum_neuron.targets.neuron.lowering import requirements
+from optimum_neuron.targets.neuron.sdk import stacks as requirements
 
 
 def test_what_reads_graphs_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

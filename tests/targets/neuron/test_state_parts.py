@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimum_neuron.targets.neuron.run.state_parts import join_states, split_state
-from optimum_neuron.targets.neuron.sharding.heads import PADDING
+from optimum_neuron.targets.neuron.run.load_plan import join_states, split_state
+from optimum_neuron.targets.neuron.sharding.rules import PADDING
 from optimum_neuron.tools.certify.parts import real_heads, take_part
 
 

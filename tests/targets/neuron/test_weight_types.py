@@ -9,7 +9,7 @@ from torch import nn
 
 from optimum_neuron.checkpoints.quantize.rounding import round_fp8, round_int8
 from optimum_neuron.step.features.codes.modules import QuantizedLinear
-from optimum_neuron.targets.neuron.weight_types import check_weight_types
+from optimum_neuron.targets.neuron.operators.codes import check_weight_types
 
 
 def model(largest: float) -> nn.Module:

@@ -21,9 +21,8 @@ from tampering import read_json, write
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from optimum_neuron.checkpoints.digest import file_sha256
 from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
-from optimum_neuron.targets.neuron.graph_files import read_graph_io
-from optimum_neuron.targets.neuron.graph_io import COPIES
-from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import COPIES, read_graph_io
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.tools.certify import CERTIFICATE_NAME, NOT_CERTIFIED
 from optimum_neuron.tools.certify import trial as trials
@@ -103,7 +102,7 @@ def test_of_a_large_model_the_first_layers_of_each_kind_are_executed(
 def test_an_export_whose_graphs_compute_something_else_leaves_nothing(
     sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from optimum_neuron.targets.neuron.lowering import rank_model
+    from optimum_neuron.targets.neuron.lowering import lower_all as rank_model
 
     ops = dataclasses.replace(NEURON_OPS, output_rows=lambda rows: (rows - 1).clamp(min=0))
     monkeypatch.setattr(rank_model, "NEURON_OPS", ops)

@@ -13,8 +13,8 @@ from lowered_again import Case, make_case, places, wrap
 
 from optimum_neuron.step import step as step_module
 from optimum_neuron.step.features.shared_blocks.owned_blocks import OwnedBlocks
-from optimum_neuron.targets.neuron.graph_io import COPY_SLOT
-from optimum_neuron.targets.neuron.lowering.slot_copy import SlotCopy
+from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT
+from optimum_neuron.targets.neuron.lowering.graph_modules import SlotCopy
 
 
 SIZES = {"sequence_length": 256, "context_buckets": (256,), "kv_block_size": 64, "kv_cache_tokens": 512, "window": 100}

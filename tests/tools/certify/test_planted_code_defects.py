@@ -14,7 +14,7 @@ from torch import Tensor
 from optimum_neuron.step import kv_cache
 from optimum_neuron.step.features.codes import coded_states
 from optimum_neuron.step.features.codes.coded_states import CodedStates, Stored
-from optimum_neuron.targets.neuron.lowering import attention
+from optimum_neuron.targets.neuron.operators import attention
 
 
 FP8 = torch.float8_e4m3fn

@@ -21,9 +21,12 @@ from optimum_neuron.step import step as step_module
 from optimum_neuron.step.attention_rows import AttentionRows
 from optimum_neuron.step.sampling.chosen import ChosenTokens
 from optimum_neuron.step.sampling.scores import Scores
-from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
-from optimum_neuron.targets.neuron.lowering import decompositions, hlo, rank_model, score_module, xla_trace
-from optimum_neuron.targets.neuron.lowering.slot_copy import SlotCopy
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, SAMPLERS
+from optimum_neuron.targets.neuron.lowering import decompositions, xla_trace
+from optimum_neuron.targets.neuron.lowering import graph_modules as score_module
+from optimum_neuron.targets.neuron.lowering import lower_all as rank_model
+from optimum_neuron.targets.neuron.lowering.graph_modules import SlotCopy
 from optimum_neuron.tools.certify.host_ranks import LoweredModule
 
 
@@ -167,7 +170,12 @@ class _Unchanged(ChosenTokens):
 
 
 def _wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap(monkeypatch, decompositions, "_mean", lambda original, *args, **kwargs: original(*args, **kwargs) * 1.0001)
+    wrap(
+        monkeypatch,
+        decompositions,
+        "_mean_by_sum",
+        lambda original, *args, **kwargs: original(*args, **kwargs) * 1.0001,
+    )
 
 
 PLANTED: dict[str, Plant] = {
@@ -288,7 +296,7 @@ def test_a_dropped_collective_is_found(two_ranks: Case, monkeypatch: pytest.Monk
         calls.append(target)
         return args[0] if len(calls) == 2 else original(target, args, world_size)
 
-    wrap(monkeypatch, xla_trace, "_collective", dropped)
+    wrap(monkeypatch, xla_trace, "_trace_collective", dropped)
     modules = two_ranks.lower("mixed")
     assert len(calls) > 2 and places(two_ranks.compare(modules))
 

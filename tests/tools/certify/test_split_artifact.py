@@ -13,9 +13,9 @@ from fakes.tools import NeuronTools
 from helpers import export_tiny
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.targets.neuron import sequence_parallel
+from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint_artifact
-from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.lowering import token_regions
 from optimum_neuron.tools.certify.document import Certificate
 
 
@@ -34,7 +34,7 @@ def test_an_artifact_whose_ranks_split_the_tokens_of_chunks_is_certified(
 ) -> None:
     """At a latency at which the rule splits the tokens of a mixed graph and of chunks, and not those of decode rows."""
     neuron_sdk("trn2", "lite")
-    monkeypatch.setattr(sequence_parallel, "COLLECTIVE_S", 2e-9)
+    monkeypatch.setattr(token_regions, "COLLECTIVE_S", 2e-9)
     path = export_tiny(
         sharp_checkpoints["llama"],
         tmp_path / "ranks",

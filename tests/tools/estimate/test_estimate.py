@@ -39,8 +39,8 @@ from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule, example_inputs
-from optimum_neuron.targets.neuron.lowering import attention
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
+from optimum_neuron.targets.neuron.operators import attention
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB, INSTANCES, chip_of
 from optimum_neuron.targets.neuron.sharding import apply_plan, shard_plan, write_sharded_weights
 from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 from optimum_neuron.step.model_spec import LayerCache, ModelSpec
 from optimum_neuron.step.spec import graph_specs
-from optimum_neuron.targets.neuron.expert_forms import ExpertLayer
+from optimum_neuron.targets.neuron.operators.expert_forms import ExpertLayer
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB
 from optimum_neuron.tools.estimate.core_sizes import AttentionSizes, CoreSizes, ExpertSizes
 from optimum_neuron.tools.estimate.estimate import estimate_target

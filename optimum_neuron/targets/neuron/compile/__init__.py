@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles HLO modules to NEFFs with what the Neuron SDK offers."""
+"""Compilation of HLO modules to NEFFs."""

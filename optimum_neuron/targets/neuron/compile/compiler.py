@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles lowered graphs to NEFFs by the neuronx-cc command: in parallel, through a cache, each in a folder of its own that is gone afterwards."""
+"""Compilation of lowered graphs by neuronx-cc: in parallel, through a cache, each in a folder that is gone afterwards.
+
+A key of the cache is a digest of what the compiler reads: the HLO, the target, the options and the compiler's version. Weights,
+folders and the version of this package are in no key: no NEFF depends on them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import shutil
@@ -18,9 +24,11 @@ from .... import progress
 from ....kernels.host.processes import Processes, parallel_jobs, run_jobs
 from ...cache.entries import About
 from ...cache.store import CompileCache
-from ..graph_files import write_graph
-from ..sdk.flags import LNC_VARIABLE, logical_core_size
-from .graph_keys import graph_flags, graph_key
+from ..graphs import hlo
+from ..graphs.io import write_graph
+from ..kernels.registry import KERNELS
+from ..lowering.kernel_calls import called_kernels, without_references
+from ..sdk.flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
 from .native_kernels import kernel_versions, with_native_kernels
 from .neuron_cc import (
     DISTRIBUTION,
@@ -31,12 +39,12 @@ from .neuron_cc import (
     compiler_call,
     compiler_version,
     find_compiler,
+    run_compiler,
 )
-from .processes import run_compiler
 
 
 if TYPE_CHECKING:
-    from ..lowering.lower import LoweredGraph
+    from ..graphs.io import LoweredGraph
 
 logger = logging.getLogger(__name__)
 
@@ -57,18 +65,18 @@ class _Job:
 
 
 def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) -> dict[str, Any]:
-    """Writes `<graph>.neff` of every graph into `folder`.
+    """Write `<graph>.neff` of every graph into `folder`.
 
     Returns:
-        What the manifest records: the compiler's version, target, LNC, and per graph its kind and the compiler's arguments.
+        The manifest's record: the compiler's version, target, LNC, and per graph its kind and the compiler's arguments.
 
     Raises:
-        RuntimeError: a graph could not be compiled; it is named, with the broken rule. Nothing is left running.
+        RuntimeError: a graph could not be compiled; the message names it and the broken rule. Nothing is left running.
         OSError: the compile cache cannot be used.
         ValueError: an environment variable asks for what the target cannot do.
     """
-    lnc, version = _environment(target)
-    jobs = [_job(graph, target, lnc, version) for graph in graphs]
+    lnc, version = _read_environment(target)
+    jobs = [_make_job(graph, target, lnc, version) for graph in graphs]
     cache = CompileCache(CACHE_KIND)
     missing = [job for job in jobs if not cache.fetch(job.key, folder, job.graph.name, NEFF_SUFFIX)]
     logger.info("%d of %d graphs are in the compile cache %s", len(jobs) - len(missing), len(jobs), cache.folder)
@@ -84,27 +92,22 @@ def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) ->
 
 
 def check_environment(target: str) -> None:
-    """Whether graphs can be compiled for a target here.
-
-    Raises:
-        RuntimeError: this machine has no compiler.
-        ValueError: an environment variable asks for what the target cannot do.
-    """
+    """Raise RuntimeError without a compiler, and ValueError for a variable that asks for what the target cannot do."""
     check_compiler(target)
-    graph_flags(target, "token_generation", *_environment(target))
+    graph_flags(target, "token_generation", *_read_environment(target))
 
 
 def find_keys(graphs: Sequence[LoweredGraph], target: str) -> dict[str, str]:
-    """The key of each graph, by its name, under which `compile_graphs` looks for it."""
-    return {graph.name: _job(graph, target, *_environment(target)).key for graph in graphs}
+    """Return each graph's key in the compile cache by the graph's name."""
+    return {graph.name: _make_job(graph, target, *_read_environment(target)).key for graph in graphs}
 
 
-def _environment(target: str) -> tuple[int, str]:
-    """The size of a logical core, and the compiler's version."""
+def _read_environment(target: str) -> tuple[int, str]:
+    """Return the size of a logical core, and the compiler's version."""
     return logical_core_size(target, os.environ.get(LNC_VARIABLE)), compiler_version(find_compiler())
 
 
-def _job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
+def _make_job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
     has_fp8 = any(each.dtype == "float8_e4m3fn" for each in graph.io.inputs)
     flags = graph_flags(target, graph.kind, lnc, version, has_fp8=has_fp8)
     key = graph_key(graph.hlo, target, flags, version)
@@ -121,7 +124,7 @@ def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) ->
             work.mkdir()
             start = time.perf_counter()
             with progress.stage(name, likely_seconds=statistics.median(seconds) if seconds else None):
-                _compile(job, work, processes)
+                _compile_graph(job, work, processes)
             seconds.append(time.perf_counter() - start)
             (work / (name + NEFF_SUFFIX)).rename(scratch / (name + NEFF_SUFFIX))
             shutil.rmtree(work, ignore_errors=True)
@@ -132,7 +135,7 @@ def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) ->
         run_jobs([partial(compile_one, job) for job in jobs], threads, processes.end)
 
 
-def _compile(job: _Job, folder: Path, processes: Processes) -> None:
+def _compile_graph(job: _Job, folder: Path, processes: Processes) -> None:
     name = job.graph.name
     try:
         write_graph(replace(job.graph, hlo=with_native_kernels(job.graph.hlo, job.target, job.lnc)), folder)
@@ -140,3 +143,41 @@ def _compile(job: _Job, folder: Path, processes: Processes) -> None:
         check_neff(folder / (name + NEFF_SUFFIX))
     except RuntimeError as error:
         raise RuntimeError(f"graph {name} could not be compiled: {error}") from error
+
+
+def graph_flags(target: str, kind: str, lnc: int, version: str, *, has_fp8: bool = False) -> tuple[str, ...]:
+    """Return the compiler's options for a graph, with those of NEURON_CC_FLAGS.
+
+    Args:
+        has_fp8: whether the graph takes weights of float8_e4m3fn.
+
+    Raises:
+        ValueError: the variable asks for what the target cannot do.
+    """
+    flags = compiler_flags(target, kind, lnc=lnc, compiler_version=version, has_fp8=has_fp8)
+    return add_user_flags(flags, os.environ.get(FLAGS_VARIABLE, ""), target)
+
+
+def graph_key(data: bytes, target: str, flags: Sequence[str], version: str) -> str:
+    """Return the key of a graph's NEFF.
+
+    Args:
+        data: the graph's HLO, as an artifact has it.
+        flags: the compiler's options, with the size of a logical core.
+        version: of the compiler.
+    """
+    described: list[object] = [DISTRIBUTION, version, target, list(flags)]
+    kernels = called_kernels(data)
+    if kernels:
+        # What NKI is given of a kernel is not in the HLO; what is executed in the kernel's place is no part of what is compiled.
+        described += [{name: _describe_call(name) for name in sorted(kernels)}, kernel_versions(data)]
+        data = hlo.serialize(without_references(hlo.parse(data)))
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    digest.update(hashlib.sha256(data).digest())
+    return digest.hexdigest()
+
+
+def _describe_call(name: str) -> list[object]:
+    kernel = KERNELS[name]
+    arguments = {argument: repr(value) for argument, value in kernel.arguments.items()}
+    return [kernel.module, kernel.function, list(kernel.operands), arguments]

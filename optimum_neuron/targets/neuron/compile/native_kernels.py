@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of kernels as neuronx-cc takes them: NKI compiles each for its operands, and the call names what that made.
+"""Calls of kernels as neuronx-cc takes them: NKI compiles each for its operands.
 
-Which functions of `nki` do so is read in public ports of vLLM Neuron (nki/nki_compile.py); its documents name none. Its file lies on
-this machine, where neuronx-cc looks for it (error code EVRF059), so it is made where that runs and is no part of an artifact.
+Public ports of vLLM Neuron (nki/nki_compile.py) show which functions of `nki` do so; its documents name none. neuronx-cc looks for the
+file on this machine (error code EVRF059), so it is made where that runs and is no part of an artifact.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import importlib
 from typing import Any
 
 from ....errors import first_line
-from ..kernels.kernel import Choice, Kernel
+from ..graphs import hlo
+from ..kernels.kernel import EnumMember, Kernel
 from ..kernels.registry import KERNELS
-from ..lowering import hlo
 from ..lowering.kernel_calls import called_kernels, kernel_calls, without_references
 from ..rank.packages import installed_version
 
@@ -24,7 +24,7 @@ _Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 
 def kernel_versions(data: bytes) -> dict[str, str]:
-    """Of what compiles a graph's kernels, by distribution; empty where it calls none."""
+    """Return the versions of what compiles a graph's kernels, by distribution; nothing where it calls none."""
     packages = dict.fromkeys(each for name in sorted(called_kernels(data)) for each in KERNELS[name].packages)
     return {each.distribution: installed_version(each.distribution) or "unknown" for each in packages}
 
@@ -41,13 +41,13 @@ def with_native_kernels(data: bytes, target: str, lnc: int) -> bytes:
         key = name, operands
         if key not in made:
             results = tuple(map(hlo.array, call.shape.tuple_shapes or [call.shape]))
-            made[key] = _compile(KERNELS[name], operands, results, target, lnc)
+            made[key] = _compile_kernel(KERNELS[name], operands, results, target, lnc)
         call.custom_call_target, call.backend_config = NATIVE_CALL, made[key]
     return hlo.serialize(module)
 
 
-def _compile(kernel: Kernel, operands: _Shapes, results: _Shapes, target: str, lnc: int) -> bytes:
-    """The configuration of a call: what NKI compiled, and where."""
+def _compile_kernel(kernel: Kernel, operands: _Shapes, results: _Shapes, target: str, lnc: int) -> bytes:
+    """Return the configuration of a call, which names what NKI compiled."""
     try:
         config = _call_nki(kernel, operands, target, lnc)
     except Exception as error:  # a compiler of programs raises what it likes
@@ -76,7 +76,9 @@ def _call_nki(kernel: Kernel, operands: _Shapes, target: str, lnc: int) -> Any:
         )
         for name, (shape, dtype) in zip(kernel.operands, operands, strict=True)
     }
-    arguments = {name: each.value() if isinstance(each, Choice) else each for name, each in kernel.arguments.items()}
+    arguments = {
+        name: each.value() if isinstance(each, EnumMember) else each for name, each in kernel.arguments.items()
+    }
     # What nki.jit returns keeps the function that it was given.
     job = compiled.CompileKernel(func=getattr(function, "func", function), lnc=lnc, target=target)
     return job._cached_compile_to_bir(

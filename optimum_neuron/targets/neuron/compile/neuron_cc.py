@@ -8,29 +8,32 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..graph_files import HLO_SUFFIX
+from ....kernels.host.processes import Processes
+from ..graphs.io import HLO_SUFFIX
 from ..rank.packages import SETUP, installed_version
+from ..sdk.compiler_errors import explain_failure
 from ..sdk.flags import FLAGS_VARIABLE
 
 
 COMMAND, DISTRIBUTION = "neuronx-cc", "neuronx-cc"
 NEFF_SUFFIX = ".neff"
 COMPILER_LOG = "compiler.log"
-# A NEFF is a header of this size and an archive behind it.
+# A NEFF is a header of this size and an archive.
 NEFF_HEADER_SIZE = 1024
 _VERSION = re.compile(r"\b(\d+\.\d+\.\d+\S*)")
 _ANSWER_TIMEOUT = 300  # seconds; importing the compiler takes several
 
 
 class CompilerCall(NamedTuple):
-    """How a graph is compiled, in a folder that holds its HLO.
+    """A call of the compiler, in a folder that holds the graph's HLO.
 
     Attributes:
-        argv: as recorded in the manifest: names without folders, so that it is the same on every machine.
+        argv: as the manifest records it: names without folders, so that it is the same on every machine.
         executable: the program that `argv[0]` names.
     """
 
@@ -40,7 +43,7 @@ class CompilerCall(NamedTuple):
 
 
 def check_compiler(target: str) -> None:
-    """Raises RuntimeError where this machine cannot compile for a target; the message says what is missing."""
+    """Raise RuntimeError where this machine cannot compile for a target; the message says what is missing."""
     problem = missing_compiler()
     if problem is not None:
         raise RuntimeError(
@@ -50,7 +53,7 @@ def check_compiler(target: str) -> None:
 
 
 def compiler_call(graph: str, target: str, flags: Sequence[str]) -> CompilerCall:
-    """Compiles `<graph>.hlo` to `<graph>.neff`."""
+    """Return the call that compiles `<graph>.hlo` to `<graph>.neff`."""
     argv = (
         COMMAND,
         "compile",
@@ -73,7 +76,7 @@ def find_compiler() -> Path:
 
 
 def missing_compiler() -> str | None:
-    """Why there is no neuronx-cc, with the remedy; None where there is one."""
+    """Return why there is no neuronx-cc, with the remedy; None where there is one."""
     if shutil.which(COMMAND) is not None:
         return None
     if installed_version(DISTRIBUTION) is not None:
@@ -84,7 +87,7 @@ def missing_compiler() -> str | None:
 @functools.cache
 def compiler_version(compiler: Path) -> str:
     """Return numbers like 2.27.5334.0+f702b353, or raise RuntimeError where `neuronx-cc --version` says none."""
-    text = _ask(compiler, "--version")
+    text = _run_command(compiler, "--version")
     match = _VERSION.search(text)
     if match is None:
         raise RuntimeError(
@@ -96,17 +99,17 @@ def compiler_version(compiler: Path) -> str:
 @functools.cache
 def list_operators(compiler: Path) -> frozenset[str]:
     """Return operators as `neuronx-cc list-operators --framework XLA` spells them, or raise RuntimeError."""
-    lines = _ask(compiler, "list-operators", "--framework", "XLA").splitlines()
+    lines = _run_command(compiler, "list-operators", "--framework", "XLA").splitlines()
     return frozenset(line.strip() for line in lines if line.strip())
 
 
 def compiler_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a compiler inherits: all but options, which it gets as arguments."""
+    """Return what a compiler inherits: all but options, which it gets as arguments."""
     return {name: value for name, value in environment.items() if name != FLAGS_VARIABLE}
 
 
 def check_neff(path: Path) -> None:
-    """Raises RuntimeError where a file is no complete NEFF as far as its size tells."""
+    """Raise RuntimeError where the size of a file shows that it is no complete NEFF."""
     if not path.is_file():
         raise RuntimeError(f"the compiler reported success, but wrote no {path.name}; see its log")
     if path.stat().st_size <= NEFF_HEADER_SIZE:
@@ -115,7 +118,7 @@ def check_neff(path: Path) -> None:
         )
 
 
-def _ask(compiler: Path, *arguments: str) -> str:
+def _run_command(compiler: Path, *arguments: str) -> str:
     command = [str(compiler), *arguments]
     environment = compiler_environment(os.environ)
     try:
@@ -135,3 +138,57 @@ def _ask(compiler: Path, *arguments: str) -> str:
         raise RuntimeError(f"{' '.join(command)} ended with status {answer.returncode}: {reason}")
     # Releases differ in which of the two streams they answer on.
     return answer.stdout if answer.stdout.strip() else answer.stderr
+
+
+OUTPUT_LOG = "output.log"
+
+
+def run_compiler(
+    processes: Processes,
+    argv: Sequence[str],
+    executable: str,
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout: float,
+) -> None:
+    """Run one compiler in a folder, where it may leave files.
+
+    Args:
+        executable: the program, in place of `argv[0]`.
+        timeout: seconds.
+
+    Raises:
+        RuntimeError: it failed or took too long; the message holds the end of its output.
+    """
+    # Its own, so that nothing stays; not below `folder`: its path may be too long for a socket.
+    with (
+        tempfile.TemporaryDirectory(prefix="neuronx-cc-", ignore_cleanup_errors=True) as temporary,
+        (folder / OUTPUT_LOG).open("wb") as output,
+        processes.start(
+            [executable, *argv[1:]],
+            cwd=folder,
+            env={**environment, "TMPDIR": temporary},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(
+                f"the compiler did not finish within {timeout:,.0f} s and was ended; lower prefill_chunk_size or "
+                f"sequence_length, or raise tensor_parallel_size\n{_read_tail(folder)}"
+            ) from None
+    if status != 0:
+        raise RuntimeError(explain_failure(status, _read_tail(folder)))
+
+
+def _read_tail(folder: Path) -> str:
+    """Return the end of what a compiler printed and logged: an NCC code may stand in either."""
+    parts = []
+    for path in sorted(folder.glob("*.log")):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 20_000))
+            parts.append(file.read().decode("utf-8", errors="replace").strip())
+    return "\n".join(part for part in parts if part)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the SDK that may stand for an operator of a step: what each computes is known by a reference, which can be executed anywhere."""
+"""Kernels of the SDK in place of operators of a step; each has a reference that runs anywhere."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of decode rows by nki-library's `attention_block_tkg`: one call for all rows of a key head.
 
-Its parameters and shapes are those of experimental/transformer/attention_block_tkg.py, and what it computes is told by its torch
-reference. It projects, rotates, attends and projects again, each where it is asked to. Here a step has projected and rotated before,
-so the projection that cannot be left out is one by the identity, which changes no bit, and all else is off. The kernel inside of it,
-`attention_tkg`, is none that a graph can call: it takes queries and keys from on-chip memory, and objects that only a kernel makes.
+Parameters and shapes are those of experimental/transformer/attention_block_tkg.py and of its torch reference. The kernel can project
+and rotate, too. A step has done both, so the one projection that it needs is by the identity, which changes no bit, and the rest is
+off. `attention_tkg` inside of it takes on-chip memory, so no graph can call that.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from ....step.attention import MASKED, DecodeAttention, select_columns
 from ....step.attention_rows import AttentionRows
 from ....step.features.codes.coded_states import Stored
 from ....step.interface import AttentionCall
-from .kernel import NKI, NKI_LIBRARY, Choice, Kernel, known
-from .node import call_kernel
+from .kernel import NKI, NKI_LIBRARY, EnumMember, Kernel, call_kernel, register
 
 
 _LARGEST_HEAD_DIM = 128
@@ -27,16 +25,28 @@ _LARGEST_HEAD_DIM = 128
 _MOST_QUERIES = 128
 # Columns are shared by the cores of a logical one, in whole tiles of 128, from 256 on; so are values of a row.
 _TILES, _TILE = 256, 128
-_PLAIN = Choice("nkilib.core.utils.common_types", "QuantizationType", "NONE")
+_PLAIN = EnumMember("nkilib.core.utils.common_types", "QuantizationType", "NONE")
+
+# Parameters of what it does besides: left out, and switched off.
+_OMITTED = (
+    "X_hidden_dim_actual", "rmsnorm_X_eps", "rmsnorm_X_gamma", "bias_qkv", "weight_dequant_scale_qkv",
+    "input_dequant_scale_qkv", "rmsnorm_QK_pre_rope_W_Q", "rmsnorm_QK_pre_rope_W_K", "cos", "sin",
+    "rmsnorm_QK_post_rope_W_Q", "rmsnorm_QK_post_rope_W_K", "active_blocks_table", "sink",
+    "kv_cache_update_idx", "W_out", "bias_out", "weight_dequant_scale_out", "input_dequant_scale_out",
+)  # fmt: skip
+_OFF = (
+    "rmsnorm_X_enabled", "rmsnorm_QK_pre_rope_enabled", "rmsnorm_QK_post_rope_enabled", "K_cache_transposed",
+    "update_cache", "transposed_out", "out_in_sb",
+)  # fmt: skip
 
 
 def reference(x: Tensor, w_qkv: Tensor, k_cache: Tensor, v_cache: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-    """What the kernel computes, with scores as they are.
+    """Compute what the kernel does, with scores as they are.
 
     Args:
         x: `[rows, 1, hidden]`.
         w_qkv: `[hidden, dim * (heads + 2)]`: queries, the key and the value of a row's own token.
-        k_cache, v_cache: `[rows, columns, dim]`, in whose last column the own token stands for what is there.
+        k_cache, v_cache: `[rows, columns, dim]`; the own token replaces the last column.
         mask: `[columns, rows, heads, 1]` uint8, 1 where a query sees a column.
 
     Returns:
@@ -54,46 +64,22 @@ def reference(x: Tensor, w_qkv: Tensor, k_cache: Tensor, v_cache: Tensor, mask: 
     return output.to(x.dtype)[..., None], key.permute(2, 0, 1).contiguous(), value[:, None].clone()
 
 
-ATTENTION_BLOCK_TKG = known(
+ATTENTION_BLOCK_TKG = register(
     Kernel(
         name="attention_block_tkg",
         module="nkilib.experimental.transformer.attention_block_tkg",
         function="attention_block_tkg",
         packages=(NKI, NKI_LIBRARY),
         operands=("X", "W_qkv", "K_cache", "V_cache", "attention_mask"),
-        arguments={
-            "X_hidden_dim_actual": None,
-            "rmsnorm_X_enabled": False,
-            "rmsnorm_X_eps": None,
-            "rmsnorm_X_gamma": None,
-            "bias_qkv": None,
+        arguments=dict.fromkeys(_OMITTED)
+        | dict.fromkeys(_OFF, False)
+        | {
             "quantization_type_qkv": _PLAIN,
-            "weight_dequant_scale_qkv": None,
-            "input_dequant_scale_qkv": None,
-            "rmsnorm_QK_pre_rope_enabled": False,
             "rmsnorm_QK_pre_rope_eps": 0.0,
-            "rmsnorm_QK_pre_rope_W_Q": None,
-            "rmsnorm_QK_pre_rope_W_K": None,
-            "cos": None,
-            "sin": None,
             "rope_contiguous_layout": True,
-            "rmsnorm_QK_post_rope_enabled": False,
             "rmsnorm_QK_post_rope_eps": 0.0,
-            "rmsnorm_QK_post_rope_W_Q": None,
-            "rmsnorm_QK_post_rope_W_K": None,
-            "K_cache_transposed": False,
-            "active_blocks_table": None,
-            "sink": None,
             "softmax_scale": 1.0,
-            "update_cache": False,
-            "kv_cache_update_idx": None,
-            "W_out": None,
-            "bias_out": None,
             "quantization_type_out": _PLAIN,
-            "weight_dequant_scale_out": None,
-            "input_dequant_scale_out": None,
-            "transposed_out": False,
-            "out_in_sb": False,
         },
         reference=reference,
     )
@@ -101,7 +87,7 @@ ATTENTION_BLOCK_TKG = known(
 
 
 def attend_decodes(otherwise: DecodeAttention) -> DecodeAttention:
-    """Attention of decode rows by the kernel, where it computes what a layer does; else by what it stands for."""
+    """Return attention of decode rows by the kernel where it computes what a layer does, else by `otherwise`."""
 
     def attend(
         call: AttentionCall,
@@ -115,7 +101,7 @@ def attend_decodes(otherwise: DecodeAttention) -> DecodeAttention:
         rows, kv_heads, _ = key.shape
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):  # codes, which the kernel does not read
             return otherwise(call, group, query, keys, values, key, value)
-        if not _fits(call, group, query, key, value):
+        if not _is_supported(call, group, query, key, value):
             return otherwise(call, group, query, keys, values, key, value)
         keys, values = (kv_cache.read(each, None, rows, group.context_length) for each in (keys, values))
         earlier = group.earlier(call.sliding_window, 0, group.context_length)[:, 0]
@@ -134,10 +120,13 @@ def attend_decodes(otherwise: DecodeAttention) -> DecodeAttention:
 
 
 def _attend_head(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """`[rows, heads, dim, 1]`, of `query [rows, heads, dim]` over one key head, whose own tokens' are `key`, `value [rows, dim]`.
+    """Attend with `query [rows, heads, dim]` over one key head, with `key`, `value [rows, dim]` of the own tokens.
 
     Args:
         visible: `[columns, rows]` uint8.
+
+    Returns:
+        `[rows, heads, dim, 1]`.
     """
     heads = query.shape[1]
     own = torch.cat([query.flatten(1), key, value], 1)
@@ -150,7 +139,7 @@ def _attend_head(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values
     return output
 
 
-def _fits(call: AttentionCall, group: AttentionRows, query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _is_supported(call: AttentionCall, group: AttentionRows, query: Tensor, key: Tensor, value: Tensor) -> bool:
     dim, columns = key.shape[-1], group.context_length
     slots = group.blocks is None and group.owned is None  # the kernel reads row i of a cache
     plain = slots and call.softcap is None and call.sinks is None and call.column_bias is None and call.attends_to_all

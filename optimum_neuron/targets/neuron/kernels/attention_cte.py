@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of chunk rows by nki-library's `attention_cte`, in its form for cached prefixes: one call per row.
 
-Its parameters and shapes are those of core/attention/attention_cte.py.
+Parameters and shapes are those of core/attention/attention_cte.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from ....step.attention import MASKED, CacheAttention, select_columns
 from ....step.attention_rows import AttentionRows
 from ....step.features.codes.coded_states import Stored
 from ....step.interface import AttentionCall
-from .kernel import NKI, NKI_LIBRARY, Kernel, known
-from .node import call_kernel
+from .kernel import NKI, NKI_LIBRARY, Kernel, call_kernel, register
 
 
 # What its documentation says that it takes.
@@ -23,7 +22,7 @@ _LARGEST_HEAD_DIM, _MOST_COLUMNS = 128, 131_072
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, k_prior: Tensor, v_prior: Tensor, prior_used_len: Tensor) -> Tensor:
-    """What the kernel computes.
+    """Compute what the kernel does.
 
     Args:
         q: `[heads, tokens, dim]`, multiplied with the scale of scores.
@@ -47,7 +46,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, k_prior: Tensor, v_prior: Tensor,
     return output.unflatten(1, (-1, tokens)).flatten(0, 1).to(q.dtype)
 
 
-ATTENTION_CTE = known(
+ATTENTION_CTE = register(
     Kernel(
         name="attention_cte",
         module="nkilib.core.attention.attention_cte",
@@ -62,12 +61,12 @@ ATTENTION_CTE = known(
 
 
 def attend_chunks(otherwise: CacheAttention) -> CacheAttention:
-    """Attention of chunk rows by the kernel, where it computes what a layer does; else by what it stands for."""
+    """Return attention of chunk rows by the kernel where it computes what a layer does, else by `otherwise`."""
 
     def attend(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):  # codes, which the kernel does not read
             return otherwise(call, group, query, keys, values)
-        if group.decodes or not _fits(call, group, keys, values):
+        if group.decodes or not _is_supported(call, group, keys, values):
             return otherwise(call, group, query, keys, values)
         seen = group.seen(None)
         keys, values = (kv_cache.read(each, group.blocks, len(query), group.context_length) for each in (keys, values))
@@ -84,10 +83,10 @@ def attend_chunks(otherwise: CacheAttention) -> CacheAttention:
 
 
 def _attend_row(query: Tensor, keys: Tensor, values: Tensor, first: Tensor) -> Tensor:
-    """`query [heads, tokens, dim]` over a slot's `keys`, `values [kv_heads, columns, dim]`, which hold the row's tokens, too.
+    """Attend with `query [heads, tokens, dim]` over a slot's `keys`, `values [kv_heads, columns, dim]`, with the row's tokens.
 
     Args:
-        first: `[1]`, the position of the row's first token; what a row that is idle, or padding, attends to does not matter.
+        first: `[1]`, the position of the row's first token; idle rows and padding may have any.
     """
     start = first.clamp(min=0)
     own = (start + torch.arange(query.shape[1], dtype=torch.int32)).clamp(max=keys.shape[1] - 1)
@@ -96,7 +95,7 @@ def _attend_row(query: Tensor, keys: Tensor, values: Tensor, first: Tensor) -> T
     return output
 
 
-def _fits(call: AttentionCall, group: AttentionRows, keys: Tensor, values: Tensor) -> bool:
+def _is_supported(call: AttentionCall, group: AttentionRows, keys: Tensor, values: Tensor) -> bool:
     plain = call.attends_to_all and call.sliding_window is None and call.softcap is None and call.sinks is None
     plain = plain and call.column_bias is None
     alike = keys.shape[-1] == values.shape[-1] <= _LARGEST_HEAD_DIM

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel is, as data. Nothing here imports one: whether the SDK has it is asked of its files, where graphs are compiled."""
+"""Kernels as data, and their calls as nodes of a graph. Nothing here imports one: an export looks for the SDK's files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, library
 
 from ..rank.packages import Package
 
@@ -23,8 +24,8 @@ KERNEL_CALL = "optimum_neuron.kernel"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A member of an enumeration of a package, by name, since packages are imported where graphs are compiled alone."""
+class EnumMember:
+    """A member of an enumeration of a package, by name: packages are imported only where graphs are compiled."""
 
     module: str
     enumeration: str
@@ -36,16 +37,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of a package that stands for an operator.
+    """A function of a package that replaces an operator.
 
     Attributes:
         name: in NeuronConfig, in graphs and in messages.
-        module, function: where it is.
-        packages: that have to be installed where graphs are compiled.
+        packages: to install where graphs are compiled.
         operands: the function's parameters that are tensors, in the order in which a graph passes them.
-        arguments: its other parameters, which are known when it is compiled.
-        reference: the same in torch, from the same operands: the contract that a graph relies on. It makes a tensor, or as
-            many as the function does, of shapes that follow from theirs, and uses all of them.
+        arguments: its other parameters, known at compile time.
+        reference: the same in torch, the contract that a graph relies on. It uses all operands and returns the function's results.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Kernel:
     reference: Callable[..., Tensor | tuple[Tensor, ...]]
 
     def results(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """What the reference makes."""
+        """Return what the reference makes."""
         made = self.reference(*operands)
         return [made] if isinstance(made, Tensor) else list(made)
 
@@ -66,7 +65,22 @@ class Kernel:
 KERNELS: dict[str, Kernel] = {}
 
 
-def known(kernel: Kernel) -> Kernel:
-    """The kernel, which calls may name from then on."""
+def register(kernel: Kernel) -> Kernel:
+    """Add a kernel to those that calls may name, and return it."""
     KERNELS[kernel.name] = kernel
     return kernel
+
+
+@library.custom_op("optimum_neuron::kernel", mutates_args=())
+def call_kernel(name: str, operands: list[Tensor]) -> list[Tensor]:
+    """Return all that a kernel makes of its operands; `name` is a key of `KERNELS`."""
+    return KERNELS[name].results(operands)
+
+
+@call_kernel.register_fake
+def _(name: str, operands: list[Tensor]) -> list[Tensor]:
+    return KERNELS[name].results(operands)
+
+
+# The node of an exported graph.
+KERNEL = torch.ops.optimum_neuron.kernel.default

@@ -1,34 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of few tokens by nki-library's `moe_tkg`, in its form that reads the weights of chosen experts alone.
 
-Its parameters and shapes are those of core/moe/moe_tkg/moe_tkg.py, the types of what a router chose those of its tests. It is no
-`nki.jit` there; they compile it as it is. It takes experts without biases here, gated by SiLU, in a 16-bit type.
+Parameters and shapes are those of core/moe/moe_tkg/moe_tkg.py, types of a router's choice those of its tests. There it is no `nki.jit`;
+the tests compile it as it is. Here it takes experts without biases, gated by SiLU, in a 16-bit type.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from ....step.features.experts.experts import ExpertsCall
-from ..expert_forms import ExpertForm
-from .kernel import NKI, NKI_LIBRARY, Choice, Kernel, known
-from .node import call_kernel
+from ..operators.expert_forms import ExpertForm
+from ..operators.experts import InForm
+from .kernel import NKI, NKI_LIBRARY, EnumMember, Kernel, call_kernel, register
 
 
 # Tokens of a call, and what hidden sizes are whole tiles of, on each core of a logical one.
 _MOST_TOKENS, _TILES = 128, 256
 _TYPES = (torch.bfloat16, torch.float16)
 
-# From a call and a form to `[tokens, hidden]`.
-InForm = Callable[[ExpertsCall, ExpertForm], Tensor]
-
 
 def reference(hidden: Tensor, gate_up: Tensor, down: Tensor, affinities: Tensor, index: Tensor) -> Tensor:
-    """What the kernel computes.
+    """Compute what the kernel does.
 
     Args:
         hidden: `[tokens, hidden]`.
@@ -51,7 +46,7 @@ def reference(hidden: Tensor, gate_up: Tensor, down: Tensor, affinities: Tensor,
     return (outputs * weights[:, :, None]).sum(1).to(hidden.dtype)
 
 
-MOE_TKG = known(
+MOE_TKG = register(
     Kernel(
         name="moe_tkg",
         module="nkilib.core.moe.moe_tkg.moe_tkg",
@@ -64,10 +59,10 @@ MOE_TKG = known(
             "expert_affinities",
             "expert_index",
         ),
-        # Its default multiplies by no affinity; SiLU is what it takes for gates where nobody says otherwise.
+        # Its default multiplies by no affinity; it takes SiLU for gates by default.
         arguments={
             "is_all_expert": False,
-            "expert_affinities_scaling_mode": Choice(
+            "expert_affinities_scaling_mode": EnumMember(
                 "nkilib.core.utils.common_types", "ExpertAffinityScaleMode", "POST_SCALE"
             ),
         },
@@ -77,16 +72,16 @@ MOE_TKG = known(
 
 
 def compute_chosen(otherwise: InForm) -> InForm:
-    """Experts by the kernel where chosen experts' weights are read, and it computes what a layer does; else as they are."""
+    """Return experts by the kernel where chosen experts' weights are read and it computes what a layer does, else by `otherwise`."""
 
     def compute(call: ExpertsCall, form: ExpertForm) -> Tensor:
-        return _by_kernel(call) if form.kind == "gather" and _fits(call) else otherwise(call, form)
+        return _by_kernel(call) if form.kind == "gather" and _is_supported(call) else otherwise(call, form)
 
     return compute
 
 
 def _by_kernel(call: ExpertsCall) -> Tensor:
-    """A token that goes nowhere computes its first expert, and is zero."""
+    """Call the kernel; a token that goes nowhere computes its first expert, and is zero."""
     up, down = (each if call.layer.is_transposed else each.transpose(1, 2) for each in (call.up, call.down))
     index = call.index.to(torch.int32)
     nowhere = (index >= call.experts)[:, :1]
@@ -98,7 +93,7 @@ def _by_kernel(call: ExpertsCall) -> Tensor:
     return torch.where(nowhere, 0.0, output).to(call.hidden_states.dtype)
 
 
-def _fits(call: ExpertsCall) -> bool:
+def _is_supported(call: ExpertsCall) -> bool:
     layer, (tokens, hidden) = call.layer, call.hidden_states.shape
     if not layer.has_gate or layer.has_bias or not layer.is_concatenated or not isinstance(call.up_weight, Tensor):
         return False

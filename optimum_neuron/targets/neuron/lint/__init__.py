@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks lowered graphs against what the Neuron compiler and device take."""
+"""Checks of lowered graphs against what the Neuron compiler and device take, and their cost."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step must move and compute on one core, counted in its HLO.
+"""Counts of what a step must move and compute on one core, read from its HLO: a lower bound.
 
-It is a lower bound. Elementwise operators, slices and reshapes are computed by the operator that takes their result, and
-a result that the core's own memory (SBUF) can hold never leaves it. So device memory is read by each operator that needs a
-weight, a state or a result too large for the core, and a state that is read by two operators is read twice.
+Elementwise operators, slices and reshapes are computed by the operator that takes their result, and a result that the core's own
+memory (SBUF) can hold never leaves it. So an operator reads device memory where it needs a weight, a state or a result too large for
+the core, and a state that two operators read is read twice.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..graph_io import GraphIO
-from ..lowering import hlo
+from ..graphs import hlo
+from ..graphs.io import GraphIO
 from ..lowering.kernel_calls import kernel_calls
+from ..lowering.token_regions import bytes_sent
 from ..sdk.hardware import CHIPS, chip_of
-from ..sequence_parallel import bytes_sent
-from .graph import Graph
-from .weight_rules import changes_order
+from .graph import LintGraph
+from .traffic_rules import changes_order
 
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -42,11 +42,11 @@ class GraphCost:
         read: bytes of device memory.
         needed: the least of it: each weight, state and input once, as far as any operator looks at it.
         written: bytes of device memory.
-        transposed: bytes of weights and states whose dimensions change places before a product takes them.
+        transposed: bytes of weights and states that change the order of their dimensions before a product.
         flops: of matrix products and convolutions, two per multiplication, by torch's name of the operands' type.
-        collectives: how often each kind runs.
+        collectives: runs of each kind.
         collective_bytes: that a core sends in them, at the least.
-        kernels: how often each kernel of the SDK is called.
+        kernels: calls of each kernel of the SDK.
     """
 
     name: str
@@ -64,23 +64,23 @@ class GraphCost:
         return sum(self.flops.values())
 
     def seconds(self, target: str) -> float:
-        """The roofline: memory and products overlap, and collectives and launches take no time; of `hlo` that of the smallest chip."""
+        """Return the roofline, without the time of collectives and launches; of `hlo` that of the smallest chip."""
         return chip_of(target).core_seconds(self.read + self.written, self.flops)
 
 
 def graph_cost(name: str, data: bytes, io: GraphIO, target: str) -> GraphCost:
-    """Counts one graph; on-chip memory is that of its target, or for `hlo` the smallest.
+    """Count one graph; on-chip memory is that of its target, or for `hlo` the smallest.
 
     Raises:
-        ValueError: `data` is no HLO module, or a product in it is of a type for which no peak is known.
+        ValueError: `data` is no HLO module, or multiplies numbers of a type without a known peak.
     """
-    return _Counter(Graph(name, hlo.parse(data), io, target)).count()
+    return _Counter(LintGraph(name, hlo.parse(data), io, target)).count()
 
 
 class _Counter:
-    """Walks a graph's entry computation once."""
+    """A walk of a graph's entry computation."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: LintGraph) -> None:
         self._graph = graph
         self._sbuf = chip_of(graph.target).core_sbuf
         self._entry = hlo.entry(graph.module)
@@ -96,18 +96,20 @@ class _Counter:
         for each in self._entry.instructions:
             if not self._is_kernel(each):
                 continue
-            for source, size in self._reads(each):
+            for source, size in self._find_reads(each):
                 reads[source].append(size)
-            written += self._written(each)
+            written += self._written_bytes(each)
             if each.opcode == "transpose":
                 transposed += self._of_memory(each)
             elif each.opcode in ("dot", "convolution"):
-                flops[self._dtype(each)] += self._flops(each)
+                flops[self._product_type(each)] += self._count_flops(each)
             elif each.opcode == "custom-call":
                 flops += self._flops_of_kernel(each)
             elif each.opcode in COLLECTIVES:
                 collectives[each.opcode] += 1
-                size = max(_bytes(each.shape), sum(_bytes(part.shape) for part in self._graph.operands(each)))
+                size = max(
+                    _shape_bytes(each.shape), sum(_shape_bytes(part.shape) for part in self._graph.operands(each))
+                )
                 moved += bytes_sent(each.opcode, size, self._graph.io.world_size)
         return GraphCost(
             name=self._graph.name,
@@ -122,17 +124,17 @@ class _Counter:
         )
 
     def _flops_of_kernel(self, call: Any) -> Counter[str]:
-        """Of the computation that a call of a kernel stands for, whatever the kernel leaves out."""
+        """Count the products of the reference that a call of a kernel names, whatever the kernel leaves out."""
         found: Counter[str] = Counter()
         for number in call.called_computation_ids:
             for each in self._graph.computations[number].instructions:
                 if each.opcode == "dot":
-                    found[self._dtype(each)] += self._flops(each)
+                    found[self._product_type(each)] += self._count_flops(each)
         return found
 
     def _needed_of(self, number: int, sizes: list[int]) -> int:
         source = self._graph.by_id[number]
-        return min(max(sizes), _bytes(source.shape)) if source.opcode == "parameter" else 0
+        return min(max(sizes), _shape_bytes(source.shape)) if source.opcode == "parameter" else 0
 
     def _is_source(self, each: Any) -> bool:
         return each.opcode == "parameter" or self._is_kernel(each)
@@ -142,34 +144,36 @@ class _Counter:
             return changes_order(each, self._graph.operands(each)[0])
         return each.opcode in _KERNELS
 
-    def _reads(self, kernel: Any) -> Iterator[tuple[int, int]]:
-        """What an operator reads of device memory: the id of a parameter or result, and bytes."""
-        for source, count in self._cone(kernel):
+    def _find_reads(self, kernel: Any) -> Iterator[tuple[int, int]]:
+        """Yield what an operator reads of device memory: the id of a parameter or result, and bytes."""
+        for source, count in self._find_sources(kernel):
             where = self._in_place.get(source.id, source.id)
-            if source.opcode == "parameter" or where != source.id or _bytes(source.shape) > self._sbuf:
-                yield where, count * _itemsize(source.shape)
+            if source.opcode == "parameter" or where != source.id or _shape_bytes(source.shape) > self._sbuf:
+                yield where, count * _element_bytes(source.shape)
 
-    def _cone(self, kernel: Any) -> Iterator[tuple[Any, int]]:
-        """Parameters and results of other operators that one takes, and how many of their elements it can need."""
+    def _find_sources(self, kernel: Any) -> Iterator[tuple[Any, int]]:
+        """Yield parameters and results of other operators that one takes, and how many of their elements it can need."""
         limits: dict[int, int] = {}
         found: Counter[int] = Counter()
         pending: list[int] = []
-        for operand, count in self._needed(kernel):
+        for operand, count in self._find_needed(kernel):
             source = self._through_reshapes(operand)
             if kernel.opcode == "gather" and self._is_source(source):
                 yield source, count  # which may be some rows twice
             else:
-                self._visit(operand, count, limits, found, pending)
+                self._visit_operand(operand, count, limits, found, pending)
         while pending:  # users before what they use, so that a limit is known in full when it is passed on
             each = self._entry.instructions[-heapq.heappop(pending)]
             for operand in self._graph.operands(each):
-                self._visit(operand, limits[each.id], limits, found, pending)
+                self._visit_operand(operand, limits[each.id], limits, found, pending)
         for number, count in found.items():
             source = self._graph.by_id[number]
-            yield source, min(count, _elements(source.shape))
+            yield source, min(count, _count_elements(source.shape))
 
-    def _visit(self, each: Any, limit: int, limits: dict[int, int], found: Counter[int], pending: list[int]) -> None:
-        count = min(limit, _elements(each.shape))
+    def _visit_operand(
+        self, each: Any, limit: int, limits: dict[int, int], found: Counter[int], pending: list[int]
+    ) -> None:
+        count = min(limit, _count_elements(each.shape))
         if self._is_source(each):
             found[each.id] += count
             return
@@ -177,33 +181,35 @@ class _Counter:
             heapq.heappush(pending, -self._position[each.id])
         limits[each.id] = max(count, limits.get(each.id, 0))
 
-    def _needed(self, kernel: Any) -> Iterator[tuple[Any, int]]:
-        """An operator's operands, and how many elements of each it looks at."""
+    def _find_needed(self, kernel: Any) -> Iterator[tuple[Any, int]]:
+        """Yield an operator's operands, and how many elements of each it looks at."""
         operands = self._graph.operands(kernel)
         if kernel.opcode == "tuple":
             aliased = {entry.output_shape_index[0] for entry in self._graph.module.input_output_alias.entries}
             for index, operand in enumerate(operands):
                 if index not in aliased or self._update_of(operand) is None:
-                    yield operand, _elements(operand.shape)
+                    yield operand, _count_elements(operand.shape)
             return
         first, *others = operands
         if kernel.opcode in ("gather", "dynamic-slice"):
-            yield first, _elements(kernel.shape)
+            yield first, _count_elements(kernel.shape)
         elif kernel.id not in self._in_place:
-            yield first, _elements(first.shape)
+            yield first, _count_elements(first.shape)
         for operand in others:
-            yield operand, _elements(operand.shape)
+            yield operand, _count_elements(operand.shape)
 
-    def _written(self, kernel: Any) -> int:
+    def _written_bytes(self, kernel: Any) -> int:
         if kernel.id in self._in_place:
-            return _bytes(self._graph.operands(kernel)[1 if kernel.opcode == "dynamic-update-slice" else 2].shape)
+            return _shape_bytes(
+                self._graph.operands(kernel)[1 if kernel.opcode == "dynamic-update-slice" else 2].shape
+            )
         if kernel.opcode == "tuple":
-            return sum(_bytes(operand.shape) for operand, _ in self._needed(kernel))
-        size = _bytes(kernel.shape)
+            return sum(_shape_bytes(operand.shape) for operand, _ in self._find_needed(kernel))
+        size = _shape_bytes(kernel.shape)
         return size if size > self._sbuf else 0
 
     def _updates_in_place(self) -> dict[int, int]:
-        """Scatters and updates that change a state's own memory, and that state's parameter."""
+        """Return scatters and updates that change a state's own memory, each with that state's parameter."""
         parameters = hlo.parameters(self._graph.module)
         root = self._graph.by_id[self._entry.root_id]
         found: dict[int, int] = {}
@@ -224,43 +230,43 @@ class _Counter:
     def _through_reshapes(self, each: Any) -> Any:
         while each.opcode in _RESHAPES or (each.opcode == "transpose" and not self._is_kernel(each)):
             operand = self._graph.operands(each)[0]
-            if _elements(operand.shape) != _elements(each.shape):
+            if _count_elements(operand.shape) != _count_elements(each.shape):
                 break
             each = operand
         return each
 
     def _of_memory(self, transpose: Any) -> int:
-        """Bytes of a weight or a state that an operator changes the order of."""
+        """Count the bytes of a weight or a state that a transpose reorders."""
         source = self._through_reshapes(self._graph.operands(transpose)[0])
         while source.opcode in ("slice", "convert"):
             source = self._through_reshapes(self._graph.operands(source)[0])
         held = source.id in self._in_place or source.opcode == "parameter"
-        return _elements(transpose.shape) * _itemsize(source.shape) if held else 0
+        return _count_elements(transpose.shape) * _element_bytes(source.shape) if held else 0
 
-    def _dtype(self, product: Any) -> str:
+    def _product_type(self, product: Any) -> str:
         name = hlo.dtype_name(self._graph.operands(product)[0].shape)
         if not all(name in chip.flops for chip in CHIPS.values()):
             raise ValueError(f"{self._graph.name}: {product.name} is a product of {name}, for which no peak is known")
         return name
 
-    def _flops(self, product: Any) -> int:
+    def _count_flops(self, product: Any) -> int:
         left, right = self._graph.operands(product)
         if product.opcode == "dot":
             dims = product.dot_dimension_numbers.lhs_contracting_dimensions
             terms = math.prod(left.shape.dimensions[dim] for dim in dims)
         else:  # each result is a sum over one filter
             filters = product.convolution_dimension_numbers.kernel_output_feature_dimension
-            terms = _elements(right.shape) // right.shape.dimensions[filters]
-        return 2 * _elements(product.shape) * terms
+            terms = _count_elements(right.shape) // right.shape.dimensions[filters]
+        return 2 * _count_elements(product.shape) * terms
 
 
-def _elements(shape: Any) -> int:
+def _count_elements(shape: Any) -> int:
     return math.prod(shape.dimensions)
 
 
-def _itemsize(shape: Any) -> int:
-    return hlo.byte_count(shape) // max(_elements(shape), 1)
+def _element_bytes(shape: Any) -> int:
+    return hlo.byte_count(shape) // max(_count_elements(shape), 1)
 
 
-def _bytes(shape: Any) -> int:
-    return sum(map(_bytes, shape.tuple_shapes)) if shape.tuple_shapes else hlo.byte_count(shape)
+def _shape_bytes(shape: Any) -> int:
+    return sum(map(_shape_bytes, shape.tuple_shapes)) if shape.tuple_shapes else hlo.byte_count(shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules of the lint work with: a parsed graph, and the operators that a compiler lists."""
+"""Parsed graphs as rules see them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..graph_io import GraphIO
-from ..lowering import hlo
+from ..graphs import hlo
+from ..graphs.io import GraphIO
 
 
 Severity = Literal["error", "warning"]
@@ -21,12 +21,12 @@ Place = tuple[Any, str, str, Severity]
 
 
 @dataclass
-class Graph:
+class LintGraph:
     """A parsed graph as rules see it.
 
     Attributes:
         target: a Neuron target; `hlo` is held to the rules of all of them.
-        operators: opcodes that the installed compiler lists, without dashes; None where it was not asked.
+        operators: opcodes that the installed compiler lists, without dashes; None where there is no compiler.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Graph:
         return [self.by_id[operand] for operand in instruction.operand_ids]
 
     def origin(self, instruction: Any) -> Any:
-        """Where the numbers of an instruction come from, through what only moves them."""
+        """Return the source of an instruction's numbers, through what only moves them."""
         while instruction.opcode in SHAPE_ONLY:
             instruction = self.operands(instruction)[0]
         return instruction
 
     def module_path(self, instruction: Any) -> str:
-        """The module that an instruction comes from, or, where torch-xla did not note it, one that uses its result."""
+        """Return the module that an instruction comes from, or where torch-xla did not note it, one that uses its result."""
         seen, pending = {instruction.id}, [instruction]
         for each in pending:
             path = hlo.module_path(each)
@@ -67,14 +67,14 @@ class Graph:
         return ""
 
     def of(self, *opcodes: str) -> Iterator[Any]:
-        """All instructions with one of these opcodes."""
+        """Yield all instructions with one of these opcodes."""
         return (each for each in self.by_id.values() if each.opcode in opcodes)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: its name, the compiler's or runtime's codes for it, and what finds the places that break it."""
+    """A rule: its name, the compiler's or runtime's codes for it, and the function that finds the places that break it."""
 
     name: str
     code: str
-    check: Callable[[Graph], Iterable[Place]]
+    check: Callable[[LintGraph], Iterable[Place]]

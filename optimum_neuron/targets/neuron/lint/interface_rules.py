@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about what a graph shares with the outside: its state, its description, the other ranks, the device's memory."""
+"""Rules about what a graph shares with the outside: states, its description, other ranks, device memory."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
-from ..graph_io import CACHE, SNAPSHOTS
-from ..lowering import hlo
+from ..graphs import hlo
+from ..graphs.io import CACHE, SNAPSHOTS
 from ..sdk.hardware import CHIPS, GIB
-from .graph import Graph, Place
+from .graph import LintGraph, Place
 
 
-def aliases(graph: Graph) -> Iterator[Place]:
+def aliases(graph: LintGraph) -> Iterator[Place]:
     """nkipy, core/backend/hlo.py: a parameter is aliased once, an output that is an input needs a copy; EVRF064 of the SDK."""
     parameters = hlo.parameters(graph.module)
     root = graph.by_id[hlo.entry(graph.module).root_id]
@@ -39,18 +39,18 @@ def aliases(graph: Graph) -> Iterator[Place]:
     updated = {each.alias_of for each in graph.io.outputs}
     for binding in graph.io.inputs:
         # A sampler reads what a step left for it, a copy a state or snapshots of it, and it updates the other.
-        needed = binding.name.startswith((CACHE, SNAPSHOTS)) and _copied(binding.name) not in aliased
+        needed = binding.name.startswith((CACHE, SNAPSHOTS)) and _copied_state(binding.name) not in aliased
         needed = needed or binding.name in updated
         if binding.role == "state" and needed and binding.name not in aliased:
             yield None, f"state {binding.name} is not updated in place", remedy, "error"
 
 
-def _copied(state: str) -> str:
-    """What snapshots of a state are called, or the state that snapshots are of."""
+def _copied_state(state: str) -> str:
+    """Return the name of the snapshots of a state, or of the state that snapshots copy."""
     return state.removeprefix(SNAPSHOTS) if state.startswith(SNAPSHOTS) else SNAPSHOTS + state
 
 
-def bindings(graph: Graph) -> Iterator[Place]:
+def bindings(graph: LintGraph) -> Iterator[Place]:
     """Error code EVRF064 of the SDK; nrt_status.rst, 2: a tensor of another name or size than the NEFF's."""
     found = [
         (each.name, tuple(each.shape.dimensions), hlo.dtype_name(each.shape)) for each in hlo.parameters(graph.module)
@@ -74,7 +74,7 @@ def bindings(graph: Graph) -> Iterator[Place]:
         yield None, problem, "export the model again", "error"
 
 
-def collectives(graph: Graph) -> Iterator[Place]:
+def collectives(graph: LintGraph) -> Iterator[Place]:
     """longdct/vllm-neuron: a rank as a trace constant makes a program per rank; all ranks of ours are one group."""
     everyone = [list(range(graph.io.world_size))]
     for each in graph.of("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
@@ -86,7 +86,7 @@ def collectives(graph: Graph) -> Iterator[Place]:
         yield each, "a rank as part of the program", "pass the rank as a weight", "error"
 
 
-def memory(graph: Graph) -> Iterator[Place]:
+def memory(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF009, EOOM001 and EOOM002 of the SDK: inputs and outputs above what a logical core has."""
     chip = CHIPS.get(graph.target)
     aliased = {entry.output_shape_index[0] for entry in graph.module.input_output_alias.entries}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks lowered graphs against what the Neuron compiler and device take, before the slow compiler is asked.
+"""The lint: lowered graphs against what the Neuron compiler and device take, before the slow compiler runs.
 
-Every rule looks at HLO alone, so it holds for any model. What is known to fail is an error and stops an export; what is
-only not documented as supported is a warning, unless the installed compiler's own list of operators decides.
+Every rule looks at HLO alone, so it holds for any model. A known failure is an error and stops an export. What is only not documented
+as supported is a warning, unless the installed compiler's own list of operators decides.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 from ....artifact.artifact import Artifact
 from ..compile.neuron_cc import find_compiler, list_operators, missing_compiler
-from ..graph_files import HLO_SUFFIX, IO_SUFFIX, read_graph_io, read_hlo
-from ..graph_io import GraphIO
-from ..lowering import hlo
+from ..graphs import hlo
+from ..graphs.io import HLO_SUFFIX, IO_SUFFIX, GraphIO, read_graph_io, read_hlo
 from ..lowering.kernel_calls import without_references
 from ..sdk.devices import resolve_lowered_target
 from ..sdk.hardware import check_parallel_size
-from .graph import Graph, Severity
-from .operators import normalize_operators
+from .graph import LintGraph, Severity
+from .operator_rules import normalize_operators
 from .rules import RULES
 
 
@@ -30,7 +29,7 @@ class Finding:
     Attributes:
         rule: the rule's name.
         code: the compiler's or runtime's own code for it, as far as it has one.
-        instruction: name of the HLO instruction; empty where the whole graph is meant.
+        instruction: name of the HLO instruction; empty for the whole graph.
         module: dotted name of the module in the model, as far as it is known.
         problem, remedy: a sentence each.
     """
@@ -51,17 +50,14 @@ class Finding:
 
 
 def lint(name: str, data: bytes, io: GraphIO, target: str, operators: frozenset[str] | None = None) -> list[Finding]:
-    """Checks one graph by all rules.
+    """Check one graph by all rules.
 
     Args:
         name: of the graph, for the findings.
-        data: the serialized HloModuleProto.
+        data: the serialized HloModuleProto; ValueError where it is none.
         operators: from `neuronx-cc list-operators`, if there is a compiler: see `normalize_operators`.
-
-    Raises:
-        ValueError: `data` is no HLO module.
     """
-    graph = Graph(name, without_references(hlo.parse(data)), io, target, operators)
+    graph = LintGraph(name, without_references(hlo.parse(data)), io, target, operators)
     findings = []
     for rule in RULES:
         for instruction, problem, remedy, severity in rule.check(graph):
@@ -71,23 +67,23 @@ def lint(name: str, data: bytes, io: GraphIO, target: str, operators: frozenset[
 
 
 def passed_rules(findings: Iterable[Finding]) -> tuple[str, ...]:
-    """The rules that no error among these findings breaks, by name and in their order; they are those of RULES_VERSION."""
+    """Return the rules that no error among these findings breaks, by name and in the order of RULES_VERSION."""
     broken = {finding.rule for finding in findings if finding.severity == "error"}
     return tuple(rule.name for rule in RULES if rule.name not in broken)
 
 
 def installed_operators() -> frozenset[str] | None:
-    """What the neuronx-cc on PATH lists as its operators; None where there is none."""
+    """Return the operators that the neuronx-cc on PATH lists; None where there is none."""
     return None if missing_compiler() is not None else normalize_operators(list_operators(find_compiler()))
 
 
 def lint_artifact(
     artifact: Artifact, target: str | None = None, operators: frozenset[str] | None = None
 ) -> list[Finding]:
-    """Checks all graphs of an artifact.
+    """Check all graphs of an artifact.
 
     Args:
-        target: the rules of which target, "auto" for this machine's; default, the artifact's own.
+        target: the target of the rules, "auto" for this machine's; default, the artifact's own.
 
     Raises:
         ValueError: the artifact has no HLO, or no host of the target takes its tensor parallel size.
@@ -100,18 +96,14 @@ def lint_artifact(
 
 
 def artifact_target(artifact: Artifact, target: str | None) -> str:
-    """The target whose rules hold for an artifact.
-
-    Raises:
-        ValueError: "auto" finds no Neuron device, or no host of the target takes the artifact's tensor parallel size.
-    """
+    """Return the target of an artifact's rules; raise ValueError without a device for "auto", or a host for its parallel size."""
     resolved = resolve_lowered_target(target or artifact.target)
     check_parallel_size(resolved, artifact.config.tensor_parallel_size)
     return resolved
 
 
 def artifact_graphs(artifact: Artifact) -> Iterator[tuple[str, bytes, GraphIO]]:
-    """Yields the name, the HLO and the description of each graph of an artifact.
+    """Yield the name, the HLO and the description of each graph of an artifact.
 
     Raises:
         ValueError: the artifact has no HLO.

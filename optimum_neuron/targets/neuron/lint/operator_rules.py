@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about operators: which ones a graph may have, and in what form."""
+"""Rules about operators: those that a graph may have, and in which form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ....config import KERNEL_TARGETS
+from ..graphs import hlo
 from ..kernels.kernel import KERNEL_CALL
-from ..lowering import hlo
-from .graph import INTEGERS, Graph, Place, Severity
-from .operators import CONTROL_FLOW, CUSTOM_CALLS, FORBIDDEN, HOST, RANDOM, SORTS, SUPPORTED, is_listed
+from .graph import INTEGERS, LintGraph, Place, Severity
 
 
 TOPK_CALL = "AwsNeuronTopK"
@@ -18,7 +17,7 @@ LARGEST_TOPK = 16384
 LONG_ROW, LARGEST_TOPK_OF_LONG_ROW = 32768, 8
 
 
-def opcodes(graph: Graph) -> Iterator[Place]:
+def opcodes(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF001 and EUOC002 of the SDK; what is supported: release-notes/components/compiler.rst."""
     remedy = "express it in other operators"
     for each in graph.by_id.values():
@@ -33,34 +32,34 @@ def opcodes(graph: Graph) -> Iterator[Place]:
             yield each, f"{each.opcode} is not documented as supported", remedy, "warning"
 
 
-def control_flow(graph: Graph) -> Iterator[Place]:
+def control_flow(graph: LintGraph) -> Iterator[Place]:
     """compiler/neuronx-cc/faq.rst of the SDK: neither control flow nor shapes that depend on values."""
     for each in graph.of(*CONTROL_FLOW):
         yield each, f"a {each.opcode} is control flow", "unroll it, or decide on the host", "error"
 
 
-def host_transfers(graph: Graph) -> Iterator[Place]:
+def host_transfers(graph: LintGraph) -> Iterator[Place]:
     """Error code EVRF001 of the SDK: a NEFF runs on the device alone."""
     for each in graph.of(*HOST):
         yield each, f"a {each.opcode} talks to the host within a step", "pass it as an input or output", "error"
 
 
-def random(graph: Graph) -> Iterator[Place]:
+def random(graph: LintGraph) -> Iterator[Place]:
     """Error code EVRF006 of the SDK; its list of operators says that RngBitGenerator ignores the user's seed."""
     for each in graph.of(*RANDOM):
         yield each, "random numbers of the device ignore seeds", "pass uniform numbers as an input", "error"
 
 
-def reduce_windows(graph: Graph) -> Iterator[Place]:
+def reduce_windows(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF017 to EVRF019 of the SDK. torch-xla makes one of every cumulative operator; sums are written otherwise (lowering/decompositions.py)."""
     for each in graph.of("reduce-window"):
         yield each, "a reduce-window, as of cumprod", "multiply by a triangle of ones", "error"
 
 
-def sorts(graph: Graph) -> Iterator[Place]:
+def sorts(graph: LintGraph) -> Iterator[Place]:
     """Error code EVRF029, seen on trn2 by public ports; api-torch-neuronx-trace.rst of the SDK names sort as unsupported.
 
-    One of the ways to a NEFF turns a sort whose beginning is kept into AwsNeuronTopK (aws-neuron-sdk issue 1339), the others do not.
+    One of the ways to a NEFF turns a sort with a kept beginning into AwsNeuronTopK (aws-neuron-sdk issue 1339), the others do not.
     """
     remedy = (
         "take the largest one by one, as torch.topk is lowered up to k = 16, or count what is larger than a threshold"
@@ -70,7 +69,7 @@ def sorts(graph: Graph) -> Iterator[Place]:
         yield each, f"a {each.opcode} of {hlo.dtype_name(source)}{list(source.dimensions)}", remedy, "error"
 
 
-def top_k_calls(graph: Graph) -> Iterator[Place]:
+def top_k_calls(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF013 and EVRF014 of the SDK (aws-neuron-sdk issue 1339); unsigned indices as nkipy's emitter writes them.
 
     Rows of 32,768 values were reported to compile on trn2 for k <= 8 only.
@@ -82,7 +81,7 @@ def top_k_calls(graph: Graph) -> Iterator[Place]:
         if hlo.dtype_name(keys) in INTEGERS:
             yield each, f"a top-k of {hlo.dtype_name(keys)}", "convert the scores to float32 first", "error"
         if len(results) != 2 or hlo.dtype_name(results[1]) != "uint32":
-            yield each, "a top-k whose second result is not uint32 indices", "declare indices as uint32", "error"
+            yield each, "a top-k with a second result that is not uint32 indices", "declare indices as uint32", "error"
         k = max((shape.dimensions[-1] for shape in results if shape.dimensions), default=0)
         limit = LARGEST_TOPK_OF_LONG_ROW if keys.dimensions[-1] >= LONG_ROW else LARGEST_TOPK
         if k > limit:
@@ -90,8 +89,8 @@ def top_k_calls(graph: Graph) -> Iterator[Place]:
             yield each, problem, "search a threshold by counting what is larger", "error"
 
 
-def custom_calls(graph: Graph) -> Iterator[Place]:
-    """Error codes EVRF015 and EHCA005 of the SDK, whose page lists the targets that the compiler knows.
+def custom_calls(graph: LintGraph) -> Iterator[Place]:
+    """Error codes EVRF015 and EHCA005 of the SDK; its page lists the targets that the compiler knows.
 
     Calls of kernels become one of these when they are compiled. NKI compiles for NeuronCore-v3 and later since its release 0.3.
     """
@@ -106,15 +105,15 @@ def custom_calls(graph: Graph) -> Iterator[Place]:
             yield each, problem, "express it in HLO operators", "error"
 
 
-def slices(graph: Graph) -> Iterator[Place]:
+def slices(graph: LintGraph) -> Iterator[Place]:
     """release-notes/components/compiler.rst of the SDK: DynamicUpdateSlice with a constant index only."""
     for each in graph.of("dynamic-slice", "dynamic-update-slice"):
         indices = graph.operands(each)[1 if each.opcode == "dynamic-slice" else 2 :]
         if any(index.opcode != "constant" for index in indices):
-            yield each, f"a {each.opcode} whose start is computed", "use gather, scatter or index_select", "error"
+            yield each, f"a {each.opcode} with a computed start", "use gather, scatter or index_select", "error"
 
 
-def convolutions(graph: Graph) -> Iterator[Place]:
+def convolutions(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF010 and EVRF011 of the SDK: dilation of the input together with that of the kernel, or with a stride."""
     for each in graph.of("convolution"):
         dimensions = each.window.dimensions
@@ -126,7 +125,7 @@ def convolutions(graph: Graph) -> Iterator[Place]:
             yield each, "a convolution that dilates its input and takes strides", "do one of them only", "error"
 
 
-def reductions(graph: Graph) -> Iterator[Place]:
+def reductions(graph: LintGraph) -> Iterator[Place]:
     """release-notes/components/compiler.rst of the SDK: Reduce begins with a constant."""
     for each in graph.of("reduce"):
         operands = graph.operands(each)
@@ -135,7 +134,7 @@ def reductions(graph: Graph) -> Iterator[Place]:
             yield each, problem, "begin with a constant, add the number after", "error"
 
 
-def strided_stores(graph: Graph) -> Iterator[Place]:
+def strided_stores(graph: LintGraph) -> Iterator[Place]:
     """longdct/vllm-neuron, neuron-lowering-pitfalls.md: a partial store of stride 2 does not lower."""
     remedy = "write whole groups of neighbours, or select between old and new values"
     for each in graph.of("pad"):
@@ -148,3 +147,54 @@ def strided_stores(graph: Graph) -> Iterator[Place]:
         whole = [axis for axis, size in enumerate(sizes) if size > 1 and axis not in inserted]
         if any(axis > min(whole, default=len(sizes)) for axis in indexed & inserted if sizes[axis] > 1):
             yield each, "a scatter of columns, which stores with a stride", remedy, "error"
+
+
+CUSTOM_CALLS = {
+    *(f"AwsNeuron{name}" for name in (
+        "Erf", "Gelu", "GeluApprxTanh", "GeluBackward", "Silu", "SiluBackward", "RmsNorm", "Softmax", "SoftmaxBackward",
+        "CollectiveMatmul", "IntMatmult", "ArgMax", "ArgMin", "TopK", "DropoutMaskV1", "CustomNativeKernel", "CustomOp",
+        "DevicePrint", "LNCShardingConstraint", "TransferWithStaticRing",
+    )),
+    *(f"AwsNeuronModuleMarker{edge}-{way}" for edge in ("Start", "End") for way in ("Forward", "Backward")),
+    "NeuronBoundaryMarker-Start", "NeuronBoundaryMarker-End", "ResizeNearest", "ResizeBilinear", "ResizeNearestGrad",
+    "QuantizeMX", "__op$block_scaled_dot",
+}  # fmt: skip
+# Named as supported by the compiler's release notes or emitted by the SDK's own model code.
+SUPPORTED = {
+    "abs", "add", "all-gather", "all-reduce", "all-to-all", "and", "atan2", "batch-norm-grad", "batch-norm-inference",
+    "batch-norm-training", "bitcast", "bitcast-convert", "broadcast", "ceil", "clamp", "compare", "concatenate", "constant",
+    "convert", "convolution", "copy", "cosine", "custom-call", "divide", "dot", "dynamic-slice", "dynamic-update-slice",
+    "exponential", "exponential-minus-one", "floor", "gather", "get-tuple-element", "iota", "log", "log-plus-one",
+    "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "pad", "parameter", "power", "reduce",
+    "reduce-scatter", "reshape", "reverse", "rsqrt", "scatter", "select", "select-and-scatter", "shift-right-logical",
+    "sign", "sine", "slice", "sqrt", "subtract", "tan", "tanh", "transpose", "tuple",
+}  # fmt: skip
+CONTROL_FLOW = {"while", "conditional", "call", "fusion"}
+HOST = {"infeed", "outfeed", "send", "send-done", "recv", "recv-done"}
+RANDOM = {"rng", "rng-bit-generator", "rng-get-and-update-state"}
+SORTS = {"sort", "topk"}
+# Have a rule, hence a remedy, of their own.
+FORBIDDEN = CONTROL_FLOW | HOST | RANDOM | SORTS | {"reduce-window"}
+
+
+def normalize_operators(names: Iterable[str]) -> frozenset[str]:
+    """Return opcodes without dashes, from the compiler's list, which names operators as XLA's Python client did."""
+    return frozenset(_SYNONYMS.get(name, name) for name in (_plain_name(each) for each in names)) | _STRUCTURAL
+
+
+def is_listed(opcode: str, operators: frozenset[str]) -> bool:
+    return _plain_name(opcode) in operators
+
+
+def _plain_name(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+_STRUCTURAL = frozenset({"parameter", "constant", "tuple", "gettupleelement", "reshape", "bitcast", "copy"})
+_SYNONYMS = {
+    "broadcastindim": "broadcast", "convertelementtype": "convert", "cos": "cosine", "div": "divide",
+    "dotgeneral": "dot", "eq": "compare", "exp": "exponential", "ge": "compare", "gt": "compare", "le": "compare",
+    "logicaland": "and", "logicalnot": "not", "logicalor": "or", "lt": "compare", "max": "maximum", "min": "minimum",
+    "mul": "multiply", "ne": "compare", "neg": "negate", "pow": "power", "rev": "reverse", "rngbitgenerator":
+    "rngbitgenerator", "rnguniform": "rng", "sin": "sine", "sub": "subtract",
+}  # fmt: skip

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the lint: what compiler and device refuse, or have been seen to compute wrongly. Add a rule: add it to RULES.
+"""The rules of the lint: what compiler and device refuse, or have been seen to compute wrongly. Add a rule to RULES.
 
-Each says in its docstring who says so: the Neuron SDK's error-code pages, its runtime's status codes, or a public report.
+The docstring of each names its source: the Neuron SDK's error-code pages, its runtime's status codes, or a public report.
 """
 
 from __future__ import annotations
 
 from . import interface_rules as interface
 from . import operator_rules as operators
-from . import score_rules, state_rules, weight_rules
+from . import traffic_rules as traffic
 from . import value_rules as values
 from .graph import Rule
 
@@ -41,9 +41,9 @@ RULES = (
     Rule("alias", "EVRF064", interface.aliases),
     Rule("binding", "EVRF064", interface.bindings),
     Rule("collective", "", interface.collectives),
-    Rule("scores", "", score_rules.scores),
+    Rule("scores", "", traffic.attention_scores),
     Rule("memory", "EVRF009, EOOM001", interface.memory),
-    Rule("transposed-weight", "", weight_rules.transposed_weights),
-    Rule("scaled-weight", "", weight_rules.scaled_weights),
-    Rule("coded-state", "", state_rules.coded_states),
+    Rule("transposed-weight", "", traffic.transposed_weights),
+    Rule("scaled-weight", "", traffic.scaled_weights),
+    Rule("coded-state", "", traffic.coded_states),
 )

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ....config import TARGETS_WITHOUT_FP8
-from ..lowering import hlo
-from .graph import INTEGERS, Graph, Place
+from ..graphs import hlo
+from .graph import INTEGERS, LintGraph, Place
 
 
 # An operator's result holds what its operand does.
@@ -23,11 +23,11 @@ CONSTANT_LIMIT = 1 << 20  # bytes; beyond, compile times grow: such tables belon
 MASK_LIMITS = {"float32": 2.0**127, "bfloat16": 2.0**127, "float16": 2.0**15}
 
 
-def types(graph: Graph) -> Iterator[Place]:
+def types(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF004, EVRF005, EVRF051, EVRF052, ESFH002 and ESPP004 of the SDK.
 
     By an option of its compiler (sdk/flags.py), trn2 takes float8_e4m3fn for its own e4m3, which ends at 240: weights are rounded so, but
-    what is computed might be larger, unless it is clamped.
+    computed numbers might be larger, unless they are clamped.
     """
     reported = set()
     for each in graph.by_id.values():
@@ -38,8 +38,8 @@ def types(graph: Graph) -> Iterator[Place]:
             yield each, f"type {name} does not run on {graph.target}", remedy, "error"
 
 
-def _is_clamped(graph: Graph, instruction: Any) -> bool:
-    """Whether a number is converted, on a target that has fp8, that is no larger than all of these count to."""
+def _is_clamped(graph: LintGraph, instruction: Any) -> bool:
+    """Return whether a number is converted to fp8 after a clamp to what all targets with fp8 represent."""
     if instruction.opcode != "convert" or graph.target in TARGETS_WITHOUT_FP8:
         return False
     source = graph.origin(graph.operands(instruction)[0])
@@ -65,20 +65,20 @@ def _type_remedy(name: str, opcode: str, target: str) -> str | None:
     return "use float8_e4m3fn" if name == "float8_e4m3" and target == "trn3" else None
 
 
-def dynamic_shapes(graph: Graph) -> Iterator[Place]:
+def dynamic_shapes(graph: LintGraph) -> Iterator[Place]:
     """Error code EMOD025 of the SDK."""
     for each in graph.by_id.values():
         if any(each.shape.is_dynamic_dimension) or any(size < 0 for size in each.shape.dimensions):
             yield each, f"shape {list(each.shape.dimensions)} is dynamic", "compute it with a fixed size", "error"
 
 
-def integer_compute(graph: Graph) -> Iterator[Place]:
+def integer_compute(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF016, EVRF022, EVRF035 and EVRF060 to EVRF063 of the SDK: float32 is exact up to 2^24 only."""
     for each in graph.of("dot"):
         if hlo.dtype_name(graph.operands(each)[0].shape) in INTEGERS:
             yield each, "a matrix product of integers", "convert to float32 first", "error"
     for each in graph.of("scatter", "all-reduce", "reduce-scatter"):
-        if hlo.dtype_name(each.shape) in INTEGERS and _combines(graph, each):
+        if hlo.dtype_name(each.shape) in INTEGERS and _is_combining(graph, each):
             yield each, f"an integer {each.opcode} is computed in float32", "compute it in float32 yourself", "error"
     for each in graph.of("power"):
         if hlo.dtype_name(each.shape) in INTEGERS:
@@ -88,13 +88,13 @@ def integer_compute(graph: Graph) -> Iterator[Place]:
             yield each, "an arithmetic shift of other than 32 bits", "convert to int32 first", "error"
 
 
-def _combines(graph: Graph, instruction: Any) -> bool:
-    """Whether the called computation computes, rather than take the new value."""
+def _is_combining(graph: LintGraph, instruction: Any) -> bool:
+    """Return whether the called computation computes, rather than take the new value."""
     computation = graph.computations[instruction.called_computation_ids[0]]
     return bool(graph.by_id[computation.root_id].opcode != "parameter")
 
 
-def unsigned(graph: Graph) -> Iterator[Place]:
+def unsigned(graph: LintGraph) -> Iterator[Place]:
     """longdct/vllm-neuron, neuron-lowering-pitfalls.md: uint32 is lost unless the cast is last; a top-k's -1 is 4294967295."""
     for each in graph.by_id.values():
         if each.opcode == "tuple" or hlo.dtype_name(each.shape) == "uint32":
@@ -108,7 +108,7 @@ def unsigned(graph: Graph) -> Iterator[Place]:
             yield each, f"{each.opcode} as uint32", "compute with int32, and convert to uint32 last", "error"
 
 
-def index_ranges(graph: Graph) -> Iterator[Place]:
+def index_ranges(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF031 and EVRF056 of the SDK; nrt_status.rst, 1006: a device neither clamps nor drops indices."""
     for each in graph.of("gather", "scatter"):
         operand, indices = graph.operands(each)[:2]
@@ -123,8 +123,8 @@ def index_ranges(graph: Graph) -> Iterator[Place]:
             yield each, problem, "the device has no clamping: send it to a row that exists", "error"
 
 
-def _largest_index(graph: Graph, index: Any) -> int | None:
-    """The largest value, where it is known from an iota or a constant."""
+def _largest_index(graph: LintGraph, index: Any) -> int | None:
+    """Return the largest value where an iota or a constant shows it, else None."""
     index = graph.origin(index)
     if index.opcode == "iota":
         return int(index.shape.dimensions[index.dimensions[0] if index.dimensions else 0]) - 1
@@ -133,7 +133,7 @@ def _largest_index(graph: Graph, index: Any) -> int | None:
     return None
 
 
-def constants(graph: Graph) -> Iterator[Place]:
+def constants(graph: LintGraph) -> Iterator[Place]:
     """nrt_status.rst of the SDK, 1003: a step in which a NaN appears has failed; inf - inf is one."""
     for each in graph.of("constant"):
         size = hlo.byte_count(each.shape)
@@ -144,7 +144,7 @@ def constants(graph: Graph) -> Iterator[Place]:
             yield each, "a constant that is infinite or NaN", "mask with a finite number, as -3e4", "error"
 
 
-def _is_initial_value(graph: Graph, constant: Any) -> bool:
+def _is_initial_value(graph: LintGraph, constant: Any) -> bool:
     """The largest of nothing is minus infinity: every reduce starts there."""
     users = graph.users[constant.id]
     return bool(users) and all(
@@ -152,7 +152,7 @@ def _is_initial_value(graph: Graph, constant: Any) -> bool:
     )
 
 
-def mask_sums(graph: Graph) -> Iterator[Place]:
+def mask_sums(graph: LintGraph) -> Iterator[Place]:
     """nrt_status.rst of the SDK, 1003: two masks of the lowest numbers add up to minus infinity, and a row of it to NaN."""
     for each in graph.of("add"):
         limit = MASK_LIMITS.get(hlo.dtype_name(each.shape), math.inf)
@@ -160,7 +160,7 @@ def mask_sums(graph: Graph) -> Iterator[Place]:
             yield each, "a sum of two masks of the lowest numbers", "combine what they hide, and mask once", "error"
 
 
-def _is_mask(graph: Graph, instruction: Any, limit: float) -> bool:
+def _is_mask(graph: LintGraph, instruction: Any, limit: float) -> bool:
     source = graph.origin(instruction)
     if source.opcode == "constant":
         return any(value <= -limit for value in hlo.literal_values(source))
@@ -173,12 +173,12 @@ def _is_mask(graph: Graph, instruction: Any, limit: float) -> bool:
     )
 
 
-def _is_one(graph: Graph, instruction: Any) -> bool:
+def _is_one(graph: LintGraph, instruction: Any) -> bool:
     source = graph.origin(instruction)
     return source.opcode == "constant" and list(hlo.literal_values(source)) == [1.0]
 
 
-def flat_splits(graph: Graph) -> Iterator[Place]:
+def flat_splits(graph: LintGraph) -> Iterator[Place]:
     """longdct/vllm-neuron, neuron-lowering-pitfalls.md: torch-xla 2.11 lowers a split of columns to slices of a flat tensor.
 
     So a chunk has the first row's columns, and after them what follows in memory. Nothing fails.
@@ -193,7 +193,7 @@ def flat_splits(graph: Graph) -> Iterator[Place]:
             yield each, "columns that are cut as if rows had no end", "slice each dimension by itself", "error"
 
 
-def dead_operands(graph: Graph) -> Iterator[Place]:
+def dead_operands(graph: LintGraph) -> Iterator[Place]:
     """longdct/vllm-neuron, neuron-lowering-pitfalls.md: a rotary suffix became zeros in a concatenation of rank 4."""
     for each in graph.of("concatenate"):
         last = len(each.shape.dimensions) - 1

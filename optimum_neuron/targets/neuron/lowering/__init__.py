@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model's config to HLO modules: what a step looks like on Neuron, and how it gets there."""
+"""The way from a model's config to HLO modules."""

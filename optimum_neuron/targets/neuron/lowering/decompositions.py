@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that are written otherwise than torch or torch-xla would, before a graph is lowered.
+"""Operators that are written in another form than torch's or torch-xla's before a graph is lowered.
 
-By the operator and its shapes, not by the model: whatever calls it gets the form that the Neuron compiler takes.
+An operator and its shapes decide, not the model: every caller gets the form that the Neuron compiler takes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_iter, tree_map
 
 from .weight_uses import LINEAR
 
@@ -23,11 +26,11 @@ _BEYOND, _LARGEST = (2 - 2.0**-23) * 2.0**127, (2 - 2.0**-22) * 2.0**127
 
 
 def decompose(program: ExportedProgram) -> ExportedProgram:
-    """The program in operators that torch-xla lowers, and linear layers."""
+    """Return the program in operators that torch-xla lowers, and linear layers."""
     table = torch.export.default_decompositions()
-    table.pop(LINEAR)  # whose weights are told apart from other matrices
-    table[torch.ops.aten.mean.dim] = _mean
-    table[torch.ops.aten.mean.default] = _mean
+    table.pop(LINEAR)  # keeps its weights apart from other matrices
+    table[torch.ops.aten.mean.dim] = _mean_by_sum
+    table[torch.ops.aten.mean.default] = _mean_by_sum
     table[torch.ops.aten.topk.default] = top_k
     table[torch.ops.aten.index_put.default] = put_where
     table[torch.ops.aten.cumsum.default] = running_sum
@@ -38,20 +41,20 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     return program.run_decompositions(table)
 
 
-def _mean(
+def _mean_by_sum(
     x: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """torch-xla's own guards against dividing by 0 with NaN, which the device reports as an error where it meets it."""
+    """Take a mean without torch-xla's guard against dividing by 0: the device reports its NaN as an error."""
     dims = dim or list(range(x.dim()))
     count = math.prod(x.shape[each] for each in dims)
     return torch.sum(x, dims, keepdim, dtype=dtype) * (1.0 / count)
 
 
 def top_k(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """`torch.topk` of up to LARGEST_K numbers in rounds: the largest that is left, the first index that has it, and so on.
+    """Take `torch.topk` of up to LARGEST_K numbers in rounds: the largest that is left, the first index that has it, and so on.
 
-    Falling values, on a tie the lowest index first; torch leaves open which of equal numbers it takes, and in what order. NaN is
-    the largest, as in torch. Infinity is tied with the last two finite numbers of float32, so that no round meets it.
+    Values fall, and a tie has the lowest index first; torch leaves both open. NaN is the largest, as in torch. Infinity is tied with the
+    last two finite numbers of float32, so that no round meets it.
 
     Returns:
         Values and int64 indices, `k` along `dim`. NotImplemented where this form does not serve, for a lowering by a sort.
@@ -75,8 +78,7 @@ def top_k(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """`torch.nn.functional.gelu` in float32, rounded once, as torch computes it of 16-bit numbers: torch-xla would round its constants
-    to them. NotImplemented of other numbers."""
+    """Compute `torch.nn.functional.gelu` in float32 and round once, as torch does for 16-bit numbers; NotImplemented for others."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return NotImplemented
     wide = x.float()
@@ -88,7 +90,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def running_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.cumsum` in as many sums as its length has binary digits: torch-xla would have a window move over it.
+    """Take `torch.cumsum` in as many sums as its length has binary digits, where torch-xla would move a window.
 
     Sums of whole numbers are torch's to the bit; others are added in another order.
     """
@@ -104,7 +106,7 @@ def running_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ten
 
 
 def written_over(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """What `x.copy_(source)` leaves, where it is read again within the graph: torch-xla would write it into `x` itself, a parameter."""
+    """Return what `x.copy_(source)` leaves, where torch-xla would write it into `x` itself, a parameter."""
     source = source.to(x.dtype)
     return source if source.shape == x.shape else source.expand(x.shape)
 
@@ -112,11 +114,7 @@ def written_over(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tenso
 def put_every(
     x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    """`x[start:end:step] = source` along `dim` as a selection; torch-xla would pad between values, which stores with a stride.
-
-    Returns:
-        NotImplemented where `step` is 1.
-    """
+    """Write `x[start:end:step] = source` along `dim` as a selection; torch-xla would store with a stride. NotImplemented for step 1."""
     if step == 1:
         return NotImplemented
     size = x.shape[dim]
@@ -132,11 +130,7 @@ def put_every(
 
 
 def put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """`x[mask] = values` as a selection, where all places of a mask get the same; torch-xla would look for the places one by one.
-
-    Returns:
-        NotImplemented for other indices than one mask, and where each place gets a value of its own.
-    """
+    """Write `x[mask] = values` as a selection, where all places of a mask get the same; NotImplemented for all else."""
     mask = indices[0]
     if accumulate or len(indices) != 1 or mask is None or mask.dtype != torch.bool:
         return NotImplemented
@@ -149,13 +143,79 @@ def put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
 
 
 def bounded(x: Tensor, min: int | None = None, max: int | None = None) -> Tensor:
-    """`torch.clamp` of int64 from one side; torch-xla would take the last int64 as the other bound, which no device has.
-
-    Returns:
-        NotImplemented for all else.
-    """
+    """Take `torch.clamp` of int64 from one side, without torch-xla's 64-bit bound on the other; NotImplemented for all else."""
     if x.dtype != torch.int64 or (min is not None and max is not None):
         return NotImplemented
     if min is not None:
         return torch.where(x < min, min, x)
     return x if max is None else torch.where(x > max, max, x)
+
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A complex tensor: both parts have its shape, and the type of its parts."""
+
+    real: Tensor
+    imaginary: Tensor
+
+
+def _multiply_pairs(left: Any, right: Any) -> Pair:
+    """Multiply two pairs, or a pair and real numbers."""
+    if not isinstance(right, Pair):
+        return Pair(left.real * right, left.imaginary * right)
+    if not isinstance(left, Pair):
+        return _multiply_pairs(right, left)
+    return Pair(
+        left.real * right.real - left.imaginary * right.imaginary,
+        left.real * right.imaginary + left.imaginary * right.real,
+    )
+
+
+_COMPUTED: dict[Any, Callable[..., Any]] = {
+    _ATEN.polar.default: lambda size, angle: Pair(size * angle.cos(), size * angle.sin()),
+    _ATEN.complex.default: Pair,
+    _ATEN.view_as_complex.default: lambda x: Pair(x.select(-1, 0), x.select(-1, 1)),
+    _ATEN.view_as_real.default: lambda x: torch.stack([x.real, x.imaginary], -1),
+    _ATEN.mul.Tensor: _multiply_pairs,
+}
+# Change the shape or the place of numbers, and so of each part.
+_MOVES = frozenset({
+    _ATEN.alias.default, _ATEN.clone.default, _ATEN.expand.default, _ATEN.permute.default, _ATEN.select.int,
+    _ATEN.slice.Tensor, _ATEN.squeeze.dims, _ATEN.unsqueeze.default, _ATEN.view.default,
+})  # fmt: skip
+
+
+def has_complex(node: torch.fx.Node) -> bool:
+    """Return whether complex numbers come into an operator or out of it."""
+    return any(_is_complex(each) for each in (node, *node.all_input_nodes))
+
+
+def can_compute(node: torch.fx.Node) -> bool:
+    """Return whether `compute_pairs` knows an operator; it knows no stored complex numbers."""
+    stored = any(each.op == "placeholder" and _is_complex(each) for each in node.all_input_nodes)
+    return not stored and (node.target in _COMPUTED or node.target in _MOVES)
+
+
+def compute_pairs(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what an operator makes of pairs, or the pair that it makes."""
+    if target in _COMPUTED:
+        return _COMPUTED[target](*args, **kwargs)
+    return Pair(*(target(*_take_parts(args, part), **kwargs) for part in ("real", "imaginary")))
+
+
+def has_pairs(target: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operator is for `compute_pairs`: it makes a pair, or takes one."""
+    makes = target in _COMPUTED and target is not _ATEN.mul.Tensor
+    return makes or any(isinstance(each, Pair) for each in tree_iter(args))
+
+
+def _take_parts(values: Any, part: str) -> Any:
+    return tree_map(lambda each: getattr(each, part) if isinstance(each, Pair) else each, values)
+
+
+def _is_complex(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_complex()

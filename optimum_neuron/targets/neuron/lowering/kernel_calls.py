@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of kernels in an HLO module: custom calls, each with the computation that it stands for beside it.
+"""Calls of kernels in an HLO module: custom calls, each with a reference computation.
 
-So one module says what the compiler is to call, and what that has to compute. Executed is the latter (`by_reference`), linted
-and compiled the former (`without_references`).
+One module so says what the compiler is to call, and what that has to compute. `by_reference` is executed, `without_references` is
+linted and compiled.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..graphs import hlo
 from ..kernels.kernel import KERNEL_CALL
 from ..kernels.registry import KERNELS
-from . import hlo, passes
+from . import canonical, passes
 from .decompositions import decompose
 from .xla_trace import trace
 
 
-class _Reference(nn.Module):
+class _ReferenceModule(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
@@ -30,19 +31,19 @@ class _Reference(nn.Module):
 
 
 def kernel_calls(module: Any) -> Iterator[tuple[Any, str]]:
-    """Every call of a kernel, and the kernel's name."""
+    """Yield every call of a kernel, with the kernel's name."""
     for _, each in hlo.instructions(module):
         if each.opcode == "custom-call" and each.custom_call_target == KERNEL_CALL:
             yield each, each.backend_config.decode()
 
 
 def called_kernels(data: bytes) -> set[str]:
-    """The kernels that a module calls."""
+    """Return the kernels that a module calls."""
     return {name for _, name in kernel_calls(hlo.parse(data))} if KERNEL_CALL.encode() in data else set()
 
 
 def add_references(module: Any) -> None:
-    """Adds the computations that calls of kernels stand for; calls that are alike share one."""
+    """Add the reference computations of a module's kernel calls; equal calls share one."""
     by_id = {each.id: each for _, each in hlo.instructions(module)}
     added: dict[tuple[Any, ...], int] = {}
     for call, name in kernel_calls(module):
@@ -52,14 +53,14 @@ def add_references(module: Any) -> None:
             reference = _trace_reference(name, operands)
             if not call.shape.tuple_shapes:
                 _return_one(reference)
-            added[key] = _merge(module, reference)
+            added[key] = _merge_module(module, reference)
         call.called_computation_ids.append(added[key])
 
 
 def _trace_reference(name: str, operands: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
     examples = tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in operands)
     with torch.no_grad():
-        program = decompose(torch.export.export(_Reference(name), examples, strict=False))
+        program = decompose(torch.export.export(_ReferenceModule(name), examples, strict=False))
     module, numbers, constants = trace(program, 1)
     if min(numbers) < 0:
         raise ValueError(f"the reference of the kernel {name} does not use all of its operands")
@@ -70,16 +71,16 @@ def _trace_reference(name: str, operands: tuple[tuple[tuple[int, ...], str], ...
 
 
 def _return_one(module: Any) -> None:
-    """Has a module return its only result, not a tuple of it."""
+    """Make a module return its only result, not a tuple of it."""
     entry = hlo.entry(module)
     root = next(each for each in entry.instructions if each.id == entry.root_id)
     if root.opcode == "tuple":
         (entry.root_id,) = root.operand_ids
 
 
-def _merge(module: Any, other: Any) -> int:
-    """Puts the computations of another module before those of this one; returns the id of its entry there."""
-    shift = 1 + max(_ids(module)) + max(_ids(other))
+def _merge_module(module: Any, other: Any) -> int:
+    """Put the computations of another module before those of this one, and return the id of its entry there."""
+    shift = 1 + max(_list_ids(module)) + max(_list_ids(other))
     for computation in other.computations:
         computation.id, computation.root_id = computation.id + shift, computation.root_id + shift
         for each in computation.instructions:
@@ -92,13 +93,13 @@ def _merge(module: Any, other: Any) -> int:
     return int(other.entry_computation_id) + shift
 
 
-def _ids(module: Any) -> Iterator[int]:
+def _list_ids(module: Any) -> Iterator[int]:
     yield from (each.id for each in module.computations)
     yield from (each.id for _, each in hlo.instructions(module))
 
 
 def by_reference(data: bytes) -> bytes:
-    """A module whose calls of kernels are calls of what they stand for, which any XLA executes."""
+    """Return a module that calls references in place of kernels, so that any XLA executes it."""
     module = hlo.parse(data)
     calls = list(kernel_calls(module))
     for call, _ in calls:
@@ -109,10 +110,10 @@ def by_reference(data: bytes) -> bytes:
 
 
 def without_references(module: Any) -> Any:
-    """The module as a compiler gets it, where a kernel is all that a call names; in place."""
+    """Drop references in place, and return the module as a compiler gets it."""
     calls = list(kernel_calls(module))
     for call, _ in calls:
         call.ClearField("called_computation_ids")
     if calls:
-        passes.remove_unused(module)
+        canonical.remove_unused(module)
     return module

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowers step graphs to HLO on this machine's CPU, whatever the device they are for: torch-xla traces placeholders.
+"""Lowering of graphs to HLO on this machine's CPU, whatever the device they are for: torch-xla traces placeholders.
 
-A graph is exported by torch.export, decomposed, and its nodes run one by one on torch-xla placeholders. Tracing the
-transformers module itself would crash: its mask code reads values. No weight is read, so shapes are enough.
+torch.export exports a graph, it is decomposed, and its nodes run one by one on torch-xla placeholders. Tracing the transformers module
+itself would crash: its mask code reads values. No weight is read, so shapes are enough.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,31 +22,31 @@ from ....step.ops import StepOps
 from ....step.program import export_layers_once
 from ....step.sampling.scores import Scores
 from ....step.spec import GraphSpec, TensorSpec
-from ..copy_graphs import COPY_INPUTS, CopyGraph
-from ..graph_io import CACHE, CHOSEN, NARROW, SCORES, SNAPSHOTS, GraphIO, InputBinding, OutputBinding, Role
-from ..score_graphs import ScoreGraph
+from ....step.step import example_inputs
+from ..graphs import hlo
+from ..graphs.io import (
+    CACHE,
+    CHOSEN,
+    NARROW,
+    SCORES,
+    SNAPSHOTS,
+    GraphIO,
+    InputBinding,
+    LoweredGraph,
+    OutputBinding,
+    Role,
+)
+from ..graphs.state_graphs import COPY_INPUTS, StateGraph
 from ..sharding import ShardPlan
-from . import hlo, kernel_calls, passes, weight_uses
+from . import canonical, kernel_calls, passes, weight_uses
 from .decompositions import decompose
-from .score_module import ScoreModule
-from .slot_copy import SlotCopy
+from .graph_modules import ScoreModule, SlotCopy, StateCopy
 from .split_tokens import SumsRule, split_tokens
-from .state_copy import StateCopy
 from .xla_trace import placeholders, trace
 
 
-# That of torch-neuronx's own graphs, whose runtime counts on it.
+# The order of torch-neuronx's own graphs, on which its runtime counts.
 _ROLE_ORDER: tuple[Role, ...] = ("input", "state", "weight")
-
-
-@dataclass(frozen=True)
-class LoweredGraph:
-    """One graph as the compiler takes it: serialized HloModuleProto, and what its parameters and results are."""
-
-    name: str
-    kind: str
-    hlo: bytes
-    io: GraphIO
 
 
 def lower_step(
@@ -60,13 +60,13 @@ def lower_step(
     sums: SumsRule | None = None,
     program: ExportedProgram | None = None,
 ) -> LoweredGraph:
-    """Lowers one step graph.
+    """Lower one step graph.
 
     Args:
         model: with parameters of any contents, also uninitialized ones; with `world_size` above 1, one rank's shard.
         vocab_size: of the logits that the graph returns.
         columns: of the logits that it leaves for a sampler; None: as many.
-        sums: in which form ranks add up; None: every rank has all tokens.
+        sums: decides the form in which ranks add up; None: every rank has all tokens.
         program: this graph, where it was traced and decomposed before; it is changed.
 
     Raises:
@@ -78,25 +78,23 @@ def lower_step(
     return replace(graph, io=replace(graph.io, spec=asdict(spec)))
 
 
-def lower_copy(graph: CopyGraph, world_size: int = 1) -> LoweredGraph:
-    """Lowers a graph that copies what slots hold on the device."""
-    module = (StateCopy(graph) if graph.read else SlotCopy(graph)).eval()
-    with torch.no_grad():
-        program = decompose(torch.export.export(module, module.example_inputs(), strict=False))
-    read = tuple(each.name for each in graph.read)
-    return lower_program(program, graph.name, graph.name, COPY_INPUTS, (), world_size, read=read)
-
-
-def lower_scores(graph: ScoreGraph, vocab_size: int, plan: ShardPlan | None = None) -> LoweredGraph:
-    """Lowers a graph over the logits that steps leave.
+def lower_state_graph(
+    graph: StateGraph, vocab_size: int = 0, plan: ShardPlan | None = None, world_size: int = 1
+) -> LoweredGraph:
+    """Lower a graph that is no step.
 
     Args:
-        vocab_size: of the whole model.
+        vocab_size: of the whole model, for a graph over logits.
+        plan: how ranks share the logits; None for a single rank, or for copies.
     """
-    module = ScoreModule(graph, vocab_size, plan).eval()
+    if graph.inputs != COPY_INPUTS:
+        module: nn.Module = ScoreModule(graph, vocab_size, plan)
+    else:
+        module = StateCopy(graph) if graph.read else SlotCopy(graph)
     with torch.no_grad():
-        program = decompose(torch.export.export(module, module.example_inputs(), strict=False))
-    return lower_program(program, graph.name, graph.name, graph.inputs, graph.outputs, module.ranks)
+        program = decompose(torch.export.export(module.eval(), example_inputs(graph.inputs), strict=False))
+    ranks, read = world_size if plan is None else plan.world_size, tuple(each.name for each in graph.read)
+    return lower_program(program, graph.name, graph.name, graph.inputs, graph.outputs, ranks, read=read)
 
 
 def lower_program(
@@ -109,18 +107,18 @@ def lower_program(
     sums: SumsRule | None = None,
     read: Collection[str] = (),
 ) -> LoweredGraph:
-    """Lowers a decomposed program: its user inputs and outputs get the names of `inputs` and `outputs`, in order.
+    """Lower a decomposed program; its inputs and outputs get the names of `inputs` and `outputs`, in order.
 
     Args:
         read: names of states that it reads and does not update.
 
     Raises:
-        ValueError: another buffer named `kv_cache.*` is not updated, or one of these or a weight is.
+        ValueError: a state is not updated once, or a weight is updated.
     """
     _share_constants(program)
-    bindings, literals = _bindings(program, [spec.name for spec in inputs])
+    bindings, literals = _bind_placeholders(program, [spec.name for spec in inputs])
     _lay_out(program, bindings)
-    results = _results(program, outputs, bindings, read)
+    results = _bind_results(program, outputs, bindings, read)
     module, numbers, constants = trace(program, world_size)
     constants |= {numbers[index]: tensor for index, tensor in literals.items() if numbers[index] >= 0}
     passes.inline_constants(module, constants)
@@ -135,9 +133,9 @@ def lower_program(
             for number, each in zip(numbers, bindings, strict=True)
             if each is not None and (each.role == "input" or each.name in sums.shared)
         }
-        passes.remove_unused(module)  # whose users would count
+        canonical.remove_unused(module)  # unused ones would count as users
         split_tokens(module, world_size, shared, sums)
-    kept = _finish(module, name, bindings, numbers, results)
+    kept = _finish_module(module, name, bindings, numbers, results)
     data = hlo.serialize(module)
     io = GraphIO(
         inputs=kept,
@@ -150,10 +148,7 @@ def lower_program(
 
 
 def _share_constants(program: ExportedProgram) -> None:
-    """Has a program read equal constants from one placeholder; the others stay, without a user.
-
-    Layers each make their own, of which a trace of a few layers has a few.
-    """
+    """Let a program read equal constants, which each layer makes, from one placeholder; the others stay without a user."""
     kept: list[tuple[Tensor, torch.fx.Node]] = []
     for spec, node in zip(program.graph_signature.input_specs, placeholders(program), strict=True):
         if spec.kind != InputKind.CONSTANT_TENSOR:
@@ -166,10 +161,10 @@ def _share_constants(program: ExportedProgram) -> None:
             node.replace_all_uses_with(first)
 
 
-def _bindings(
+def _bind_placeholders(
     program: ExportedProgram, input_names: Sequence[str]
 ) -> tuple[list[InputBinding | None], dict[int, Tensor]]:
-    """What each placeholder is: a binding, or None for a literal tensor, which comes by its index."""
+    """Return each placeholder's binding, None for literal tensors, and these by their index."""
     bindings: list[InputBinding | None] = []
     literals: dict[int, Tensor] = {}
     names = iter(input_names)
@@ -177,39 +172,39 @@ def _bindings(
     for index, (spec, node) in enumerate(nodes):
         target = spec.target or ""
         if spec.kind == InputKind.USER_INPUT:
-            bindings.append(_binding(next(names), "input", node))
+            bindings.append(_make_binding(next(names), "input", node))
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             # torch.export lifts tensors that the model's code makes; they are no part of the checkpoint.
             literals[index] = program.constants[target]
             bindings.append(None)
         else:
             is_state = target.startswith((CACHE, SNAPSHOTS, SCORES, CHOSEN))
-            bindings.append(_binding(target, "state" if is_state else "weight", node))
+            bindings.append(_make_binding(target, "state" if is_state else "weight", node))
     return bindings, literals
 
 
 def _lay_out(program: ExportedProgram, bindings: list[InputBinding | None]) -> None:
-    """Replaces weights by what is stored of them; their placeholders stay, without a user or a binding."""
+    """Replace weights by what is stored of them; their placeholders stay, without a user or a binding."""
     numbers = {node: index for index, node in enumerate(placeholders(program))}
     stored, left = weight_uses.use_stored_weights(program)
     for node in left:
         bindings[numbers[node]] = None
-    bindings += [_binding(name, "weight", node) for node, name in stored.items()]
+    bindings += [_make_binding(name, "weight", node) for node, name in stored.items()]
 
 
-def _binding(name: str, role: Role, node: torch.fx.Node) -> InputBinding:
+def _make_binding(name: str, role: Role, node: torch.fx.Node) -> InputBinding:
     value = node.meta["val"]
     dtype = str(value.dtype).removeprefix("torch.")
     return InputBinding(name, role, tuple(value.shape), NARROW.get(dtype, dtype))
 
 
-def _results(
+def _bind_results(
     program: ExportedProgram,
     outputs: Iterable[TensorSpec],
     bindings: Sequence[InputBinding | None],
     read: Collection[str],
 ) -> tuple[OutputBinding, ...]:
-    """The step's outputs, then the new values of states, in the order of the module's result tuple."""
+    """Return the step's outputs, then the new values of states, in the order of the module's result tuple."""
     states = {each.name: each for each in bindings if each is not None and each.role == "state"}
     results = [OutputBinding(spec.name, spec.shape, spec.dtype, None) for spec in outputs]
     mutated = {spec.target for spec in program.graph_signature.output_specs if spec.kind == OutputKind.BUFFER_MUTATION}
@@ -225,15 +220,15 @@ def _results(
     return tuple(results)
 
 
-def _finish(
+def _finish_module(
     module: Any,
     name: str,
     bindings: Sequence[InputBinding | None],
     numbers: Sequence[int],
     results: Sequence[OutputBinding],
 ) -> tuple[InputBinding, ...]:
-    """Removes what nothing needs, orders, names and aliases; returns the inputs that are left, in their order."""
-    passes.remove_unused(module)
+    """Remove what nothing needs, order, name and alias; return the inputs that are left, in their order."""
+    canonical.remove_unused(module)
     left = {parameter.parameter_number for parameter in hlo.parameters(module)}
     numbered = [
         (number, each) for number, each in zip(numbers, bindings, strict=True) if each is not None and number in left
@@ -241,11 +236,11 @@ def _finish(
     numbered.sort(key=lambda pair: _ROLE_ORDER.index(pair[1].role))  # stable
     kept = tuple(binding for _, binding in numbered)
     names = [binding.name for binding in kept]
-    passes.order_parameters(module, [number for number, _ in numbered], names)
-    passes.name_outputs(module, len(results))
-    passes.alias_outputs(
+    canonical.order_parameters(module, [number for number, _ in numbered], names)
+    canonical.name_outputs(module, len(results))
+    canonical.alias_outputs(
         module,
         {index: names.index(result.alias_of) for index, result in enumerate(results) if result.alias_of is not None},
     )
-    passes.canonicalize(module, name)
+    canonical.canonicalize(module, name)
     return kept

@@ -1,27 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowers all graphs of an artifact from its config alone."""
+"""Lowering of all graphs of an artifact, or of a model before its export, from the config alone."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
+import torch
+from torch import Tensor, nn
 from torch.export import ExportedProgram
+from transformers import PreTrainedModel
 
 from .... import progress
+from ....artifact.pages import never_filled
+from ....artifact.quantization import write_formats
+from ....artifact.skeleton import assign, empty_model
+from ....artifact.weights import named_tensors
+from ....checkpoints.find import find_config
+from ....checkpoints.quantize.quantize import formats_of
 from ....config import NeuronConfig
-from ....parity.inspect import check_snapshots
+from ....parity.inspect import check_snapshots, inspect_model
 from ....step.kv_cache import KVCache
+from ....step.model_spec import ModelSpec
+from ....step.ops import StepOps
+from ....step.program import export_layers_once
+from ....step.sampling.scores import Scores
 from ....step.spec import graph_specs
 from ....step.state_specs import state_specs
-from ..copy_graphs import copy_graphs
-from ..score_graphs import score_graphs
-from ..sdk.hardware import chip_of
+from ..graphs.io import LoweredGraph
+from ..graphs.state_graphs import state_graphs
+from ..graphs.weight_layout import WeightLayout
+from ..kernels.registry import with_kernels
+from ..sdk.devices import resolve_lowered_target
+from ..sdk.hardware import check_parallel_size, chip_of
+from ..sdk.stacks import check_lowering
+from ..sharding import ShardPlan, apply_plan, shard_plan, sharded_ops, tied_names
+from ..sharding.trace import no_data
+from .decompositions import decompose
 from .kernel_calls import called_kernels
-from .lower import LoweredGraph, lower_copy, lower_scores, lower_step
-from .ops import ops_for
-from .rank_model import rank_model
+from .lower import lower_state_graph, lower_step
+from .ops import NEURON_OPS, ops_for
 from .split_tokens import SumsRule
+from .weight_uses import weight_layout
 
 
 def lower_all(
@@ -34,24 +60,24 @@ def lower_all(
     split: frozenset[str] | None = None,
     first: ExportedProgram | None = None,
 ) -> Iterator[LoweredGraph]:
-    """Yields all graphs of a config as they are lowered: steps, what reads their logits, and what copies prefixes and state.
+    """Yield all graphs of a config as they are lowered: steps, then the graphs over states.
 
     Args:
         folder: holds the model's config.json, and its modeling code where that is trusted.
-        tied_weights: alias to stored name; where none are known yet, tied weights become inputs of their own.
-        like: whose largest graph of each kind tells the form of experts; None: each graph has that of its own size.
-        split: kinds of graphs whose ranks split tokens; None: each graph does where it takes less time.
-        first: that of `trace_first` for this model and config, where there is one; it is changed.
+        tied_weights: alias to stored name; without it, tied weights become inputs of their own.
+        like: a config with the largest graph of each kind, which decides the form of experts; None: each graph decides for itself.
+        split: kinds of graphs with split tokens; None: each graph splits them where it takes less time.
+        first: the result of `trace_first` for this model and config, where there is one; it is changed.
 
     Raises:
-        ValueError: the model cannot be lowered, or not be shared by so many ranks; or kernels, or snapshots of state, have no use in it.
+        ValueError: the model cannot be lowered, or shared by so many ranks; or kernels, or snapshots of state, have no use in it.
     """
     ranks, specs = config.tensor_parallel_size, graph_specs(config)
     rank = rank_model(folder, config, tied_weights, trust_remote_code=trust_remote_code)
     check_snapshots(rank.model, rank.spec, config)
     cache = KVCache(state_specs(config, rank.spec))
-    scores, copies = score_graphs(config, rank.vocab_size), copy_graphs(config, rank.spec)
-    with progress.stage("Lowering graphs", len(specs) + len(scores) + len(copies)) as advance:
+    others = state_graphs(config, rank.spec, rank.vocab_size)
+    with progress.stage("Lowering graphs", len(specs) + len(others)) as advance:
         called: set[str] = set()
         for number, spec in enumerate(specs):
             ops = rank.ops if like is None else ops_for(config, rank.ops, _most_tokens(like, spec.kind))
@@ -66,13 +92,138 @@ def lower_all(
         for name in config.kernels:
             if name not in called:
                 raise ValueError(f"kernels={name!r} computes no layer of this model; leave it out")
-        for each in scores:
-            yield lower_scores(each, rank.vocab_size, rank.plan)
+        for each in others:
+            yield lower_state_graph(each, rank.vocab_size, rank.plan, ranks)
             advance(each.name)
-        for copy in copies:
-            yield lower_copy(copy, ranks)
-            advance(copy.name)
 
 
 def _most_tokens(config: NeuronConfig, kind: str) -> int:
     return max(spec.tokens for spec in graph_specs(config) if spec.kind == kind)
+
+
+def model_graphs(
+    model: str | Path,
+    config: NeuronConfig,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    trust_remote_code: bool = False,
+) -> Iterator[LoweredGraph]:
+    """Yield all graphs that an export of a model would compile, as they are lowered.
+
+    Args:
+        model: a Hub id, a checkpoint folder, or a .gguf file. Only the config is downloaded.
+
+    Raises:
+        ValueError: the model or the sizes cannot be exported, or "auto" finds no Neuron device.
+        FileNotFoundError: there is no such model.
+        RuntimeError: this machine cannot lower graphs.
+    """
+    # Sizes follow from the target that "auto" stands for.
+    config = dataclasses.replace(config, target=resolve_lowered_target(config.target))
+    check_parallel_size(config.target, config.tensor_parallel_size)
+    check_lowering()
+    checkpoint = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
+    model_config = checkpoint.load_config()
+    checkpoint.check_length(model_config, config.sequence_length)
+    config = dataclasses.replace(config, dtype=checkpoint.resolve_dtype(model_config, config.dtype) or "float32")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model_config.save_pretrained(folder)
+        if trust_remote_code:
+            for path in checkpoint.folder.glob("*.py"):
+                shutil.copyfile(path, folder / path.name)
+        plain = empty_model(folder, config.dtype, trust_remote_code=trust_remote_code)
+        write_formats(formats_of(cast(PreTrainedModel, plain), config), folder)
+        yield from lower_all(folder, config, {}, trust_remote_code=trust_remote_code)
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """A rank's part of a model, the same for all ranks: the rank itself is one of the weights.
+
+    Attributes:
+        spec: as the rank sees it: with its own number of kv heads.
+        ops: the operators of its steps.
+        vocab_size: of the whole model.
+        plan: how ranks share it; None for a single one.
+    """
+
+    model: nn.Module
+    spec: ModelSpec
+    ops: StepOps
+    vocab_size: int
+    plan: ShardPlan | None
+
+    @property
+    def columns(self) -> int:
+        """Return the number of a rank's logits."""
+        return self.vocab_size if self.plan is None else self.plan.local_vocab_size
+
+
+def rank_model(
+    folder: Path, config: NeuronConfig, tied_weights: Mapping[str, str], *, trust_remote_code: bool
+) -> RankModel:
+    """Build a rank's part of the model of a folder's config.json, in memory that nothing touches, or refuse it with a ValueError."""
+    model = cast(PreTrainedModel, empty_model(folder, config.dtype, trust_remote_code=trust_remote_code))
+    plan = None if config.tensor_parallel_size == 1 else shard_plan(model, config.tensor_parallel_size)
+    return _as_rank(model, plan, tied_weights, config)
+
+
+@dataclass(frozen=True)
+class FirstGraph:
+    """The first graph of a model, traced to see how its weights are stored; lowering takes it over.
+
+    Attributes:
+        program: decomposed; to be lowered once, which changes it.
+        layout: how it, and so all other graphs, take the weights.
+    """
+
+    program: ExportedProgram
+    layout: WeightLayout
+
+
+def trace_first(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> FirstGraph:
+    """Trace the first graph of a model, which is neither read nor changed; `plan` is that of one rank, too."""
+    empty = _empty_copy(model)
+    tied = tied_names(named_tensors(model), plan)
+    rank = _as_rank(empty, plan if plan.world_size > 1 else None, tied, config)
+    cache = KVCache(state_specs(config, rank.spec))
+    step = graph_specs(config)[0]
+    program = export_layers_once(rank.model, cache, step, rank.ops, Scores.of(step, rank.columns), decompose)
+    return FirstGraph(program, weight_layout(program))
+
+
+def _empty_copy(model: PreTrainedModel) -> PreTrainedModel:
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def _as_rank(
+    model: PreTrainedModel, plan: ShardPlan | None, tied_weights: Mapping[str, str], config: NeuronConfig
+) -> RankModel:
+    ops = ops_for(config, with_kernels(NEURON_OPS, config.kernels))
+    if plan is not None:
+        apply_plan(model, plan, float32_reduce=config.float32_reduce)
+        ops = sharded_ops(ops, model, plan)
+    with no_data():
+        _assign_memory(model, tied_weights)
+        spec = inspect_model(model)
+    _assign_memory(model, tied_weights)
+    return RankModel(model, spec, ops, spec.vocab_size if plan is None else plan.vocab_size, plan)
+
+
+def _assign_memory(model: nn.Module, tied_weights: Mapping[str, str]) -> None:
+    expected = named_tensors(model)
+    foreign = next((name for pair in tied_weights.items() for name in pair if name not in expected), None)
+    if foreign is not None:
+        raise ValueError(
+            f"weights are tied to {foreign}, which the model of config.json lacks; export the model again"
+        )
+    tensors: dict[str, Tensor] = {
+        name: never_filled(tuple(tensor.shape), tensor.dtype) for name, tensor in expected.items()
+    }
+    assign(model, tensors | {alias: tensors[stored] for alias, stored in tied_weights.items()})

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step's operators in the form that the Neuron compiler takes: attention in parts, cache writes as one scatter of rows.
 
-A step chooses the largest logit; what is to be drawn is drawn by a graph of its own (score_module.py). Experts are computed in
-the form that takes the target's chip the least time.
-
-Attention is written by hand, because the lowering of scaled_dot_product_attention tests for rows without keys.
+A step chooses the largest logit; other graphs draw (graph_modules.py). Attention is written by hand, because the lowering of
+scaled_dot_product_attention tests for rows without keys.
 """
 
 from __future__ import annotations
@@ -20,26 +18,27 @@ from ....step.features.codes.coded_states import Stored
 from ....step.interface import AttentionCall
 from ....step.kv_cache import write_rounded
 from ....step.ops import StepOps
-from ..quantized_product import quantized_linear_like
-from ..sampler import largest_of_whole
+from ..kernels.registry import experts_with_kernels
+from ..operators import attention
+from ..operators.attention import attend_cache
+from ..operators.block_attention import attend_blocks
+from ..operators.codes import quantized_linear_like
+from ..operators.experts import experts_for, in_form
+from ..operators.sampler import largest_of_whole
 from ..sdk.hardware import chip_of
-from . import attention
-from .attention import attend_cache
-from .block_attention import attend_blocks
-from .experts import experts_for
 
 
 def attend_decode(
     call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Over slots, or over blocks where they lie."""
+    """Attend over slots, or over blocks where they lie."""
     if group.owned is None:
         return attention.attend_decode(call, group, query, keys, values, key, value)
     return attend_blocks(call, group.owned, query, keys, values, key, value)
 
 
 def write_cache(cache: Stored, states: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """As `step.kv_cache.write`: one scatter of `head_dim` values per token and head, by an index of one number; of codes another one of scales."""
+    """Write as `step.kv_cache.write`: one scatter of `head_dim` values per token and head; codes need another one for scales."""
     write_rounded(_scatter, cache, states, rows, columns)
 
 
@@ -61,10 +60,10 @@ NEURON_OPS = StepOps(
 
 
 def ops_for(config: NeuronConfig, ops: StepOps, like: int | None = None) -> StepOps:
-    """The operators of the steps of a config: experts are computed as its target's chip does in the least time, or by a kernel.
+    """Return a config's operators: experts as the target's chip computes them in the least time, or by a kernel.
 
     Args:
-        like: tokens of the step whose forms of experts and of quantized layers are to be had; None: of the step itself.
+        like: tokens of the step with the wanted forms of experts and quantized layers; None: the step itself.
     """
-    experts = experts_for(chip_of(config.target), like, config.kernels)
+    experts = experts_for(chip_of(config.target), like, experts_with_kernels(in_form, config.kernels))
     return replace(ops, experts=experts, quantized_linear=quantized_linear_like(like))

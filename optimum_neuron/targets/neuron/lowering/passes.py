@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to an HLO module between torch-xla and the Neuron compiler, each pass in place.
+"""Passes over an HLO module between torch-xla and the Neuron compiler, each in place.
 
 torch-xla numbers parameters by first use, passes scalars as parameters, computes indices in 64 bits, and takes names and ids
 from counters of its process. The passes undo that, so that a module's bytes depend on its graph alone.
@@ -8,15 +8,14 @@ from counters of its process. The passes undo that, so that a module's bytes dep
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..graph_io import NARROW
-from . import hlo
+from ..graphs import hlo
+from ..graphs.io import NARROW
 
 
 _INT32 = range(-(2**31), 2**31)
@@ -24,19 +23,10 @@ _INT32 = range(-(2**31), 2**31)
 _LITERAL_FIELDS = {"bool": "preds", "int32": "s32s", "int64": "s64s", "float32": "f32s", "float64": "f64s"}
 _HALVES = {"bf16s": torch.bfloat16, "f16s": torch.float16}
 _FLOAT32_LIMIT = 3.4028234663852886e38
-# A scope that torch-xla pushed ends with a number of its own.
-_SCOPE_NUMBER = re.compile(r"\.\d+(?=/)")
 
 
 def inline_constants(module: Any, constants: Mapping[int, Tensor]) -> None:
-    """Turns parameters into constants.
-
-    Args:
-        constants: CPU tensors by parameter number.
-
-    Raises:
-        ValueError: a constant has a type without a literal.
-    """
+    """Turn parameters into the CPU tensors `constants`, by number; raise ValueError for a type without a literal."""
     for parameter in hlo.parameters(module):
         tensor = constants.get(parameter.parameter_number)
         if tensor is None:
@@ -58,21 +48,18 @@ def inline_constants(module: Any, constants: Mapping[int, Tensor]) -> None:
 
 
 def narrow_types(module: Any) -> None:
-    """Makes 64-bit types 32-bit ones, as the Neuron compiler would, and unsigned numbers signed ones.
+    """Make 64-bit types 32-bit ones, as the Neuron compiler would, and unsigned numbers signed ones.
 
-    Values are token ids, positions and indices, all of which begin as int32 inputs.
-
-    Raises:
-        ValueError: an integer constant does not fit.
+    Values are token ids, positions and indices, which begin as int32 inputs. Raises ValueError where an integer constant does not fit.
     """
     for _, instruction in hlo.instructions(module):
-        for shape in _shapes(instruction.shape):
+        for shape in _list_shapes(instruction.shape):
             _narrow_shape(shape)
         if instruction.HasField("literal"):
             _narrow_literal(instruction)
     for computation in module.computations:
         for shape in (*computation.program_shape.parameters, computation.program_shape.result):
-            for part in _shapes(shape):
+            for part in _list_shapes(shape):
                 _narrow_shape(part)
 
 
@@ -84,30 +71,30 @@ def _narrow_shape(shape: Any) -> None:
 
 def _narrow_literal(instruction: Any) -> None:
     literal = instruction.literal
-    for shape in _shapes(literal.shape):
+    for shape in _list_shapes(literal.shape):
         _narrow_shape(shape)
     for value in (*literal.s64s, *literal.u32s):
         if value not in _INT32:
             raise ValueError(f"constant {value} of {hlo.module_path(instruction) or 'the step'} does not fit int32")
         literal.s32s.append(value)
-    literal.f32s.extend(_clamped(literal.f64s))
+    literal.f32s.extend(_clamp_values(literal.f64s))
     for field in ("s64s", "u32s", "f64s"):
         literal.ClearField(field)
 
 
-def _clamped(values: Iterable[float]) -> list[float]:
-    """To the finite numbers of float32; NaN stays."""
+def _clamp_values(values: Iterable[float]) -> list[float]:
+    """Clamp to the finite numbers of float32; NaN stays."""
     return [max(-_FLOAT32_LIMIT, min(value, _FLOAT32_LIMIT)) if not math.isnan(value) else value for value in values]
 
 
-def _shapes(shape: Any) -> list[Any]:
-    return [shape, *(part for each in shape.tuple_shapes for part in _shapes(each))]
+def _list_shapes(shape: Any) -> list[Any]:
+    return [shape, *(part for each in shape.tuple_shapes for part in _list_shapes(each))]
 
 
 def make_finite(module: Any) -> None:
-    """Replaces infinite constants by the largest finite numbers, as masks are: the device reports what becomes NaN of them.
+    """Replace infinite constants, as of masks, by the largest finite numbers: the device reports the NaN that they become.
 
-    Where a reduction starts they stay: the largest of nothing is minus infinity.
+    Initial values of reductions stay: the largest of nothing is minus infinity.
     """
     for computation in module.computations:
         initial = {
@@ -122,7 +109,7 @@ def make_finite(module: Any) -> None:
 
 
 def _make_literal_finite(literal: Any) -> None:
-    literal.f32s[:] = _clamped(literal.f32s)
+    literal.f32s[:] = _clamp_values(literal.f32s)
     for field, dtype in _HALVES.items():
         data = getattr(literal, field)
         if data:
@@ -132,7 +119,7 @@ def _make_literal_finite(literal: Any) -> None:
 
 
 def fold_trivial(module: Any) -> None:
-    """Removes what changes nothing: converts to the same type or of scalar constants, tuples taken apart again, factors of 1.
+    """Remove what changes nothing: converts to the same type or of scalar constants, tuples taken apart again, factors of 1.
 
     torch-xla multiplies what is added or subtracted by torch's `alpha`.
     """
@@ -160,7 +147,7 @@ def fold_trivial(module: Any) -> None:
 
 
 def _is_one(number: int, by_id: dict[int, Any]) -> bool:
-    """Whether an instruction is a constant whose every value is 1, of any type."""
+    """Return whether an instruction is a constant of ones, of any type."""
     instruction = by_id[number]
     while instruction.opcode in ("broadcast", "convert", "reshape"):
         instruction = by_id[instruction.operand_ids[0]]
@@ -185,10 +172,10 @@ def _fold_scalar(convert: Any, source: Any) -> None:
 
 
 def drop_tokens(module: Any) -> None:
-    """Takes torch-xla's order out of the collectives: they depend on each other only where their data does.
+    """Take torch-xla's order out of the collectives: they depend on each other only where their data does.
 
-    It passes a zero through every all-reduce, as a second tensor, and adds that to the input of the next collective. What is
-    taken out is an addition of zero, also where the model's own code shares the constant.
+    It passes a zero through every all-reduce, as a second tensor, and adds that to the input of the next collective. The pass removes an
+    addition of zero, also where the model's own code shares the constant.
     """
     for computation in module.computations:
         by_id = {each.id: each for each in computation.instructions}
@@ -211,133 +198,3 @@ def drop_tokens(module: Any) -> None:
                     stands_for[instruction.id] = operands[0] if operands[1] in zeros else operands[1]
                 elif instruction.opcode in ("broadcast", "convert", "multiply", "reshape"):
                     zeros.add(instruction.id)
-
-
-def remove_unused(module: Any) -> None:
-    """Removes instructions that no result needs, parameters included, and computations that nothing calls."""
-    pending, called = [module.entry_computation_id], set()
-    by_id = {computation.id: computation for computation in module.computations}
-    while pending:
-        computation = by_id[pending.pop()]
-        if computation.id in called:
-            continue
-        called.add(computation.id)
-        is_entry = computation.id == module.entry_computation_id
-        needed = _needed(computation)
-        kept = [each for each in computation.instructions if each.id in needed or _is_argument(each, is_entry)]
-        if len(kept) != len(computation.instructions):
-            copies = [type(each).FromString(each.SerializeToString()) for each in kept]
-            del computation.instructions[:]
-            computation.instructions.extend(copies)
-        pending += [callee for each in computation.instructions for callee in each.called_computation_ids]
-    for index in reversed(range(len(module.computations))):
-        if module.computations[index].id not in called:
-            del module.computations[index]
-
-
-def _is_argument(instruction: Any, is_entry: bool) -> bool:
-    """A called computation keeps all of its parameters: its caller passes them."""
-    return instruction.opcode == "parameter" and not is_entry
-
-
-def _needed(computation: Any) -> set[int]:
-    by_id = {each.id: each for each in computation.instructions}
-    pending, needed = [computation.root_id], set()
-    while pending:
-        current = pending.pop()
-        if current not in needed:
-            needed.add(current)
-            pending += [*by_id[current].operand_ids, *by_id[current].control_predecessor_ids]
-    return needed
-
-
-def order_parameters(module: Any, numbers: Sequence[int], names: Sequence[str]) -> None:
-    """Numbers the entry's parameters anew, and names them.
-
-    Args:
-        numbers: the old parameter numbers in their new order; the others are gone.
-        names: their new names.
-    """
-    by_number = {each.parameter_number: each for each in hlo.parameters(module)}
-    for new, (old, name) in enumerate(zip(numbers, names, strict=True)):
-        parameter = by_number[old]
-        parameter.parameter_number = new
-        parameter.name = name
-        # What the SDK's runtimes look for; a compiled graph would else choose names of its own.
-        _set_attribute(parameter, "neff_input_names", f"input{new}")
-
-
-def name_outputs(module: Any, count: int) -> None:
-    """Names the elements of the result tuple for the compiled graph."""
-    entry = hlo.entry(module)
-    root = next(each for each in entry.instructions if each.id == entry.root_id)
-    _set_attribute(root, "neff_output_names", ",".join(f"output{index}" for index in range(count)))
-
-
-def _set_attribute(instruction: Any, key: str, value: str) -> None:
-    instruction.ClearField("frontend_attributes")
-    instruction.frontend_attributes.map.add(key=key, value=value)
-
-
-def alias_outputs(module: Any, aliases: Mapping[int, int]) -> None:
-    """Declares that an element of the result tuple is a parameter's memory: result index to parameter number."""
-    module.ClearField("input_output_alias")
-    for output, parameter in aliases.items():
-        module.input_output_alias.entries.add(
-            output_shape_index=[output], parameter_number=parameter, kind=hlo.MUST_ALIAS
-        )
-
-
-def canonicalize(module: Any, name: str) -> None:
-    """Gives everything the names and ids that follow from the module's contents, and forgets this machine's files."""
-    module.name, module.id = name, 0
-    module.ClearField("stack_frame_index")
-    entry = hlo.entry(module)
-    new_ids = _number(module)
-    for computation, instruction in hlo.instructions(module):
-        instruction.id = new_ids[instruction.id]
-        if computation is not entry or instruction.opcode != "parameter":
-            instruction.name = f"{instruction.opcode}.{instruction.id}"
-        for field in (
-            instruction.operand_ids,
-            instruction.control_predecessor_ids,
-            instruction.called_computation_ids,
-        ):
-            field[:] = [new_ids[old] for old in field]
-        _clean_metadata(instruction)
-    for computation in module.computations:
-        # XLA takes names of computations apart at a dot, and stops the process where there is none.
-        base = name if computation is entry else "computation"
-        computation.id, computation.root_id = new_ids[computation.id], new_ids[computation.root_id]
-        computation.name = f"{base}.{computation.id}"
-        _describe(computation)
-    module.entry_computation_id, module.entry_computation_name = entry.id, entry.name
-    module.host_program_shape.CopyFrom(entry.program_shape)
-
-
-def _number(module: Any) -> dict[int, int]:
-    """New ids by old ones. XLA looks computations and instructions up in one table, so none may share an id."""
-    old = [each.id for _, each in hlo.instructions(module)] + [each.id for each in module.computations]
-    return {old_id: index for index, old_id in enumerate(old, start=1)}
-
-
-def _clean_metadata(instruction: Any) -> None:
-    kind, path = instruction.metadata.op_type, _SCOPE_NUMBER.sub("", instruction.metadata.op_name)
-    instruction.ClearField("metadata")
-    if kind:
-        instruction.metadata.op_type, instruction.metadata.op_name = kind, path
-    if not instruction.frontend_attributes.map:
-        instruction.ClearField("frontend_attributes")
-
-
-def _describe(computation: Any) -> None:
-    by_id = {each.id: each for each in computation.instructions}
-    parameters = sorted(
-        (each for each in computation.instructions if each.opcode == "parameter"),
-        key=lambda each: each.parameter_number,
-    )
-    computation.ClearField("program_shape")
-    for parameter in parameters:
-        computation.program_shape.parameters.add().CopyFrom(parameter.shape)
-        computation.program_shape.parameter_names.append(parameter.name)
-    computation.program_shape.result.CopyFrom(by_id[computation.root_id].shape)

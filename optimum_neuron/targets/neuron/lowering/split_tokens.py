@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has each rank compute what follows from sums over ranks of its own part of the tokens, where that takes less time."""
+"""The rewrite that gives each rank its own part of the tokens after sums over ranks, where that takes less time."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from ..graphs import hlo
 from ..sdk.hardware import Chip
-from ..sequence_parallel import ExchangeForms, splits
-from . import hlo
-from .token_regions import SPLIT, WHOLE, Region, TokenRegions, moved_dim
+from .token_regions import SPLIT, WHOLE, ExchangeForms, Region, TokenRegions, moved_dim, splits
 
 
 @dataclass(frozen=True)
 class SumsRule:
-    """What decides on the form of a graph's sums.
+    """The rule that decides on the form of a graph's sums.
 
     Attributes:
-        chip: whose times count.
+        chip: a chip of known times.
         shared: names of the weights that all ranks hold whole.
-        split: whether tokens are split, whatever it takes; None: where it takes less time.
+        split: whether tokens are split; None: where it takes less time.
     """
 
     chip: Chip
@@ -30,9 +29,9 @@ class SumsRule:
 
 
 def split_tokens(module: Any, ranks: int, shared: Collection[int], rule: SumsRule) -> None:
-    """Replaces all-reduces of a module, in place: all that may be split, or none.
+    """Replace all-reduces of a module, in place: all that may be split, or none.
 
-    Every token's numbers are those that they were: its sum is taken in the order of the ranks, and nothing else meets it.
+    Every token's numbers stay as they are: its sum is taken in the order of the ranks, and nothing else meets it.
 
     Args:
         shared: numbers of the parameters that are the same on all ranks.
@@ -41,11 +40,11 @@ def split_tokens(module: Any, ranks: int, shared: Collection[int], rule: SumsRul
     regions = [each for each in tokens.find() if each.forms.sends_no_more]
     both = sum((each.forms for each in regions), ExchangeForms())
     if splits(both, rule.chip, ranks) if rule.split is None else rule.split:
-        _Rewriter(module, tokens).rewrite(regions)
+        _Rewriter(module, tokens).rewrite_regions(regions)
 
 
 def is_split(data: bytes) -> bool:
-    """Whether a module's ranks have parts of the tokens."""
+    """Return whether a module's ranks have parts of the tokens."""
     return any(each.opcode == SPLIT for _, each in hlo.instructions(hlo.parse(data)))
 
 
@@ -56,19 +55,19 @@ class _Rewriter:
         names = [each.id for _, each in hlo.instructions(module)] + [each.id for each in module.computations]
         self._last_id = max(names)
         self._parts: dict[tuple[int, int], Any] = {}
-        self._added: dict[int, list[Any]] = defaultdict(list)  # by the instruction that it stands behind
+        self._added: dict[int, list[Any]] = defaultdict(list)  # by the instruction before it
 
-    def rewrite(self, regions: list[Region]) -> None:
+    def rewrite_regions(self, regions: list[Region]) -> None:
         for region in regions:
             for number, dim in region.dims.items():
                 each = self._tokens.by_id[number]
                 if each.opcode != WHOLE:
                     self._take_parts(each, dim, region.dims)
             for each in region.exits:
-                self._gather(each, region)
+                self._gather_tokens(each, region)
         for region in regions:
             for number, dim in region.dims.items():
-                self._shrink(self._tokens.by_id[number], dim)
+                self._shrink_shape(self._tokens.by_id[number], dim)
             for each in region.sums:
                 each.opcode = SPLIT
                 each.dimensions[:] = [region.dims[each.id]]
@@ -80,18 +79,18 @@ class _Rewriter:
         self._entry.instructions.extend(copies)
 
     def _take_parts(self, each: Any, dim: int, dims: dict[int, int]) -> None:
-        """Gives an operator the rows of its own of whatever is the same for all tokens."""
+        """Give an operator the rows of its own of whatever is the same for all tokens."""
         for index, operand in enumerate(each.operand_ids):
             if operand not in dims:
-                each.operand_ids[index] = self._part(self._tokens.by_id[operand], dim).id
+                each.operand_ids[index] = self._make_part(self._tokens.by_id[operand], dim).id
 
-    def _part(self, each: Any, dim: int) -> Any:
+    def _make_part(self, each: Any, dim: int) -> Any:
         if not each.shape.dimensions:
             return each
         known = self._parts.get((each.id, dim))
         if known is not None:
             return known
-        part = self._copy(each)
+        part = self._copy_instruction(each)
         if each.opcode == "broadcast":
             inner = list(each.dimensions).index(dim) if dim in each.dimensions else None
         elif each.opcode == "reshape":
@@ -101,14 +100,14 @@ class _Rewriter:
             inner = dim
         if inner is not None:
             operands = self._tokens.operands(each)
-            part.operand_ids[:] = [self._part(operand, inner).id for operand in operands]
-        self._shrink(part, dim)
+            part.operand_ids[:] = [self._make_part(operand, inner).id for operand in operands]
+        self._shrink_shape(part, dim)
         self._added[each.id].append(part)
         self._parts[each.id, dim] = part
         return part
 
-    def _gather(self, each: Any, region: Region) -> None:
-        """One all-gather for all who need all tokens."""
+    def _gather_tokens(self, each: Any, region: Region) -> None:
+        """Add one all-gather for all who need all tokens."""
         gather = type(each)(id=self._new_id(), opcode="all-gather", operand_ids=[each.id])
         gather.name = f"all-gather.{gather.id}"
         gather.shape.CopyFrom(each.shape)
@@ -119,10 +118,10 @@ class _Rewriter:
         for user in self._tokens.outside_users(each, region.dims):
             user.operand_ids[:] = [gather.id if one == each.id else one for one in user.operand_ids]
 
-    def _shrink(self, each: Any, dim: int) -> None:
+    def _shrink_shape(self, each: Any, dim: int) -> None:
         each.shape.dimensions[dim] //= self._tokens.ranks
 
-    def _copy(self, each: Any) -> Any:
+    def _copy_instruction(self, each: Any) -> Any:
         copied = type(each).FromString(each.SerializeToString())
         copied.id = self._new_id()
         copied.name = f"{each.opcode}.{copied.id}"

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a module follows token by token from sums over ranks, so that each rank may compute it of its own tokens alone.
+"""Regions of a module that follow token by token from sums over ranks, so that each rank may compute its own tokens alone.
 
-It looks at HLO alone, at dimensions and not at names: of an all-reduce the tokens are the last dimension but one, and an operator
-keeps them apart if it is elementwise, reduces other dimensions, or changes the shape around them. Whatever else meets the tokens
-in an elementwise operator must be the same for all of them and on all ranks, such as the weight of a norm.
+The search looks at HLO and at dimensions, not at names. Tokens are the last dimension but one of an all-reduce. An operator keeps them
+apart if it is elementwise, reduces other dimensions, or changes the shape around them. Another operand of an elementwise operator must
+be the same for all tokens and on all ranks, such as the weight of a norm.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..sequence_parallel import ExchangeForms, forms
-from . import hlo
+from ..graphs import hlo
+from ..sdk.hardware import Chip
+from ..sdk.step_times import STEP_TIMES
 
 
 WHOLE, SPLIT = "all-reduce", "reduce-scatter"
@@ -31,13 +32,13 @@ _ELEMENTWISE = frozenset({
 
 @dataclass(frozen=True)
 class Region:
-    """Sums that have to have one form, since what follows from them meets.
+    """Sums that need one form, since what follows from them meets.
 
     Attributes:
-        dims: by the number of an instruction the dimension that tokens are.
-        sums: all-reduces or reduce-scatters.
-        exits: what others need, who look at more than one token; a sum may be one.
-        forms: what this costs in either form.
+        dims: the dimension of the tokens, by the number of an instruction.
+        sums: all-reduces.
+        exits: results that others need of more than one token; a sum may be one.
+        forms: the cost of either form.
     """
 
     dims: dict[int, int]
@@ -65,31 +66,30 @@ class TokenRegions:
             if self._is_shared(each, shared):
                 self._shared.add(each.id)
 
-    def find(self, form: str = WHOLE) -> list[Region]:
-        """Those whose sums are all-reduces of tokens that ranks can split evenly, or those whose sums are reduce-scatters."""
+    def find(self) -> list[Region]:
+        """Return regions after all-reduces of tokens that ranks can split evenly."""
         dims: dict[int, int] = {}
         for each in self.instructions:
-            dim = self._tokens_of_sum(each) if each.opcode == form else self._followed(each, dims)
+            dim = self._tokens_of_sum(each) if each.opcode == WHOLE else self._follow_tokens(each, dims)
             if dim is not None:
                 dims[each.id] = dim
-        if form == WHOLE:
-            self._trim(dims)
-        return [self._region(part, form) for part in self._connected(dims)]
+        self._trim_edges(dims)
+        return [self._make_region(part) for part in self._find_connected(dims)]
 
     def operands(self, each: Any) -> list[Any]:
         return [self.by_id[operand] for operand in each.operand_ids]
 
     def outside_users(self, each: Any, dims: Collection[int]) -> list[Any]:
-        """Those who need all tokens."""
-        return [user for user in self.users[each.id] if user.id not in dims or user.opcode in (WHOLE, SPLIT)]
+        """Return users that need all tokens."""
+        return [user for user in self.users[each.id] if user.id not in dims or user.opcode == WHOLE]
 
-    def inner(self, each: Any, dims: Collection[int]) -> list[Any]:
-        """Operands of which a member of a region takes its tokens; a sum takes all of them."""
-        operands = [] if each.opcode in (WHOLE, SPLIT) else self.operands(each)
+    def inner_operands(self, each: Any, dims: Collection[int]) -> list[Any]:
+        """Return operands of which a member of a region takes its tokens; a sum takes all of them."""
+        operands = [] if each.opcode == WHOLE else self.operands(each)
         return [operand for operand in operands if operand.id in dims]
 
     def is_uniform(self, each: Any, dim: int) -> bool:
-        """Whether a tensor is the same along a dimension, and on all ranks."""
+        """Return whether a tensor is the same along a dimension, and on all ranks."""
         if each.id not in self._shared:
             return False
         if not each.shape.dimensions:
@@ -112,16 +112,14 @@ class TokenRegions:
 
     def _tokens_of_sum(self, each: Any) -> int | None:
         shape = each.shape.dimensions
-        if each.opcode == SPLIT:
-            return int(each.dimensions[0])
         if len(each.operand_ids) != 1 or len(shape) < 2:
             return None
-        # With a single token each, a dimension of 1 could not be told from others.
+        # With a single token each, a dimension of 1 would look like others.
         tokens = shape[len(shape) - 2]
         return len(shape) - 2 if tokens % self.ranks == 0 and tokens >= 2 * self.ranks else None
 
-    def _followed(self, each: Any, dims: dict[int, int]) -> int | None:
-        """The dimension of the tokens in what an operator makes of them; None where it does not keep them apart."""
+    def _follow_tokens(self, each: Any, dims: dict[int, int]) -> int | None:
+        """Return the dimension of the tokens in an operator's result; None where it does not keep them apart."""
         operands = self.operands(each)
         known = {dims[operand.id] for operand in operands if operand.id in dims}
         if len(known) != 1:
@@ -138,9 +136,10 @@ class TokenRegions:
             return dim - sum(other < dim for other in each.dimensions)
         return None
 
-    def _trim(self, dims: dict[int, int]) -> None:
-        """Leaves out what is at the edge of a region and saves nothing there: a sum that is used whole, numbers that only move
-        before they are gathered, and what follows at once from others that are gathered anyway."""
+    def _trim_edges(self, dims: dict[int, int]) -> None:
+        """Remove what saves nothing at the edge of a region: sums that are used whole, numbers that only move before they are
+        gathered, and what follows at once from others that are gathered anyway.
+        """
         before = -1
         while len(dims) != before:
             before = len(dims)
@@ -148,7 +147,7 @@ class TokenRegions:
                 each = self.by_id[number]
                 if len(self.outside_users(each, dims)) < len(self.users[number]):
                     continue
-                inner = self.inner(each, dims)
+                inner = self.inner_operands(each, dims)
                 size, smallest = (
                     hlo.byte_count(each.shape),
                     min((hlo.byte_count(one.shape) for one in inner), default=0),
@@ -157,11 +156,11 @@ class TokenRegions:
                 if known or (each.opcode in _MOVES and size >= smallest):
                     del dims[number]
 
-    def _connected(self, dims: dict[int, int]) -> list[dict[int, int]]:
+    def _find_connected(self, dims: dict[int, int]) -> list[dict[int, int]]:
         parts: list[dict[int, int]] = []
         of: dict[int, dict[int, int]] = {}
         for number, dim in dims.items():
-            inner = self.inner(self.by_id[number], of)
+            inner = self.inner_operands(self.by_id[number], of)
             joined = list({id(of[one.id]): of[one.id] for one in inner}.values())
             part = joined[0] if joined else {}
             for other in joined[1:]:
@@ -173,24 +172,92 @@ class TokenRegions:
             part[number], of[number] = dim, part
         return parts
 
-    def _region(self, dims: dict[int, int], form: str) -> Region:
-        times = 1 if form == WHOLE else self.ranks
+    def _make_region(self, dims: dict[int, int]) -> Region:
         members = [self.by_id[number] for number in sorted(dims)]
-        sums = tuple(each for each in members if each.opcode == form)
+        sums = tuple(each for each in members if each.opcode == WHOLE)
         exits = tuple(each for each in members if self.outside_users(each, dims))
         elements: Counter[int] = Counter()
         for each in members:
-            if each.opcode not in (form, *_MOVES):
+            if each.opcode not in (WHOLE, *_MOVES):
                 shapes = [each.shape, *(operand.shape for operand in self.operands(each))]
-                count = max(math.prod(shape.dimensions) for shape in shapes)
                 size = max(hlo.byte_count(shape) // max(math.prod(shape.dimensions), 1) for shape in shapes)
-                elements[size] += count * times
-        summed, gathered = ([hlo.byte_count(each.shape) * times for each in some] for some in (sums, exits))
-        return Region(dims, sums, exits, forms(summed, gathered, elements, self.ranks))
+                elements[size] += max(math.prod(shape.dimensions) for shape in shapes)
+        summed, gathered = ([hlo.byte_count(each.shape) for each in some] for some in (sums, exits))
+        return Region(dims, sums, exits, compare_forms(summed, gathered, elements, self.ranks))
 
 
 def moved_dim(before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
-    """Where a dimension is after a reshape; None where it is cut, or joined with others."""
+    """Return the place of a dimension after a reshape; None where it is cut, or joined with others."""
     outer = math.prod(before[:dim])
     places = (index for index, size in enumerate(after) if size == before[dim])
     return next((index for index in places if math.prod(after[:index]) == outer), None)
+
+
+# Seconds of a collective of any size for each doubling of the group: a layer of the published runs, with a latency that
+# grows with the doublings, has two.
+COLLECTIVE_S = STEP_TIMES.layer_s / 2
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The work of one core for sums over cores, and for what follows from them token by token.
+
+    Attributes:
+        sent: bytes that the core sends at the least.
+        elements: numbers that elementwise operators and reductions take, by the bytes of the widest of their types.
+    """
+
+    collectives: int = 0
+    sent: int = 0
+    elements: Counter[int] = field(default_factory=Counter)
+
+    def __add__(self, other: Exchange) -> Exchange:
+        return Exchange(self.collectives + other.collectives, self.sent + other.sent, self.elements + other.elements)
+
+    def seconds(self, chip: Chip, ranks: int) -> float:
+        """Return the latencies of collectives and the vector engines' work at their peak, without the time of bytes."""
+        return self.collectives * COLLECTIVE_S * math.log2(ranks) + chip.vector_seconds(self.elements)
+
+
+@dataclass(frozen=True)
+class ExchangeForms:
+    """The same sums in both forms."""
+
+    whole: Exchange = Exchange()
+    split: Exchange = Exchange()
+
+    def __add__(self, other: ExchangeForms) -> ExchangeForms:
+        return ExchangeForms(self.whole + other.whole, self.split + other.split)
+
+    @property
+    def sends_no_more(self) -> bool:
+        """Return whether split tokens send no more bytes: no bandwidth between cores is known well enough to weigh them."""
+        return self.split.sent <= self.whole.sent
+
+
+def bytes_sent(opcode: str, size: int, ranks: int) -> int:
+    """Return the bytes that each core sends at the least in a collective; `size` is the larger of operand and result."""
+    if opcode == "collective-permute":
+        return size
+    return size * (ranks - 1) * (2 if opcode == "all-reduce" else 1) // ranks
+
+
+def compare_forms(sums: Iterable[int], gathered: Iterable[int], elements: Counter[int], ranks: int) -> ExchangeForms:
+    """Return both forms of some sums.
+
+    Args:
+        sums: bytes of each, of all tokens.
+        gathered: bytes of each result that is needed of all tokens.
+        elements: as in `Exchange`, of all tokens.
+    """
+    sums, gathered = list(sums), list(gathered)
+    whole = Exchange(len(sums), sum(bytes_sent("all-reduce", each, ranks) for each in sums), elements)
+    sent = sum(bytes_sent("reduce-scatter", each, ranks) for each in sums)
+    sent += sum(bytes_sent("all-gather", each, ranks) for each in gathered)
+    parts = Counter({size: count // ranks for size, count in elements.items()})
+    return ExchangeForms(whole, Exchange(len(sums) + len(gathered), sent, parts))
+
+
+def splits(found: ExchangeForms, chip: Chip, ranks: int) -> bool:
+    """Return whether it takes less time to split the tokens."""
+    return found.split.seconds(chip, ranks) < found.whole.seconds(chip, ranks)

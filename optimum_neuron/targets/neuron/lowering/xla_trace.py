@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a program's nodes one by one on placeholders of torch-xla, which gives its HLO module."""
+"""Tracing: a program's nodes run one by one on placeholders of torch-xla, which gives its HLO module."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from ....step import collectives
-from .. import quantized_product, sampler
-from ..kernels.kernel import KERNEL_CALL
-from ..kernels.node import KERNEL
+from ..graphs import hlo
+from ..kernels.kernel import KERNEL, KERNEL_CALL
 from ..kernels.registry import KERNELS
-from . import complex_pairs, hlo
+from ..operators import codes as quantized_product
+from ..operators import sampler
+from .decompositions import can_compute, compute_pairs, has_complex, has_pairs
 
 
 # Over all dimensions where none is named; torch-xla takes that for none.
@@ -25,7 +26,7 @@ _REDUCTIONS = {torch.ops.aten.sum.dim_IntList, torch.ops.aten.amax.default, torc
 
 
 class _Tracer(torch.fx.Interpreter):
-    """Runs a graph on torch-xla's device, noting the module of each operator for error messages and profiles."""
+    """An interpreter on torch-xla's device that notes the module of each operator for error messages and profiles."""
 
     def __init__(self, module: torch.fx.GraphModule, world_size: int) -> None:
         super().__init__(module)
@@ -46,11 +47,11 @@ class _Tracer(torch.fx.Interpreter):
         if target is torch.ops.aten._assert_tensor_metadata.default:
             return None
         if target in (collectives.ALL_REDUCE, collectives.ALL_GATHER):
-            return _collective(target, args, self._world_size)
+            return _trace_collective(target, args, self._world_size)
         if target is KERNEL:
             return _kernel_call(*args)
-        if complex_pairs.has_pairs(target, args):
-            return complex_pairs.compute(target, args, kwargs)
+        if has_pairs(target, args):
+            return compute_pairs(target, args, kwargs)
         if target is sampler.SAMPLE:
             with torch.device(self._device):  # of the tensors that it makes
                 return sampler.written_out(self._gather_columns, *args)
@@ -63,7 +64,7 @@ class _Tracer(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _gather_columns(self, own: Tensor) -> Tensor:
-        return _collective(collectives.ALL_GATHER, (own, 1), self._world_size)
+        return _trace_collective(collectives.ALL_GATHER, (own, 1), self._world_size)
 
 
 def _kernel_call(name: str, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -76,7 +77,7 @@ def _kernel_call(name: str, operands: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """One product, or one for each number of the first dimension."""
+    """Take one product, or one for each number of the first dimension."""
     import torch_xla
 
     batch, last = list(range(left.dim() - 2)), left.dim() - 1
@@ -85,8 +86,8 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     return product
 
 
-def _collective(target: Any, args: Any, world_size: int) -> Tensor:
-    """All ranks are one group, so no rank is named."""
+def _trace_collective(target: Any, args: Any, world_size: int) -> Tensor:
+    """Trace a collective; all ranks are one group, so no rank is named."""
     import torch_xla
     import torch_xla.core.xla_model as xm
 
@@ -98,7 +99,7 @@ def _collective(target: Any, args: Any, world_size: int) -> Tensor:
 
 
 def trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], dict[int, Tensor]]:
-    """The module as torch-xla builds it, the parameter number of each placeholder (-1 without), and constants by number."""
+    """Return torch-xla's module, the parameter number of each placeholder (-1 without), and constants by number."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     import torch_xla
 
@@ -106,11 +107,11 @@ def trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], di
     backend = torch_xla._XLAC
     backend._set_ir_debug(True)  # else instructions do not say which module they come from
     backend._clear_pending_irs(str(torch_xla.device()))
-    parameters = [_placeholder(node.meta["val"]) for node in placeholders(program)]
+    parameters = [_make_placeholder(node.meta["val"]) for node in placeholders(program)]
     with torch.no_grad():
         values = _Tracer(program.graph_module, world_size).run(*parameters, enable_io_processing=False)
     context = backend.lowering.LoweringContext("graph")
-    context.build(_ordered(program, values))
+    context.build(_order_results(program, values))
     numbers = [context.tensor_parameter_id(tensor) for tensor in parameters]
     known = set(numbers)
     constants = {
@@ -121,8 +122,8 @@ def trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], di
     return hlo.parse(context.hlo()), numbers, constants
 
 
-def _placeholder(like: Tensor) -> Tensor:
-    """Without data, also of a type that torch-xla knows and its table of types leaves out."""
+def _make_placeholder(like: Tensor) -> Tensor:
+    """Make a tensor without data, also of a type that torch-xla's table of types leaves out."""
     import torch_xla
     from torch_xla.core import xla_builder
 
@@ -148,7 +149,7 @@ _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
 
 
 def _check_operators(program: ExportedProgram) -> None:
-    """Refuses what torch-xla would compute on the CPU: placeholders have no values, so the process would end there."""
+    """Refuse what torch-xla would compute on the CPU: placeholders have no values, so the process would end there."""
     for node in program.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
             continue
@@ -162,8 +163,8 @@ def _check_operators(program: ExportedProgram) -> None:
 def _has_lowering(node: torch.fx.Node) -> bool:
     if node.target is torch.ops.aten._assert_tensor_metadata.default:
         return True
-    if complex_pairs.takes(node):
-        return complex_pairs.computes(node)
+    if has_complex(node):
+        return can_compute(node)
     if node.target in _COMPUTED_ELSEWHERE:
         return False
     if node.target in _INDEXED and any(map(_is_mask, cast(Sequence[Any], node.args[1]))):
@@ -177,14 +178,14 @@ def _is_mask(index: torch.fx.Node | None) -> bool:
 
 
 def _module_path(node: torch.fx.Node) -> str:
-    """The dotted name of the module that a node comes from."""
+    """Return the dotted name of the module that a node comes from."""
     stack = node.meta.get("nn_module_stack") or {}
     path: str = list(stack.values())[-1][0] if stack else ""
     return path
 
 
-def _ordered(program: ExportedProgram, values: Sequence[Tensor]) -> list[Tensor]:
-    """torch.export returns mutated buffers first, in an order of its own: here the step's outputs are first."""
+def _order_results(program: ExportedProgram, values: Sequence[Tensor]) -> list[Tensor]:
+    """Put the step's outputs first; torch.export returns mutated buffers first, in an order of its own."""
     user, states = [], {}
     for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
         if spec.kind == OutputKind.BUFFER_MUTATION:
@@ -196,5 +197,5 @@ def _ordered(program: ExportedProgram, values: Sequence[Tensor]) -> list[Tensor]
 
 
 def placeholders(program: ExportedProgram) -> list[torch.fx.Node]:
-    """What a program takes, in order."""
+    """Return a program's placeholders in order."""
     return [node for node in program.graph.nodes if node.op == "placeholder"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts worker.py in whatever interpreter runs this folder: `PYTHON FOLDER probe`, or `PYTHON FOLDER serve SOCKET MEMORY`.
+"""Starts worker.py in the interpreter that runs this folder: `PYTHON FOLDER probe`, or `PYTHON FOLDER serve SOCKET MEMORY`.
 
-The package has a name of its own here, so that the one that it is part of need not be installed, nor any folder be searched. An
-interpreter that is too old for the other files tells its version by this one.
+The package has a name of its own here, so the package around it need not be installed, and no folder is searched. An interpreter that is
+too old for the other files reports its version by this one.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 
 
 if __name__ == "__main__":
-    if sys.version_info < (3, 10):  # noqa: UP036  older ones run this file to tell theirs
+    if sys.version_info < (3, 10):  # noqa: UP036  older ones run this file, too
         sys.stdout.write(json.dumps({"python": sys.version.split()[0]}) + "\n")
         sys.exit(0)
     import importlib

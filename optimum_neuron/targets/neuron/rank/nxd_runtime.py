@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs NEFFs through neuronx-distributed's NxDModel: all ranks in this process (Inferentia2, Trainium1, Trainium2).
+"""NEFFs through neuronx-distributed's NxDModel: all ranks in this process (Inferentia2, Trainium1, Trainium2).
 
 The model object is built from NEFF and MetaNeff; its own file format, a pickle that other versions cannot read, is not used.
 """
@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .failures import doing
-from .metaneff import build_metaneff
-from .plan import Graph, RankPlan, carrier
-from .torch_arrays import from_array, to_array
+from .plan import RankGraph, RankPlan, carrier, from_array, to_array
+from .wire import doing
 
 
 class NxDGraphs:
@@ -33,39 +31,39 @@ class NxDGraphs:
         self._model = NxDModel(plan.world_size, state_initializer=initializer)
         for name, graph in plan.graphs.items():
             with doing(f"loading graph {name}"):
-                self._add(name, graph, input_names(plan.graphs.values()))
+                self._add_graph(name, graph, input_names(plan.graphs.values()))
         with doing("loading the weights"):
             self._model.set_weights(
                 [
-                    {name: from_array(each.read(), each.dtype) for each in weights for name in each.names}
+                    {name: from_array(each.read_array(), each.dtype) for each in weights for name in each.names}
                     for weights in plan.weights
                 ]
             )
             self._model.to_neuron()
         # Tensors in shared memory, which every second step uses again.
-        self._inputs = [_given(plan, half) for half in memory]
-        self._outputs = [_returned(plan, half) for half in memory]
+        self._inputs = [_view_inputs(plan, half) for half in memory]
+        self._outputs = [_view_outputs(plan, half) for half in memory]
 
-    def run(self, graph: str, half: int, read: Sequence[int]) -> None:
+    def run_step(self, graph: str, half: int, read: Sequence[int]) -> None:
         with doing(f"graph {graph}"):
             # It returns copies of all that rank 0 makes; its other modes take inputs that are on every rank's device.
             outputs = self._model(model_name=graph, **self._inputs[half][graph])
             for number in read:
                 self._outputs[half][graph][number].copy_(outputs[number])
 
-    def read(self, state: str) -> bytes:
+    def read_state(self, state: str) -> bytes:
         with doing(f"reading {state}"):
             parts = [self._model.read_from_neuron_buffer(state, rank) for rank in range(self._world_size)]
             return b"".join(to_array(part).tobytes() for part in parts)
 
-    def write(self, state: str, data: bytes | bytearray) -> None:
+    def write_state(self, state: str, data: bytes | bytearray) -> None:
         tensor = self._states[state]
         with doing(f"writing {state}"):
             parts = np.frombuffer(data, dtype=carrier(tensor.dtype)).reshape(self._world_size, *tensor.shape)
             for rank, part in enumerate(parts):
                 self._model.write_to_neuron_buffer(from_array(part.copy(), tensor.dtype), state, rank)
 
-    def _add(self, name: str, graph: Graph, every: Sequence[str]) -> None:
+    def _add_graph(self, name: str, graph: RankGraph, every: Sequence[str]) -> None:
         import torch
         from neuronx_distributed.trace import model_builder_utils as artifacts
         from torch_neuronx.proto import metaneff_pb2
@@ -89,16 +87,16 @@ class NxDGraphs:
         self._model.add(name, traced, artifacts.CompilationArtifacts(graph.neff))
 
 
-def _given(plan: RankPlan, memory: np.ndarray) -> dict[str, dict[str, Any]]:
-    """Each graph's inputs, in shared memory, by name."""
+def _view_inputs(plan: RankPlan, memory: np.ndarray) -> dict[str, dict[str, Any]]:
+    """Return each graph's inputs, in shared memory, by name."""
     return {
         name: {each.name: from_array(each.view(memory), each.dtype) for each in graph.inputs if each.role == "input"}
         for name, graph in plan.graphs.items()
     }
 
 
-def _returned(plan: RankPlan, memory: np.ndarray) -> dict[str, list[Any]]:
-    """Each graph's outputs that are no states, in shared memory."""
+def _view_outputs(plan: RankPlan, memory: np.ndarray) -> dict[str, list[Any]]:
+    """Return each graph's outputs that are no states, in shared memory."""
     return {
         name: [from_array(each.view(memory), each.dtype) for each in graph.outputs if each.alias_of is None]
         for name, graph in plan.graphs.items()
@@ -106,7 +104,7 @@ def _returned(plan: RankPlan, memory: np.ndarray) -> dict[str, list[Any]]:
 
 
 class _Reorder:
-    """Puts a step's inputs, which NxDModel passes in the order of all graphs' inputs, into the graph's own order."""
+    """A reordering of NxDModel's inputs, which follow all graphs' inputs, to a graph's own order."""
 
     def __init__(self, order: Sequence[int]) -> None:
         self.layout: Sequence[int] = tuple(order)
@@ -116,7 +114,62 @@ class _Reorder:
         return [inputs[index] for index in self.layout]
 
 
-def input_names(graphs: Iterable[Graph]) -> list[str]:
-    """The inputs of all graphs by name, each once: NxDModel has one signature for all of them."""
+def input_names(graphs: Iterable[RankGraph]) -> list[str]:
+    """Return the inputs of all graphs by name, each once: NxDModel has one signature for all of them."""
     names = (each.name for graph in graphs for each in graph.inputs if each.role == "input")
     return list(dict.fromkeys(names))
+
+
+_TYPES = {"input": "USER_INPUT", "state": "INPUT_STATE", "weight": "INPUT_WEIGHT"}
+_DATA_TYPES = {
+    "float32": "FLOAT",
+    "bfloat16": "BFLOAT16",
+    "float16": "FLOAT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "int8": "INT8",
+    "uint8": "UINT8",
+    "bool": "BOOL",
+}
+
+
+def build_metaneff(graph: RankGraph, schema: Any) -> Any:
+    """Build the MetaNeff message that torch-neuronx makes when it traces: user inputs, states and weights, in this order.
+
+    Args:
+        schema: `torch_neuronx.proto.metaneff_pb2`.
+
+    Raises:
+        ValueError: the parameters are in another order, or have a type that the runtime does not know.
+    """
+    roles = [binding.role for binding in graph.inputs]
+    if roles != sorted(roles, key=list(_TYPES).index):
+        raise ValueError(
+            "neuronx-distributed takes inputs before states before weights; lower the graph in this order"
+        )
+    message = schema.MetaNeff()
+    for index, binding in enumerate(graph.inputs):
+        tensor = _add_tensor(message.input_tensors, f"input{index}", binding, schema)
+        tensor.type = getattr(schema.MetaTensor.Type, _TYPES[binding.role])
+        if binding.role == "input":
+            tensor.user_input_key = binding.name.encode()
+        else:
+            tensor.checkpoint_key = binding.name.encode()
+    positions = {binding.name: index for index, binding in enumerate(graph.inputs)}
+    for index, output in enumerate(graph.outputs):
+        _add_tensor(message.output_tensors, f"output{index}", output, schema)
+        if output.alias_of is not None:
+            message.output_aliases_to[index] = positions[output.alias_of]
+    return message
+
+
+def _add_tensor(tensors: Any, name: str, binding: Any, schema: Any) -> Any:
+    if binding.dtype not in _DATA_TYPES:
+        raise ValueError(
+            f"{binding.name} has type {binding.dtype}, which torch-neuronx does not take; use {', '.join(_DATA_TYPES)}"
+        )
+    tensor = tensors.add()
+    tensor.name = name.encode()
+    tensor.shape.extend(binding.shape)
+    tensor.data_type = getattr(schema.MetaTensor.DataType, _DATA_TYPES[binding.dtype])
+    return tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which packages of the Neuron SDK are installed: found by looking at their files, as importing one starts its runtime.
+"""Packages of the Neuron SDK that are installed: found by their files, as importing one starts its runtime.
 
 The public package index has placeholders of these names, which hold an `__init__.py` that raises, or are no module at all.
 """
@@ -37,16 +37,13 @@ RUNTIME_PACKAGES = (NRTPY, TORCH_LITE, TORCH_NEURONX, NEURONX_DISTRIBUTED)
 
 
 def package_problem(package: Package) -> str | None:
-    """Why a package cannot be used, with the remedy; None where it can. Imports nothing.
-
-    Raises nothing: a package that cannot be looked at is one that cannot be used.
-    """
-    folders = _folders(package.module)
+    """Return why a package cannot be used, with the remedy; None where it can. Imports and raises nothing."""
+    folders = _find_folders(package.module)
     if not folders:
         if installed_version(package.distribution) is None:
             return f"{package.distribution} is not installed; {SETUP}"
         return f"the installed {package.distribution} is a placeholder without code; {SETUP}"
-    if any(_has(folder, package.evidence) for folder in folders):
+    if any(_has_evidence(folder, package.evidence) for folder in folders):
         return None
     if all(_is_placeholder(folder) for folder in folders):
         return f"the installed {package.distribution} is a placeholder without code ({folders[0]}); {SETUP}"
@@ -54,19 +51,19 @@ def package_problem(package: Package) -> str | None:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _folders(module: str) -> list[Path]:
+def _find_folders(module: str) -> list[Path]:
     spec = importlib.util.find_spec(module)
     return [Path(path) for path in (spec.submodule_search_locations or ())] if spec is not None else []
 
 
-def _has(folder: Path, evidence: str) -> bool:
+def _has_evidence(folder: Path, evidence: str) -> bool:
     if (folder / evidence).is_dir() or (folder / f"{evidence}.py").is_file():
         return True
     source = folder / "__init__.py"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a rank and its parent: JSON and bytes behind a head that says how many, through a socket pair."""
+"""Messages between a rank and its parent, through a socket pair: a head with sizes, JSON, bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import socket
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -32,7 +34,7 @@ class Channel:
         self._socket.close()
 
     def send(self, message: dict[str, Any], data: bytes = b"", timeout: float | None = None) -> None:
-        """Sends a message with data.
+        """Send a message with data.
 
         Args:
             timeout: seconds until the other side has taken it.
@@ -47,7 +49,7 @@ class Channel:
             self._socket.sendall(data)
 
     def receive(self, timeout: float | None = None, most: int | None = None) -> tuple[dict[str, Any], bytearray]:
-        """The next message, whole, and its data.
+        """Return the next message, whole, and its data.
 
         Args:
             timeout: seconds.
@@ -59,20 +61,20 @@ class Channel:
             WireError: it is none.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        head = self._read(_HEAD.size, deadline)
+        head = self._read_bytes(_HEAD.size, deadline)
         mark, length, size = _HEAD.unpack(head)
         if mark != _MARK or length > _LARGEST_JSON or (most is not None and size > most):
             raise WireError(f"a message cannot begin with {bytes(head)!r}")
-        text = self._read(length, deadline)
+        text = self._read_bytes(length, deadline)
         try:
             message = json.loads(text)
         except ValueError as error:
             raise WireError(f"{bytes(text[:80])!r} is no JSON ({error})") from None
         if not isinstance(message, dict):
             raise WireError(f"{bytes(text[:80])!r} is no JSON object")
-        return message, self._read(size, deadline)
+        return message, self._read_bytes(size, deadline)
 
-    def _read(self, size: int, deadline: float | None) -> bytearray:
+    def _read_bytes(self, size: int, deadline: float | None) -> bytearray:
         data = bytearray(size)
         view, done = memoryview(data), 0
         while done < size:
@@ -89,3 +91,28 @@ class Channel:
                 raise EOFError
             done += count
         return data
+
+
+class RankError(Exception):
+    """A failure of a runtime or its package.
+
+    Attributes:
+        doing: for the message.
+        missing: whether the package could not be imported.
+    """
+
+    def __init__(self, doing: str, error: Exception) -> None:
+        super().__init__(str(error).strip() or type(error).__name__)
+        self.doing = doing
+        self.missing = isinstance(error, ImportError)
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Name what was done when something inside raised."""
+    try:
+        yield
+    except RankError:
+        raise
+    except Exception as error:
+        raise RankError(what, error) from error

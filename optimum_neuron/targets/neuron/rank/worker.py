@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a rank, or of all: `probe` tells what this interpreter has, `serve SOCKET MEMORY` answers commands.
+"""The process of a rank, or of all: `probe` describes this interpreter, `serve SOCKET MEMORY` answers commands.
 
 SOCKET and MEMORY are descriptors. The first command holds the plan to load; the process ends when the socket does.
 """
@@ -13,21 +13,20 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .failures import RankError, doing
 from .packages import RUNTIME_PACKAGES, installed_version, package_problem
-from .wire import Channel
+from .wire import Channel, RankError, doing
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`probe`, or `serve SOCKET MEMORY`."""
+    """Run `probe`, or `serve SOCKET MEMORY`."""
     if arguments[0] == "probe":
-        sys.stdout.write(json.dumps(_describe()) + "\n")
+        sys.stdout.write(json.dumps(_describe_interpreter()) + "\n")
         return
-    _serve(Channel(socket.socket(fileno=int(arguments[1]))), int(arguments[2]))
+    _serve_commands(Channel(socket.socket(fileno=int(arguments[1]))), int(arguments[2]))
 
 
-def _describe() -> dict[str, Any]:
-    """What there is to run graphs with; no runtime is imported, as that starts it."""
+def _describe_interpreter() -> dict[str, Any]:
+    """Describe the packages to run graphs with; no runtime is imported, as that starts it."""
     found: dict[str, Any] = {"python": sys.version.split()[0], "numpy": None, "numpy_problem": None}
     try:
         import numpy
@@ -40,7 +39,7 @@ def _describe() -> dict[str, Any]:
     return found
 
 
-def _serve(channel: Channel, memory: int) -> None:
+def _serve_commands(channel: Channel, memory: int) -> None:
     graphs: Any = None
     while True:
         try:
@@ -51,39 +50,33 @@ def _serve(channel: Channel, memory: int) -> None:
         result = b""
         try:
             if "load" in command:
-                graphs = _load(command["load"], memory)
+                graphs = _load_graphs(command["load"], memory)
             elif "run" in command:
                 for graph, read in command["run"]:
-                    graphs.run(graph, command["half"], read)
+                    graphs.run_step(graph, command["half"], read)
             elif "read" in command:
-                result = graphs.read(command["read"])
+                result = graphs.read_state(command["read"])
             else:
-                graphs.write(command["write"], data)
+                graphs.write_state(command["write"], data)
         except RankError as error:
             answer = {"error": str(error), "doing": error.doing, "missing": error.missing}
         channel.send(answer, result)
 
 
-def _load(data: object, memory: int) -> Any:
+def _load_graphs(data: object, memory: int) -> Any:
     import numpy as np
 
-    from .core import CoreGraphs, Device
+    from .core import CoreGraphs
     from .plan import HALVES, RankPlan
 
     with doing("reading what to load"):
         plan = RankPlan.from_dict(data)
     shared = np.frombuffer(mmap.mmap(memory, HALVES * plan.memory), dtype=np.uint8).reshape(HALVES, plan.memory)
-    device: Device
-    if plan.runtime == "nrtpy":
-        from .nrt_runtime import NrtDevice
-
-        device = NrtDevice(plan.ranks[0], plan.world_size)
-    elif plan.runtime == "libtorch-neuronx-lite":
-        from .lite_runtime import LiteDevice
-
-        device = LiteDevice(plan.ranks[0], plan.world_size)
-    else:
+    if plan.runtime == "neuronx-distributed":
         from .nxd_runtime import NxDGraphs
 
         return NxDGraphs(plan, shared)
-    return CoreGraphs(device, plan, shared)
+    from .core_runtimes import LiteDevice, NrtDevice
+
+    kind = NrtDevice if plan.runtime == "nrtpy" else LiteDevice
+    return CoreGraphs(kind(plan.ranks[0], plan.world_size), plan, shared)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs compiled graphs on Neuron devices, or lowered ones by XLA on the CPU."""
+"""Execution of compiled graphs on Neuron devices, or of lowered ones by XLA on the CPU."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs lowered graphs on this machine's CPU: the very bytes that the Neuron compiler gets, executed by XLA."""
+"""Execution of lowered graphs on this machine's CPU: XLA runs the very bytes that the Neuron compiler gets."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from pathlib import Path
 from torch import Tensor
 
 from ....step.spec import LOGITS
-from ..graph_files import read_hlo
-from ..graph_io import GraphIO
-from ..lowering import hlo
+from ..graphs import hlo
+from ..graphs.io import GraphIO, read_hlo
 from ..lowering.kernel_calls import by_reference
-from .ahead import AheadExecutable
-from .draws import draws
-from .idle import idle_inputs
+from .ahead import AheadExecutable, find_draws, idle_inputs
 
 
 class HloProgram:
-    """One graph; parameters and results are those of its GraphIO, in order."""
+    """A graph with the parameters and results of its GraphIO, in order."""
 
     def __init__(self, path: Path, io: GraphIO) -> None:
-        """Raises ValueError, which names the file, where it is not the graph that `io` describes."""
+        """Load a graph; raise ValueError, which names the file, where it is not the one that `io` describes."""
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         import torch_xla
         from torch_xla.core import xla_builder
@@ -41,8 +38,8 @@ class HloProgram:
         self._target = f"xla::{path.stem}"
         self._computation = xla_builder.computation_from_module_proto(path.stem, by_reference(data))
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """All results from all parameters: tensors on `device`, computed when the call returns."""
+    def run_program(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return all results from all parameters: tensors on `device`, computed when the call returns."""
         import torch_xla
 
         results: list[Tensor] = torch_xla._XLAC._xla_user_computation(self._target, list(inputs), self._computation)
@@ -53,8 +50,8 @@ class HloProgram:
 class HloExecutable(AheadExecutable):
     """Lowered graphs that share weights and KV state, all on XLA's CPU device.
 
-    XLA gives every result memory of its own, so a state is replaced by its new value after each run. A step that is started is
-    computed at once, and what is not read stays on XLA's device: as with a device that runs ahead, but for the time.
+    XLA gives every result memory of its own, so a state is replaced by its new value after each run. `start` computes a step at once, and
+    results that nothing reads stay on XLA's device, as on a device that runs ahead.
     """
 
     def __init__(
@@ -64,7 +61,11 @@ class HloExecutable(AheadExecutable):
         weights: dict[str, Tensor],
         states: dict[str, Tensor],
     ) -> None:
-        """Args: calls: the names of a step's inputs, in order; a graph that is left out takes those that it uses."""
+        """Bind programs to weights and states.
+
+        Args:
+            calls: the names of a step's inputs, in order; a graph that is left out takes those that it uses.
+        """
         super().__init__(programs)
         self._programs = programs
         device = next(iter(programs.values())).device
@@ -74,18 +75,18 @@ class HloExecutable(AheadExecutable):
         self._states = {name: state.to(device) for name, state in states.items()}
         self._calls = {name: program.io.names("input") for name, program in programs.items()} | dict(calls)
         described = {name: program.io for name, program in programs.items()}
-        self._draws, self._idle = draws(calls, described), idle_inputs(described, calls)
+        self._draws, self._idle = find_draws(calls, described), idle_inputs(described, calls)
 
     def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Callable[[], Sequence[Tensor | None]]:
-        outputs = self._run(graph, inputs)
+        outputs = self._run_graph(graph, inputs)
         for draw in self._draws.get(graph, ()):
             if draw.is_due(inputs):
-                (outputs[draw.tokens],) = self._run(draw.graph, draw.inputs(inputs))
+                (outputs[draw.tokens],) = self._run_graph(draw.graph, draw.take_inputs(inputs))
         names = [each.name for each in self._programs[graph].io.outputs if each.alias_of is None]
         wanted = [logits or not name.endswith(LOGITS) for name in names]
         return lambda: [_to_host(each) if is_wanted else None for each, is_wanted in zip(outputs, wanted, strict=True)]
 
-    def _run(self, graph: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _run_graph(self, graph: str, inputs: Sequence[Tensor]) -> list[Tensor]:
         program, given = self._programs[graph], dict(zip(self._calls[graph], inputs, strict=True))
         bound = self._weights | self._states
         arguments = [
@@ -93,7 +94,7 @@ class HloExecutable(AheadExecutable):
             for binding in program.io.inputs
         ]
         outputs = []
-        for output, result in zip(program.io.outputs, program.run(arguments), strict=True):
+        for output, result in zip(program.io.outputs, program.run_program(arguments), strict=True):
             if output.alias_of is None:
                 outputs.append(result)
             else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python of the ranks' processes: this one, or one that an option or a variable names; asked what it has before any starts."""
+"""The Python of the ranks' processes: this one, or that of an option or a variable. It describes itself before a rank starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from ....kernels.host.processes import Processes, TiedProcess
 from ..rank import __file__ as _rank_init
 from ..rank.packages import RUNTIME_PACKAGES
-from ..sdk.stacks import Found
+from ..sdk.stacks import InstalledRuntimes
 
 
 PYTHON_VARIABLE = "OPTIMUM_NEURON_RANK_PYTHON"
@@ -28,7 +28,7 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 _ANSWERED = {"python", "numpy", "numpy_problem", "torch", "packages"}
 _PACKAGES = {each.distribution for each in RUNTIME_PACKAGES}
 _ANSWER_TIMEOUT = 120.0  # seconds; importing numpy from a cold disk takes some
-_LARGEST_ANSWER = 1 << 20  # bytes; an interpreter's takes some hundred, beside the warnings of its packages
+_LARGEST_ANSWER = 1 << 20  # bytes; an answer takes some hundred, and its packages may warn
 _INSTEAD = "name the Python of an environment that has numpy and a Neuron runtime"
 # Of this interpreter: another one has packages of its own.
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__")
@@ -36,24 +36,19 @@ _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__")
 
 @dataclass(frozen=True)
 class Interpreter:
-    """An interpreter that can hold a rank.
-
-    Attributes:
-        path: the program.
-        own: whether it is this process's.
-    """
+    """An interpreter that can hold a rank; `own` says that it is this process's."""
 
     path: str
     own: bool
-    found: Found
+    found: InstalledRuntimes
 
     def command(self, *arguments: str) -> list[str]:
-        """Starts the rank's side in it."""
-        return _command(self.path, *arguments)
+        """Return the command that starts the rank's side in it."""
+        return _make_command(self.path, *arguments)
 
     def environment(self) -> dict[str, str]:
-        """What it inherits."""
-        return _environment(self.own)
+        """Return the variables that it inherits."""
+        return _read_environment(self.own)
 
 
 def find_interpreter(named: str | None) -> Interpreter:
@@ -65,21 +60,21 @@ def find_interpreter(named: str | None) -> Interpreter:
     if program is None:
         raise RuntimeError(f"{where}: there is no such program; {_INSTEAD}")
     path = program
-    answer = _ask(where, path, own)
+    answer = _probe_interpreter(where, path, own)
     python = str(answer["python"])
     if answer["numpy"] is None:
         raise RuntimeError(
             f"{where} is Python {python} without a numpy that works ({answer['numpy_problem']}), and a rank needs one; "
             f"install it there: {path} -m pip install numpy"
         )
-    return Interpreter(path, own, Found(python, answer["torch"], answer["packages"]))
+    return Interpreter(path, own, InstalledRuntimes(python, answer["torch"], answer["packages"]))
 
 
-def _ask(where: str, path: str, own: bool) -> dict[str, Any]:
-    """What an interpreter has, as it says itself."""
+def _probe_interpreter(where: str, path: str, own: bool) -> dict[str, Any]:
+    """Return an interpreter's description of itself."""
     with Processes().start(
-        _command(path, "probe"),
-        env=_environment(own),
+        _make_command(path, "probe"),
+        env=_read_environment(own),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -98,7 +93,7 @@ def _ask(where: str, path: str, own: bool) -> dict[str, Any]:
         raise nonsense from None
     if version is None:
         raise nonsense
-    if tuple(map(int, version.groups())) < OLDEST_PYTHON:  # which tells nothing else
+    if tuple(map(int, version.groups())) < OLDEST_PYTHON:  # which answers nothing else
         least = ".".join(map(str, OLDEST_PYTHON))
         raise RuntimeError(f"{where} is Python {python}, and a rank needs {least} or later; {_INSTEAD}")
     packages = answer.get("packages")
@@ -108,7 +103,7 @@ def _ask(where: str, path: str, own: bool) -> dict[str, Any]:
 
 
 def _read_to_end(where: str, process: TiedProcess) -> tuple[bytes, bytes]:
-    """All that a process writes to its output and to its errors until it ends; RuntimeError where that is too late or too much."""
+    """Return a process's output and errors, whole; raise RuntimeError where they come too late or are too long."""
     late = RuntimeError(f"{where} did not say within {_ANSWER_TIMEOUT:.0f} s what it has; {_INSTEAD}")
     deadline = time.monotonic() + _ANSWER_TIMEOUT
     assert process.stdout is not None and process.stderr is not None
@@ -137,10 +132,10 @@ def _read_to_end(where: str, process: TiedProcess) -> tuple[bytes, bytes]:
     return said, complained
 
 
-def _command(path: str, *arguments: str) -> list[str]:
+def _make_command(path: str, *arguments: str) -> list[str]:
     # Without byte code: another version's does not belong into this package's folder.
     return [path, "-B", str(RANK_FOLDER), *arguments]
 
 
-def _environment(own: bool) -> dict[str, str]:
+def _read_environment(own: bool) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if own or name not in _OWN_VARIABLES}

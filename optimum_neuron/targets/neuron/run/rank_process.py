@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one rank, or of all, from its parent's side: started on its cores, asked and answered through a socket, ended."""
+"""The process of one rank, or of all, from its parent's side: started on its cores, asked through a socket, ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TAIL = 1500
 
 
 class RankProcess:
-    """A child that holds one logical core per rank of its own."""
+    """A child process that holds one logical core for each of its ranks."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class RankProcess:
 
     @property
     def grace(self) -> float:
-        """Seconds that it has to end by itself."""
+        """Return the seconds that it has to end by itself."""
         return CAPTURE_GRACE if self.captures else GRACE
 
     def send(self, command: dict[str, Any], data: bytes, timeout: float) -> None:
-        """Sends a command; where the process has died or does not listen, `receive` tells."""
+        """Send a command; where the process has died or does not listen, `receive` raises."""
         with contextlib.suppress(OSError):
             self.pipe.send(command, data, timeout)
 
     def receive(self, doing: str, timeout: float, most: int) -> tuple[NeuronRuntimeError | None, bytearray]:
-        """What went wrong in the process, if anything did, and the data of its answer.
+        """Return what went wrong in the process, or None, and the data of its answer.
 
         Args:
             timeout: seconds until the answer is whole.
@@ -87,49 +87,49 @@ class RankProcess:
                 return None, data
             text, step, missing = str(answer["error"]), str(answer["doing"]), bool(answer["missing"])
         except EOFError:
-            raise self._death(doing) from None
+            raise self._explain_death(doing) from None
         except (WireError, KeyError) as error:
             raise NeuronRuntimeError(
                 f"{doing} failed: the process of {self.name} answered what no rank says ({error}); load the model again, "
-                f"without what writes to the descriptors of other code there{self._tail()}"
+                f"without what writes to the descriptors of other code there{self._read_tail()}"
             ) from None
         failure = missing_library(text, step) if missing else runtime_error(text, step)
         prefix = f"{self.name}: " if self.plan.world_size > 1 else ""
         return NeuronRuntimeError(prefix + str(failure), code=failure.code, recoverable=failure.recoverable), data
 
-    def close(self) -> None:
-        """Kills what is left of the process, and frees what the parent holds for it."""
+    def end(self) -> None:
+        """Kill what is left of the process, and free what the parent holds for it."""
         self.process.end()
         self._log.close()
 
-    def _death(self, doing: str) -> NeuronRuntimeError:
+    def _explain_death(self, doing: str) -> NeuronRuntimeError:
         how = "closed its end"
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self.process.wait(self.grace)
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return NeuronRuntimeError(
-            f"{doing} failed: the process of {self.name} {how}; load the model again{self._tail()}"
+            f"{doing} failed: the process of {self.name} {how}; load the model again{self._read_tail()}"
         )
 
-    def _tail(self) -> str:
-        """The end of what the process printed."""
+    def _read_tail(self) -> str:
+        """Return the end of what the process printed."""
         text = os.pread(self._log.fileno(), 1 << 20, 0).decode("utf-8", errors="replace").strip()
         return f"\n{text[-_TAIL:]}" if text else ""
 
 
 def end_processes(ranks: Sequence[RankProcess]) -> None:
-    """Ends all processes together, as one may wait for another; kills those that do not end."""
+    """End all processes together, as one may wait for another; kill those that do not end."""
     for rank in ranks:
         rank.pipe.close()
     deadline = time.monotonic() + max((rank.grace for rank in ranks), default=0.0)
     for rank in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(0.0, deadline - time.monotonic()))
-        rank.close()
+        rank.end()
 
 
 def free_address() -> str:
-    """A place on this machine where the ranks can meet."""
+    """Return a place on this machine where the ranks can meet."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return f"localhost:{probe.getsockname()[1]}"
@@ -144,7 +144,7 @@ def rank_environment(
     timeout: float,
     capture: Path | None = None,
 ) -> dict[str, str]:
-    """What a process that takes these logical cores gets; what a user set of the runtime's own variables stays.
+    """Return the variables of a process that takes these logical cores; the user's own for the runtime stay.
 
     Args:
         timeout: seconds that a step may take.
@@ -157,7 +157,7 @@ def rank_environment(
         | capture_environment(inherited, capture)
         | {
             VISIBLE_CORES: ",".join(map(str, cores)),
-            # libtorch_neuronx_lite makes the first of the other two, where nobody has.
+            # libtorch_neuronx_lite makes the first of the other two, where there is none.
             "NEURON_RT_ROOT_COMM_ID": address,
             "MASTER_ADDR": host,
             "MASTER_PORT": port,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs in processes of their own, one per rank or one for all: each rank holds one logical core, and all run the same step at once.
+"""Graphs in processes of their own, one per rank or one for all; each rank holds one logical core, and all run the same step.
 
 Inputs and rank 0's outputs pass through memory that all processes map; commands and answers through a socket per process.
 """
@@ -20,19 +20,17 @@ import torch
 from torch import Tensor
 
 from ....step.spec import LOGITS
+from ... import Executable
 from ...rank_options import IN_ENVIRONMENT, RankOptions
 from ..rank.plan import HALVES
+from ..sdk.devices import check_devices
 from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, step_timeout
 from ..sdk.runtime_errors import NeuronRuntimeError
-from .ahead import AheadExecutable
-from .draws import Draw, draws
-from .idle import idle_inputs
-from .interpreter import Interpreter
-from .load_plan import LoadPlan
-from .rank_plan import rank_plan
+from ..sdk.stacks import NXD, choose_runtime
+from .ahead import AheadExecutable, Draw, find_draws, idle_inputs
+from .interpreter import Interpreter, find_interpreter
+from .load_plan import LoadPlan, SharedTensors, join_states, rank_plan, split_state
 from .rank_process import RankProcess, end_processes, free_address, rank_environment
-from .shared_tensors import SharedTensors
-from .state_parts import join_states, split_state
 
 
 _LOAD_TIMEOUT = 3600.0  # seconds; every rank reads its weights from disk
@@ -41,7 +39,7 @@ _SLACK = 15.0
 
 
 class StartedStep:
-    """A step that the ranks were told to run; called, it waits for its end and gives its outputs; see `Executable.start`.
+    """A step that the ranks run; a call waits for its end and returns its outputs; see `Executable.start`.
 
     Attributes:
         outputs: None until the ranks have answered, and where they failed.
@@ -54,27 +52,25 @@ class StartedStep:
 
     def __call__(self) -> Sequence[Tensor | None]:
         if self.outputs is None and self.error is None:
-            self._executable.settle(self)
+            self._executable.settle_step(self)
         if self.outputs is None:
             assert self.error is not None
             raise self.error
         return self.outputs
 
-    def take(self) -> None:
-        """Copies its outputs, before the next step but one is told where they lie."""
+    def copy_outputs(self) -> None:
+        """Copy its outputs, before the next step but one overwrites them."""
         self.outputs = [None if each is None else each.clone() for each in self._shared]
 
 
 class RankedExecutable(AheadExecutable):
-    """Loaded graphs of all ranks, each in a process of its own.
+    """Loaded graphs of all ranks in processes of their own.
 
-    Ranks run steps in the order in which they are told of them. The next one is on its way while one runs, so that no rank waits
-    for this process between them.
-
-    A state as `read_state` gives it is what all ranks hold, joined along the heads.
+    Ranks run steps in the order of `start`. The next one is on its way while one runs, so no rank waits for this process between them.
+    `read_state` joins what all ranks hold.
 
     Attributes:
-        close: ends the processes and frees the cores; happens by itself when the object or this process ends.
+        close: ends the processes and frees the cores, also when the object or this process ends.
     """
 
     def __init__(
@@ -86,12 +82,12 @@ class RankedExecutable(AheadExecutable):
         cores: Sequence[int],
         options: RankOptions = IN_ENVIRONMENT,
     ) -> None:
-        """Starts the processes and waits until all have loaded.
+        """Start the processes and wait until all have loaded.
 
         Args:
             groups: the ranks of each process, in order.
             cores: a logical core for each rank.
-            options: their interpreter is found already.
+            options: of the processes; `interpreter` is theirs.
 
         Raises:
             NeuronRuntimeError: one of them could not; none is left.
@@ -103,7 +99,7 @@ class RankedExecutable(AheadExecutable):
         self._tensors = SharedTensors(plan)
         self._ended: NeuronRuntimeError | None = None
         self._states = plan.states()
-        self._draws = draws(plan.calls, plan.graphs)
+        self._draws = find_draws(plan.calls, plan.graphs)
         self._returned = {
             name: [each.name for each in io.outputs if each.alias_of is None] for name, io in plan.graphs.items()
         }
@@ -121,7 +117,7 @@ class RankedExecutable(AheadExecutable):
                 captures = options.capture is not None
                 self._ranks.append(RankProcess(interpreter, load, environment, self._tensors.file, captures=captures))
             commands = [{"load": rank.plan.to_dict()} for rank in self._ranks]
-            self._ask("loading the model", commands, _LOAD_TIMEOUT)
+            self._ask_ranks("loading the model", commands, _LOAD_TIMEOUT)
         except BaseException:
             self.close()
             raise
@@ -129,20 +125,16 @@ class RankedExecutable(AheadExecutable):
             os.close(self._tensors.file)
 
     def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> StartedStep:
-        """As `Executable.start`.
-
-        Raises:
-            NeuronRuntimeError: a rank failed or died, in a step that was started before; where the others cannot go on, all later calls raise the same.
-        """
+        """Start a step; raise NeuronRuntimeError of an earlier step, and again in all later calls where ranks cannot continue."""
         while len(self._underway) >= HALVES:
             self._settle_first()
         self._check_open()
         half = self._half
         due = [draw for draw in self._draws.get(graph, ()) if draw.is_due(inputs)]
-        self._put(graph, inputs, half)
+        self._put_inputs(graph, inputs, half)
         for draw in due:
-            self._put(draw.graph, draw.inputs(inputs), half)
-        read = self._read(graph, due, logits=logits)
+            self._put_inputs(draw.graph, draw.take_inputs(inputs), half)
+        read = self._wanted_outputs(graph, due, logits=logits)
         runs = [(graph, read), *((draw.graph, [0]) for draw in due)]
         # A sampler's tokens lie where the step's would.
         wanted = {*read, *(draw.tokens for draw in due)}
@@ -155,8 +147,8 @@ class RankedExecutable(AheadExecutable):
         self._half = (half + 1) % HALVES
         return step
 
-    def settle(self, step: StartedStep) -> None:
-        """Waits until the ranks have answered a step, and those before it."""
+    def settle_step(self, step: StartedStep) -> None:
+        """Wait until the ranks have answered a step, and those before it."""
         while step in self._underway:
             self._settle_first()
         if step.outputs is None and step.error is None:
@@ -166,12 +158,12 @@ class RankedExecutable(AheadExecutable):
         self._check_open()
         step = self._underway.popleft()
         with self._ending_on_failure(step.doing):
-            _, step.error = self._collect(step.doing, self._limit + _SLACK, 0)
+            _, step.error = self._collect_answers(step.doing, self._limit + _SLACK, 0)
         if step.error is None:
-            step.take()
+            step.copy_outputs()
 
-    def _read(self, graph: str, due: Sequence[Draw], *, logits: bool) -> list[int]:
-        """The numbers of a step's outputs that somebody wants: no tokens that a sampler replaces."""
+    def _wanted_outputs(self, graph: str, due: Sequence[Draw], *, logits: bool) -> list[int]:
+        """Return the numbers of a step's outputs that the caller reads, without tokens that a sampler replaces."""
         replaced = {draw.tokens for draw in due}
         return [
             number
@@ -179,7 +171,7 @@ class RankedExecutable(AheadExecutable):
             if (logits or not name.endswith(LOGITS)) and number not in replaced
         ]
 
-    def _put(self, graph: str, inputs: Sequence[Tensor], half: int) -> None:
+    def _put_inputs(self, graph: str, inputs: Sequence[Tensor], half: int) -> None:
         for shared, tensor in zip(self._tensors.inputs[half][graph], inputs, strict=True):
             if shared is not None:
                 shared.copy_(tensor)
@@ -191,7 +183,9 @@ class RankedExecutable(AheadExecutable):
         binding = self._states[name]
         dtype = getattr(torch, binding.dtype)
         size = math.prod(binding.shape) * dtype.itemsize
-        answers = self._ask(f"reading {name}", self._all({"read": name}), self._limit + _SLACK, size=size)
+        answers = self._ask_ranks(
+            f"reading {name}", self._repeat_command({"read": name}), self._limit + _SLACK, size=size
+        )
         parts = torch.cat([torch.frombuffer(data, dtype=dtype) for data in answers])
         return join_states(list(parts.view(self._plan.world_size, *binding.shape)))
 
@@ -202,12 +196,12 @@ class RankedExecutable(AheadExecutable):
             raise ValueError(f"state {name} has shape {list(binding.shape)} on a rank, not {list(parts[0].shape)}")
         flat = [part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts]
         data = [b"".join(flat[rank] for rank in process.plan.ranks) for process in self._ranks]
-        self._ask(f"writing {name}", self._all({"write": name}), self._limit + _SLACK, data)
+        self._ask_ranks(f"writing {name}", self._repeat_command({"write": name}), self._limit + _SLACK, data)
 
-    def _all(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+    def _repeat_command(self, command: dict[str, Any]) -> list[dict[str, Any]]:
         return [command] * len(self._ranks)
 
-    def _ask(
+    def _ask_ranks(
         self,
         doing: str,
         commands: Sequence[dict[str, Any]],
@@ -215,14 +209,14 @@ class RankedExecutable(AheadExecutable):
         data: Sequence[bytes] | None = None,
         size: int = 0,
     ) -> list[bytearray]:
-        """Sends each process a command, with its data; returns the data of their answers, `size` bytes per rank at most."""
+        """Send each process a command, with its data; return the data of their answers, `size` bytes per rank at most."""
         while self._underway:
             self._settle_first()
         self._check_open()
         with self._ending_on_failure(doing):
             for rank, command, each in zip(self._ranks, commands, data or [b""] * len(commands), strict=True):
                 rank.send(command, each, timeout)
-            answers, error = self._collect(doing, timeout, size)
+            answers, error = self._collect_answers(doing, timeout, size)
         if error is not None:
             raise error
         return [answers[rank] for rank in self._ranks]
@@ -233,10 +227,10 @@ class RankedExecutable(AheadExecutable):
         if not self.close.alive:
             raise RuntimeError("the model was closed; load it again")
 
-    def _collect(
+    def _collect_answers(
         self, doing: str, timeout: float, size: int
     ) -> tuple[dict[RankProcess, bytearray], NeuronRuntimeError | None]:
-        """Return every process's answer, and the error that one can recover from; raise NeuronRuntimeError for any other."""
+        """Return every process's answer, and a recoverable error; raise NeuronRuntimeError for any other."""
         answers: dict[RankProcess, bytearray] = {}
         error: NeuronRuntimeError | None = None
         deadline = time.monotonic() + timeout
@@ -244,13 +238,13 @@ class RankedExecutable(AheadExecutable):
             waiting: dict[Any, RankProcess] = {rank.pipe: rank for rank in self._ranks if rank not in answers}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise error or self._silence(doing, timeout, list(waiting.values()))
+                raise error or self._explain_silence(doing, timeout, list(waiting.values()))
             for rank in (waiting[pipe] for pipe in waiting if pipe in ready):
                 try:
                     left = max(0.0, deadline - time.monotonic())
                     failure, answers[rank] = rank.receive(doing, left, size * len(rank.plan.ranks))
                 except TimeoutError:
-                    raise error or self._silence(doing, timeout, [rank]) from None
+                    raise error or self._explain_silence(doing, timeout, [rank]) from None
                 if failure is not None and error is None:
                     # The others wait for this rank in a collective, until the runtime ends that.
                     error, deadline = failure, time.monotonic() + self._limit + _SLACK
@@ -258,7 +252,7 @@ class RankedExecutable(AheadExecutable):
             raise error
         return answers, error
 
-    def _silence(self, doing: str, timeout: float, silent: Sequence[RankProcess]) -> NeuronRuntimeError:
+    def _explain_silence(self, doing: str, timeout: float, silent: Sequence[RankProcess]) -> NeuronRuntimeError:
         who = ", ".join(rank.name for rank in silent)
         message = f"{doing} failed: {who} did not answer within {timeout:g} s"
         if timeout == self._limit + _SLACK:
@@ -270,7 +264,7 @@ class RankedExecutable(AheadExecutable):
 
     @contextmanager
     def _ending_on_failure(self, doing: str) -> Iterator[None]:
-        """Ends all ranks where one failed for good, and where an answer was not waited for: it would answer the next step."""
+        """End all ranks where one failed for good, and where an answer was not awaited: it would answer the next step."""
         try:
             yield
         except BaseException as error:
@@ -279,3 +273,21 @@ class RankedExecutable(AheadExecutable):
             self._ended = NeuronRuntimeError(message, code=getattr(error, "code", None))
             self.close()
             raise
+
+
+def load_graphs(plan: LoadPlan, options: RankOptions = IN_ENVIRONMENT) -> Executable:
+    """Load compiled graphs onto this machine's devices.
+
+    Raises:
+        RuntimeError: the devices, interpreter or packages do not fit, or a device failed (NeuronRuntimeError).
+        FileNotFoundError: a compiled graph is missing.
+        ValueError: the weights are not those of the graphs, or an option has no such value.
+    """
+    for graph in plan.graphs:
+        plan.neff(graph)
+    cores = check_devices(plan.target, plan.lnc, plan.world_size)
+    interpreter = find_interpreter(options.python)
+    runtime = choose_runtime(plan.target, interpreter.found, interpreter.path)
+    # NxDModel holds all ranks in one process; the others join theirs through the device's own collectives.
+    groups = [tuple(range(plan.world_size))] if runtime == NXD else [(rank,) for rank in range(plan.world_size)]
+    return RankedExecutable(plan, runtime, interpreter, groups, cores, options)

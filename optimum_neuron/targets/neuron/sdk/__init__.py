@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the AWS Neuron SDK and its hardware: packages, devices, chips, flags, error codes."""
+"""Facts of the AWS Neuron SDK and its hardware: packages, devices, chips, flags, error codes."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CompilerRule:
-    """What an NCC code stands for."""
+    """The meaning of an NCC code."""
 
     rule: str
     remedy: str
@@ -94,7 +94,7 @@ _TAIL, _CODES_SHOWN = 1500, 2
 
 
 def explain_codes(output: str) -> str:
-    """The NCC codes in a compiler's output with rule and remedy; empty where it names none."""
+    """Return the NCC codes in a compiler's output with rule and remedy; nothing where it names none."""
     codes = list(dict.fromkeys(_CODE.findall(output)))[:_CODES_SHOWN]
     parts = []
     for code in codes:
@@ -104,7 +104,7 @@ def explain_codes(output: str) -> str:
 
 
 def explain_failure(status: int, output: str) -> str:
-    """Why a compiler that ended with `status` failed, from what it wrote: one sentence, then the end of its output."""
+    """Explain a compiler that ended with `status`: one sentence, then the end of its output."""
     reason = explain_codes(output)
     if not reason and "No space left on device" in output:
         reason = "the disk is full; free space, or set TMPDIR and OPTIMUM_NEURON_CACHE to another disk"

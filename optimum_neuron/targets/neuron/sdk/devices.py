@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Neuron devices this machine has, and whether an artifact's graphs fit them. Starts no runtime."""
+"""The Neuron devices of this machine, and whether an artifact's graphs fit them. Starts no runtime."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class NeuronDevices:
     """The Neuron devices of a machine.
 
     Attributes:
-        generation: as targets are named; None where neither neuron-ls nor the firmware tells.
-        physical_cores: of all devices together; None where it is not known.
+        generation: as targets are named; None where neither neuron-ls nor the firmware shows it.
+        physical_cores: of all devices together; None where it is unknown.
     """
 
     generation: str | None
@@ -38,7 +38,7 @@ class NeuronDevices:
 
 
 def find_devices() -> NeuronDevices | None:
-    """The machine's Neuron devices, or None where it has none."""
+    """Return the machine's Neuron devices, or None."""
     listed = _list_devices()
     nodes = [node for node in _DEVICE_FOLDER.glob("neuron*") if node.name.removeprefix("neuron").isdigit()]
     if not listed and not nodes:
@@ -47,7 +47,7 @@ def find_devices() -> NeuronDevices | None:
     match = _GENERATION.match(instance)
     generation = match.group(1) if match else None
     if listed:
-        # The tool counts logical cores, of a size that it tells where there is a choice.
+        # The tool counts logical cores, of a size that it shows where there is a choice.
         cores = [int(entry.get("nc_count", 0)) * int(entry.get("logical_neuroncore_config") or 1) for entry in listed]
         return NeuronDevices(generation, len(listed), sum(cores))
     if generation is None:
@@ -57,11 +57,7 @@ def find_devices() -> NeuronDevices | None:
 
 
 def resolve_neuron_target(name: str) -> str:
-    """The Neuron target of a name; "auto" is this machine's.
-
-    Raises:
-        ValueError: there is no such target, or "auto" finds no device whose generation is known.
-    """
+    """Return the Neuron target of a name; "auto" is this machine's, or raises ValueError where it has none that is known."""
     if name == "auto":
         found = find_devices()
         if found is None or found.generation is None:
@@ -74,7 +70,7 @@ def resolve_neuron_target(name: str) -> str:
 
 
 def resolve_lowered_target(name: str) -> str:
-    """The target whose graphs and rules are meant: as `resolve_neuron_target`, or "hlo"."""
+    """Return the target of graphs and rules: as `resolve_neuron_target`, or "hlo"."""
     return name if name == "hlo" else resolve_neuron_target(name)
 
 
@@ -106,7 +102,7 @@ def check_devices(target: str, lnc: int, world_size: int, replicas: int = 1) -> 
 
 
 def take_replica_cores(replica: int, world_size: int) -> None:
-    """Makes the process of a replica take its own cores, which follow those of the replicas before it on this machine.
+    """Make the process of a replica take its own cores, which follow those of the replicas before it on this machine.
 
     Raises:
         RuntimeError: fewer are visible.
@@ -120,7 +116,7 @@ def take_replica_cores(replica: int, world_size: int) -> None:
 
 def _take_cores(present: int | None, world_size: int, visible: str | None, replicas: int = 1) -> list[int]:
     wanted = world_size * replicas
-    cores = list(range(wanted if present is None else present)) if visible is None else _ranges(visible)
+    cores = list(range(wanted if present is None else present)) if visible is None else _parse_cores(visible)
     if len(cores) < wanted:
         source = f"{VISIBLE_CORES}={visible} names" if visible is not None else "this machine has"
         each = "" if replicas == 1 else f" for {replicas} replicas"
@@ -131,8 +127,8 @@ def _take_cores(present: int | None, world_size: int, visible: str | None, repli
     return cores[:wanted]
 
 
-def _ranges(text: str) -> list[int]:
-    """Numbers of a list like 0-3,6."""
+def _parse_cores(text: str) -> list[int]:
+    """Return the numbers of a list like 0-3,6."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
@@ -152,7 +148,7 @@ def _list_devices() -> list[dict[str, Any]]:
         )
         listed = json.loads(answer.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError):
-        return []  # without a device the tool prints an error instead; /dev tells the rest
+        return []  # without a device the tool prints an error instead; /dev shows the rest
     if isinstance(listed, dict):  # the form of other versions of the tool
         listed = listed.get("neuron_devices")
     return [entry for entry in listed or () if isinstance(entry, dict)]

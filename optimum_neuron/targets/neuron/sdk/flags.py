@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which options the Neuron compiler gets for a graph, and which variables the runtime: decided here alone.
-
-The compiler's are recorded in the manifest as they are.
-"""
+"""The compiler's options for a graph, which the manifest records, and the runtime's variables: decided here alone."""
 
 from __future__ import annotations
 
@@ -37,20 +34,20 @@ _CAPTURE_DEVICE: Mapping[str, str] = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1"}
 # not need their result, in pieces of which two are under way (cc_pipeline_tiling_factor of its NeuronConfig), and strided copies are
 # single descriptors of DMA. NxDI knows no trn3, so nothing is given there.
 _TENSORIZER = "--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma"
-# What libtorch_neuronx_lite gives for trn2 alone, whose e4m3 ends at 240 (rounding.py): up to there it has the same bits. trn3's compiler
+# libtorch_neuronx_lite gives it for trn2 alone, where e4m3 ends at 240 (rounding.py): up to there it has the same bits. trn3's compiler
 # refuses the option, and takes the type (error codes EVRF051 and EOCP001).
 _FP8 = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 _TENSORIZER_TARGETS = ("inf2", "trn1", "trn2")
 _ALIASES = {"--optlevel": "-O", "-lnc": "--lnc", "--logical-nc-config": "--lnc", "-o": "--output"}
 # Options that change speed alone may be chosen by hand; the others decide what is computed, for which device.
 _REPLACEABLE = ("-O", "--model-type", "--tensorizer-options")
-# Options whose value is a list of options of a part of the compiler.
+# Options with a list of options of a part of the compiler.
 _NESTED = ("--tensorizer-options", "--internal-hlo2tensorizer-options", "--internal-backend-options")
 _OWN = ("--framework", "--output", "--logfile")
 
 
 def logical_core_size(target: str, environment: str | None) -> int:
-    """Physical cores per logical one (LNC).
+    """Return physical cores per logical one (LNC).
 
     Args:
         environment: the value of NEURON_LOGICAL_NC_CONFIG, which wins over the default; None where it is not set.
@@ -70,16 +67,12 @@ def logical_core_size(target: str, environment: str | None) -> int:
 
 
 def has_paired_cores(target: str) -> bool:
-    """Whether a logical core of a target may be two physical ones."""
+    """Return whether a logical core of a target may be two physical ones."""
     return CHIPS[target].physical_cores > 1
 
 
 def step_timeout(given: float | None) -> float:
-    """Seconds that the runtime gives one step: what is given, else what the variable says, else EXEC_TIMEOUT.
-
-    Raises:
-        ValueError: it is no number above zero, or beyond LONGEST_TIMEOUT.
-    """
+    """Return the seconds for one step: `given`, else the variable's, else EXEC_TIMEOUT; raise ValueError for no such time."""
     variable = os.environ.get(EXEC_TIMEOUT_VARIABLE)
     if given is None and variable is None:
         return EXEC_TIMEOUT
@@ -97,7 +90,7 @@ def step_timeout(given: float | None) -> float:
 
 
 def runtime_environment(inherited: Mapping[str, str], timeout: float) -> dict[str, str]:
-    """The environment of a rank's process; what is inherited of the runtime's variables stays.
+    """Return the environment of a rank's process; the runtime's variables that are inherited stay.
 
     Args:
         timeout: as `step_timeout` gives it; the runtime knows whole seconds.
@@ -106,11 +99,7 @@ def runtime_environment(inherited: Mapping[str, str], timeout: float) -> dict[st
 
 
 def capture_environment(inherited: Mapping[str, str], folder: Path | None) -> dict[str, str]:
-    """What has a process's runtime write a profile to a folder; what else is captured, and of what, a user may have set.
-
-    Args:
-        folder: for neuron-explorer or neuron-profile; None adds nothing.
-    """
+    """Return variables that make a runtime write a profile to a folder, or none; the user's own choices stay."""
     if folder is None:
         return {}
     chosen = {name: inherited.get(name, value) for name, value in _CAPTURE_DEVICE.items()}
@@ -120,7 +109,7 @@ def capture_environment(inherited: Mapping[str, str], folder: Path | None) -> di
 def compiler_flags(
     target: str, kind: str, *, lnc: int, compiler_version: str, has_fp8: bool = False
 ) -> tuple[str, ...]:
-    """Options for one graph, beside those that name its files and target.
+    """Return the options for one graph without those that name its files and target.
 
     Args:
         kind: of the graph; token generation runs once per token and gets the longer optimization.
@@ -142,7 +131,7 @@ def compiler_flags(
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, to compare by: 2.27.5334.0+f702b353 gives (2, 27, 5334, 0)."""
+    """Return the leading numbers of a version, to compare by: 2.27.5334.0+f702b353 gives (2, 27, 5334, 0)."""
     numbers = []
     for part in version.partition("+")[0].split("."):
         if not part.isdigit():
@@ -152,36 +141,30 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def add_user_flags(flags: Sequence[str], user: str, target: str) -> tuple[str, ...]:
-    """Options with those of NEURON_CC_FLAGS added.
-
-    A level of optimization or a model type given there replaces ours.
-
-    Raises:
-        ValueError: an option given there contradicts ours.
-    """
+    """Add the options of NEURON_CC_FLAGS, which replace ours where they change speed alone; raise ValueError for a contradiction."""
     try:
         tokens = shlex.split(user)
     except ValueError as error:
         raise ValueError(f"{FLAGS_VARIABLE}={user!r} cannot be read ({error}); correct or unset it") from error
-    ours = {key: (value, given) for key, value, given in _options(flags)}
+    ours = {key: (value, given) for key, value, given in _parse_options(flags)}
     ours["--target"] = (target, ())
-    for key, value, given in _options(tokens):
+    for key, value, given in _parse_options(tokens):
         known = ours.get(key)
         if key in _OWN or (known is not None and known[0] != value and key not in _REPLACEABLE):
-            _refuse(key, given, None if known is None else known[0])
+            _refuse_flag(key, given, None if known is None else known[0])
         if known is None or key in _REPLACEABLE:
             ours[key] = (value, given)
     return tuple(token for _, given in ours.values() for token in given)
 
 
-def _refuse(key: str, given: Sequence[str], value: str | None) -> None:
+def _refuse_flag(key: str, given: Sequence[str], value: str | None) -> None:
     instead = f"this export needs {key}={value}" if value is not None else "this export sets that itself"
     remedy = f"set {LNC_VARIABLE} instead" if key == "--lnc" else "leave it out"
     raise ValueError(f"{FLAGS_VARIABLE} has {' '.join(given)}, but {instead}; {remedy}")
 
 
-def _options(tokens: Sequence[str]) -> list[tuple[str, str | None, tuple[str, ...]]]:
-    """Options in order: canonical name, value, and the tokens that say so."""
+def _parse_options(tokens: Sequence[str]) -> list[tuple[str, str | None, tuple[str, ...]]]:
+    """Return options in order: canonical name, value, and their tokens."""
     options: list[tuple[str, str | None, tuple[str, ...]]] = []
     rest = list(tokens)
     while rest:

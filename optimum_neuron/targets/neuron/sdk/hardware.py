@@ -3,7 +3,7 @@
 
 Chips and instances are from the AWS Neuron SDK documentation (about-neuron/arch/neuron-hardware, release 2.32), except
 trn2.3xlarge, which is from Amazon's list of instance types; widths and clocks of vector engines are from its guides for NKI
-(nki/guides/architecture). A core here is a logical NeuronCore: what one rank of a tensor parallel group runs on.
+(nki/guides/architecture). A core here is a logical NeuronCore, on which one rank of a tensor parallel group runs.
 Trainium2 and Trainium3 join two physical cores to one by default (LNC 2), and so does this project.
 """
 
@@ -55,19 +55,19 @@ class Chip:
         return self.bandwidth / self.cores
 
     def core_flops(self, dtype: str) -> float:
-        """Operations per second per logical core."""
+        """Return operations per second per logical core."""
         return self.flops[dtype] / self.cores
 
     def vector_seconds(self, elements: Mapping[int, int]) -> float:
-        """What the vector engines of a logical core take for elementwise operators and reductions, one after the other.
+        """Return the time of a logical core's vector engines for elementwise operators and reductions, one after the other.
 
         Args:
-            elements: how many, by the bytes of one; types of a byte take what those of two take.
+            elements: how many, by the bytes of one; types of a byte take as long as those of two.
         """
         return sum(count * self.cores / self.elements[min(max(size, 2), 4)] for size, count in elements.items())
 
     def core_seconds(self, moved: float, flops: Mapping[str, float]) -> float:
-        """The roofline of a logical core, whose memory and products overlap.
+        """Return the roofline of a logical core, with overlapping memory and products.
 
         Args:
             moved: bytes read and written.
@@ -77,7 +77,7 @@ class Chip:
         return max(moved / self.core_bandwidth, products)
 
 
-def _chip(
+def _make_chip(
     name: str,
     cores: int,
     physical_cores: int,
@@ -89,7 +89,7 @@ def _chip(
     vector_ghz: float,
     vector_widths: tuple[int, int],
 ) -> Chip:
-    """Widths of a physical core's vector engine are numbers per cycle, of 16 bits and of others."""
+    """Make a chip; widths of a physical core's vector engine are numbers per cycle, of 16 bits and of others."""
     engines = cores * physical_cores * vector_ghz * 1e9
     flops = {"bfloat16": bf16_tf * 1e12, "float16": bf16_tf * 1e12, "float32": fp32_tf * 1e12}
     return Chip(
@@ -106,16 +106,16 @@ def _chip(
 
 # The documentation gives GiB per second for the first generation of these chips and TB per second for the later ones.
 CHIPS = {
-    "inf2": _chip("Inferentia2", 2, 1, 32, 820 * GIB, 24, 190, 47.5, 1.12, (128, 128)),
-    "trn1": _chip("Trainium1", 2, 1, 32, 820 * GIB, 24, 190, 47.5, 1.12, (128, 128)),
-    "trn2": _chip("Trainium2", 4, 2, 96, 2.9e12, 28, 667, 181, 0.96, (512, 256)),
-    "trn3": _chip("Trainium3", 4, 2, 144, 4.9e12, 32, 671, 183, 1.2, (512, 256)),
+    "inf2": _make_chip("Inferentia2", 2, 1, 32, 820 * GIB, 24, 190, 47.5, 1.12, (128, 128)),
+    "trn1": _make_chip("Trainium1", 2, 1, 32, 820 * GIB, 24, 190, 47.5, 1.12, (128, 128)),
+    "trn2": _make_chip("Trainium2", 4, 2, 96, 2.9e12, 28, 667, 181, 0.96, (512, 256)),
+    "trn3": _make_chip("Trainium3", 4, 2, 144, 4.9e12, 32, 671, 183, 1.2, (512, 256)),
 }
 assert tuple(CHIPS) == NEURON_TARGETS
 
 
 def chip_of(target: str) -> Chip:
-    """A target's chip; for `hlo`, which is none, that with the least on-chip memory."""
+    """Return a target's chip; for `hlo`, which is none, that with the least on-chip memory."""
     return CHIPS.get(target) or min(CHIPS.values(), key=lambda chip: chip.core_sbuf)
 
 
@@ -129,7 +129,7 @@ class Instance:
 
     @property
     def size(self) -> str:
-        """What tells it from others of its target."""
+        """Return the part of the name that differs between instances of a target."""
         return self.name.removesuffix(" server").replace(" ", ".").partition(".")[2]
 
     @property
@@ -142,7 +142,7 @@ class Instance:
 
     @property
     def parallel_sizes(self) -> tuple[int, ...]:
-        """Tensor parallel sizes that its topology takes."""
+        """Return the tensor parallel sizes that its topology takes."""
         return tuple(size for size in PARALLEL_SIZES[self.target] if size <= self.cores)
 
 
@@ -177,12 +177,12 @@ assert tuple(PARALLEL_SIZES) == NEURON_TARGETS
 
 
 def hosts_of(target: str, parallel_size: int = 1) -> tuple[Instance, ...]:
-    """Hosts of a target that take a tensor parallel size, smallest first."""
+    """Return the hosts of a target that take a tensor parallel size, smallest first."""
     return tuple(host for host in INSTANCES if host.target == target and parallel_size in host.parallel_sizes)
 
 
 def check_parallel_size(target: str, size: int) -> None:
-    """Raises ValueError where no host of a target takes a tensor parallel size; names the nearest that one does."""
+    """Raise ValueError where no host of a target takes a tensor parallel size; the message names the nearest that one does."""
     sizes = PARALLEL_SIZES.get(target)
     if sizes is None or size in sizes:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the Neuron runtime: what a status code means, whether the process can go on, and what to do."""
+"""Errors of the Neuron runtime: the meaning of a status code, whether the process can continue, and the remedy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NrtStatus:
-    """One status code of nrt_status.h.
+    """A status code of nrt_status.h.
 
     Attributes:
-        recoverable: whether this process can go on using the device: the step failed, the session did not.
+        recoverable: whether this process can use the device again: the step failed, the session did not.
     """
 
     name: str
@@ -74,11 +74,11 @@ _STATUS_NUMBER = re.compile(r"\bstatus(?: code)?\s*[:=]?\s*(\d+)", re.IGNORECASE
 
 
 class NeuronRuntimeError(RuntimeError):
-    """The device or its runtime failed.
+    """A failure of the device or its runtime.
 
     Attributes:
         code: of nrt_status.h; None where the runtime gave none.
-        recoverable: whether the loaded model can go on; otherwise the process has to end.
+        recoverable: whether the loaded model can continue; otherwise the process has to end.
     """
 
     def __init__(self, message: str, *, code: int | None = None, recoverable: bool = False) -> None:
@@ -88,7 +88,7 @@ class NeuronRuntimeError(RuntimeError):
 
 
 def status_code(text: str) -> int | None:
-    """The NRT status that an error message of a runtime names; None where it names none that is known."""
+    """Return the NRT status that an error message of a runtime names; None where it names none that is known."""
     for name, number in _NAME_AND_CODE.findall(text):
         # Where both are given, the number is what the C library returned.
         code = int(number) if number and int(number) in NRT_STATUSES else _CODES.get(name)
@@ -101,7 +101,7 @@ def status_code(text: str) -> int | None:
 
 
 def runtime_error(text: str, doing: str) -> NeuronRuntimeError:
-    """The error to raise for what a runtime said; `doing` names the step or file, for the message."""
+    """Return the error to raise for a runtime's text; `doing` names the step or file."""
     code = status_code(text)
     first = text.partition("\n")[0][:300]
     if code is None:
@@ -112,7 +112,7 @@ def runtime_error(text: str, doing: str) -> NeuronRuntimeError:
 
 
 def missing_library(error: str, doing: str) -> NeuronRuntimeError:
-    """The error to raise where a runtime's package could not be imported."""
+    """Return the error to raise where a runtime's package could not be imported."""
     return NeuronRuntimeError(
         f"{doing} failed: it cannot be imported ({error}); it needs the system package aws-neuronx-runtime-lib, and "
         f"/opt/aws/neuron/lib in LD_LIBRARY_PATH"

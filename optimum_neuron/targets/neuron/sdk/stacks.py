@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions go together: what each runtime takes of Python and torch, on which targets; NEURON.md shows the same to people.
+"""Versions that work together: the Python, torch and targets of each runtime, and what lowering needs. NEURON.md shows the same.
 
 A rank's process has an interpreter of its own, so its torch need not be this package's, nor vLLM's.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 
+from ....config import NEURON_TARGETS
 from ..rank.packages import NEURONX_DISTRIBUTED, NRTPY, TORCH_LITE, TORCH_NEURONX, Package
 from .flags import version_numbers
 
@@ -30,7 +33,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class Stack:
-    """A runtime, and what it goes with.
+    """A runtime, and the versions that it needs.
 
     Attributes:
         runtime: its name, as messages have it.
@@ -51,42 +54,23 @@ class Stack:
 NRT, LITE, NXD = NRTPY.distribution, TORCH_LITE.distribution, NEURONX_DISTRIBUTED.distribution
 # The preferred one first.
 STACKS = (
+    Stack(NRT, NEURON_TARGETS, (NRTPY,), Versions("3.11", "3.14"), None, Versions("2.32", "2.32"), "neuron-runtime/nrtpy/index.rst"),
     Stack(
-        NRT,
-        ("inf2", "trn1", "trn2", "trn3"),
-        (NRTPY,),
-        Versions("3.11", "3.14"),
-        None,
-        Versions("2.32", "2.32"),
-        "neuron-runtime/nrtpy/index.rst",
-    ),
-    Stack(
-        LITE,
-        ("trn2", "trn3"),
-        (TORCH_LITE,),
-        Versions("3.11", "3.13"),
-        Versions("2.10", "2.12"),
-        Versions("2.32", "2.32"),
+        LITE, ("trn2", "trn3"), (TORCH_LITE,), Versions("3.11", "3.13"), Versions("2.10", "2.12"), Versions("2.32", "2.32"),
         "n2-manifest.json, announcement-python-3-10-eol.rst",
     ),
     Stack(
-        NXD,
-        ("inf2", "trn1", "trn2"),
-        (TORCH_NEURONX, NEURONX_DISTRIBUTED),
-        Versions("3.10", "3.13"),
-        Versions("2.9", "2.9"),
-        Versions("2.29", "2.31"),
-        "announce-maintenance-pytorch-xla-inference.rst, announcement-python-3-9-eol.rst",
+        NXD, ("inf2", "trn1", "trn2"), (TORCH_NEURONX, NEURONX_DISTRIBUTED), Versions("3.10", "3.13"), Versions("2.9", "2.9"),
+        Versions("2.29", "2.31"), "announce-maintenance-pytorch-xla-inference.rst, announcement-python-3-9-eol.rst",
     ),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Found:
-    """What an interpreter has.
+class InstalledRuntimes:
+    """The packages of an interpreter.
 
     Attributes:
-        python: its version.
         torch: its version; None where it has none.
         problems: by distribution, why a package of a runtime cannot be used; None where it can.
     """
@@ -96,8 +80,8 @@ class Found:
     problems: Mapping[str, str | None]
 
 
-def choose_runtime(target: str, found: Found, where: str) -> str:
-    """The first runtime for a target that an interpreter has, with versions that go together.
+def choose_runtime(target: str, found: InstalledRuntimes, where: str) -> str:
+    """Return the first runtime for a target that an interpreter has, with versions that work together.
 
     Args:
         where: the interpreter, for the message.
@@ -108,7 +92,7 @@ def choose_runtime(target: str, found: Found, where: str) -> str:
     problems = []
     for stack in STACKS:
         if target in stack.targets:
-            problem = _problem(stack, found)
+            problem = _find_problem(stack, found)
             if problem is None:
                 return stack.runtime
             problems.append(problem)
@@ -118,7 +102,7 @@ def choose_runtime(target: str, found: Found, where: str) -> str:
     )
 
 
-def _problem(stack: Stack, found: Found) -> str | None:
+def _find_problem(stack: Stack, found: InstalledRuntimes) -> str | None:
     missing = next(filter(None, (found.problems[each.distribution] for each in stack.packages)), None)
     if missing is not None:
         return missing
@@ -127,3 +111,26 @@ def _problem(stack: Stack, found: Found) -> str | None:
     if stack.torch is not None and (found.torch is None or found.torch not in stack.torch):
         return f"{stack.runtime} needs torch {stack.torch}, and there is {found.torch or 'none'}"
     return None
+
+
+def check_lowering() -> None:
+    """Raise RuntimeError, with the remedy, where graphs cannot be lowered to HLO, or run as such, here."""
+    for module, package in (("torch_xla", "torch-xla"), ("google.protobuf", "protobuf")):
+        if not _is_there(module):
+            raise RuntimeError(
+                f"graphs in HLO need {package}, which is not installed with torch {version('torch')}; make an "
+                f"environment with torch 2.9 and pip install 'optimum-neuron-runtime[neuron]' there"
+            )
+
+
+def check_reading() -> None:
+    """Raise RuntimeError, with the remedy, where HLO cannot be read here; any torch will do."""
+    if not _is_there("google.protobuf"):
+        raise RuntimeError("to read graphs in HLO takes protobuf, which is not installed here; pip install protobuf")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a parent package
+        return False

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: which part of a model each rank holds, and how its modules compute on it."""
+"""Tensor parallelism: the part of a model that each rank holds, and how its modules compute on it."""
 
-from .modules import apply_plan
+from .modules import apply_plan, sharded_ops
 from .plan import RANK_BUFFER, RANK_TENSOR, ShardPlan
 from .planner import shard_plan, whole_plan
-from .sampling import sharded_ops
 from .weights import tied_names, write_sharded_weights
 
 

@@ -11,25 +11,24 @@ from transformers import PreTrainedModel
 
 from ....step.model_cache import keeps_convolution
 from .blocks import Block
-from .heads import HeadLayout, head_layout
 from .plan import ShardedHeads, ShardPlan
 from .recurrences import RecurrentLayer
-from .rules import Section, by_heads, even, first_rank_only, packed
+from .rules import HeadLayout, Section, by_heads, even, first_rank_only, head_layout, packed
 from .styles import COLUMN, PACKED, ROW, WHOLE_COLUMN, WHOLE_ROW
-from .trace import HeadSizes, Trace
+from .trace import HeadSizes, ModelTrace
 
 
 def share_vocabulary(plan: ShardPlan, model: PreTrainedModel) -> None:
-    """Rows of the input embedding and of the output layer."""
+    """Cut the rows of the input embedding and of the output layer."""
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plan.embedding = names[id(embedding)]
-    plan.cut(f"{plan.embedding}.weight", 0, even(embedding.num_embeddings, plan.world_size))
+    plan.cut_tensor(f"{plan.embedding}.weight", 0, even(embedding.num_embeddings, plan.world_size))
     cut_columns(plan, names[id(head)], even(head.out_features, plan.world_size))
 
 
 def share_experts(plan: ShardPlan, name: str, experts: Any) -> None:
-    """Each expert's intermediate values, laid out as transformers' experts interface tells; outputs are summed."""
+    """Cut each expert's intermediate values, laid out as transformers' experts interface has them; outputs are summed."""
     up_name = "gate_up_proj" if experts.has_gate else "up_proj"
     into, out_of = (-1, -2) if experts.is_transposed else (-2, -1)
     up_size, down_size = experts.get_parameter(up_name).shape[into], experts.get_parameter("down_proj").shape[out_of]
@@ -45,27 +44,27 @@ def share_experts(plan: ShardPlan, name: str, experts: Any) -> None:
     }
     for parameter, _ in experts.named_parameters():
         if parameter not in cuts:
-            raise plan.refusal(
+            raise plan.make_refusal(
                 f"{name} has a parameter {parameter} that transformers' experts interface does not know"
             )
         dim, sections = cuts[parameter]
-        plan.cut(f"{name}.{parameter}", dim, *sections)
+        plan.cut_tensor(f"{name}.{parameter}", dim, *sections)
     plan.reduced.append(name)
 
 
-def share_attention(plan: ShardPlan, trace: Trace, name: str, styles: Mapping[str, str]) -> None:
-    """Projections by heads: keys and values by theirs, all else (queries, gates, sinks) by query heads."""
+def share_attention(plan: ShardPlan, trace: ModelTrace, name: str, styles: Mapping[str, str]) -> None:
+    """Cut projections by heads: keys and values by theirs, all else (queries, gates, sinks) by query heads."""
     sizes, values = trace.attention[name], trace.values[name]
     try:
         layout = head_layout(sizes.heads, sizes.kv_heads, plan.world_size)
     except ValueError as error:
-        raise plan.refusal(f"{name}: {error}") from error
+        raise plan.make_refusal(f"{name}: {error}") from error
     for layer, style in styles.items():
         size = _cut_size(plan, layer, style)
         if style in (*COLUMN, *WHOLE_COLUMN):
             sections = _head_sections(size, style, sizes, layout, values.offset if values.source == layer else 0)
             if not sections:
-                raise plan.refusal(
+                raise plan.make_refusal(
                     f"{layer} has {size} outputs, which are not those of {sizes.heads} query or {sizes.kv_heads} "
                     f"key/value heads of {sizes.key_dim} and {sizes.value_dim} values"
                 )
@@ -73,14 +72,14 @@ def share_attention(plan: ShardPlan, trace: Trace, name: str, styles: Mapping[st
         elif size == sizes.heads * sizes.value_dim:
             cut_rows(plan, layer, by_heads(size, sizes.heads, layout.query))
         else:
-            raise plan.refusal(f"{layer} has {size} inputs for {sizes.heads} heads of {sizes.value_dim} values")
+            raise plan.make_refusal(f"{layer} has {size} inputs for {sizes.heads} heads of {sizes.value_dim} values")
     plan.attention[name] = ShardedHeads(sizes, layout)
 
 
 def _head_sections(
     size: int, style: str, sizes: HeadSizes, layout: HeadLayout, value_offset: int
 ) -> tuple[Section, ...]:
-    """Return how a projection of some size is cut; nothing where it is of no known kind, or of two."""
+    """Return how a projection of some size is cut; nothing where its kind is unknown, or one of two."""
     heads, kv_heads = sizes.heads, sizes.kv_heads
     query, key, value = heads * sizes.key_dim, kv_heads * sizes.key_dim, kv_heads * sizes.value_dim
     of_queries = (query, heads * sizes.value_dim, heads)
@@ -101,30 +100,30 @@ def _head_sections(
 
 
 def share_block(plan: ShardPlan, model: PreTrainedModel, block: Block) -> None:
-    """A block by its places: consecutive channels, where it is a convolution."""
+    """Cut a block by its places: consecutive channels, where it is a convolution."""
     for name, dim, sections in block.rules(plan.world_size):
         if f"model.{name}" in plan.shapes:
-            plan.cut(name, dim, *sections)
+            plan.cut_tensor(name, dim, *sections)
     plan.row_linears.append(block.outer)
     if keeps_convolution(model.get_submodule(block.name)):
         if block.places % plan.world_size:
-            raise plan.refusal(f"{block.name} convolves {block.places} channels, which do not divide")
+            raise plan.make_refusal(f"{block.name} convolves {block.places} channels, which do not divide")
         plan.convolutions.append(block.name)
 
 
 def share_recurrence(plan: ShardPlan, layer: RecurrentLayer) -> None:
-    """A layer by its heads."""
+    """Cut a layer by its heads."""
     for name, rule in layer.rules.items():
-        plan.cut(name, rule.dim, *rule.sections)
+        plan.cut_tensor(name, rule.dim, *rule.sections)
     plan.row_linears.append(layer.outer)
     plan.whole_inputs |= layer.norms
     plan.recurrences[layer.name] = layer.shared
 
 
-def share_siblings(plan: ShardPlan, trace: Trace, styles: Mapping[str, str]) -> None:
-    """Layers of one module that is no attention, such as gate, up and down of a feed-forward layer."""
+def share_siblings(plan: ShardPlan, trace: ModelTrace, styles: Mapping[str, str]) -> None:
+    """Cut layers of one module that is no attention, such as gate, up and down of a feed-forward layer."""
     whole = {name: style for name, style in styles.items() if style in (*WHOLE_COLUMN, *WHOLE_ROW)}
-    halves = _halves(plan, trace, whole)
+    halves = _find_halves(plan, trace, whole)
     for layer, style in styles.items():
         if layer in whole and layer not in halves:
             continue
@@ -136,11 +135,11 @@ def share_siblings(plan: ShardPlan, trace: Trace, styles: Mapping[str, str]) -> 
             cut_rows(plan, layer, *sections)
 
 
-def _halves(plan: ShardPlan, trace: Trace, styles: Mapping[str, str]) -> Collection[str]:
-    """Sibling layers that transformers' plan keeps whole, and that can be cut all the same; none where not all can.
+def _find_halves(plan: ShardPlan, trace: ModelTrace, styles: Mapping[str, str]) -> Collection[str]:
+    """Return sibling layers that transformers' plan keeps whole, and that can be cut all the same; none where not all can.
 
-    It keeps gate and up whole where one projection gives both, which it cannot cut apart. Seen by one layer that takes n
-    values and others that give 2 n, of which a module, the activation, is given a half in one piece.
+    It keeps gate and up whole where one projection gives both, which it cannot cut apart. One layer then takes n values and others give
+    2 n, and a module, the activation, gets a half in one piece.
     """
     outer = [name for name, style in styles.items() if style in WHOLE_ROW]
     if len(outer) != 1 or any(f"model.{name}.weight" not in plan.shapes for name in styles):
@@ -161,22 +160,22 @@ def _halves(plan: ShardPlan, trace: Trace, styles: Mapping[str, str]) -> Collect
 
 
 def cut_columns(plan: ShardPlan, layer: str, *sections: Section) -> None:
-    """Cuts what a layer gives: the rows of a linear layer's weight and its bias, or a parameter's dimension for it."""
+    """Cut a layer's outputs: the rows of a linear layer's weight and its bias, or a parameter's dimension for it."""
     if not _is_module(plan, layer):
-        plan.cut(layer, max(-2, -len(plan.shapes[f"model.{layer}"])), *sections)
+        plan.cut_tensor(layer, max(-2, -len(plan.shapes[f"model.{layer}"])), *sections)
         return
-    plan.cut(f"{layer}.weight", 0, *sections)
+    plan.cut_tensor(f"{layer}.weight", 0, *sections)
     if f"model.{layer}.bias" in plan.shapes:
-        plan.cut(f"{layer}.bias", 0, *sections)
+        plan.cut_tensor(f"{layer}.bias", 0, *sections)
 
 
 def cut_rows(plan: ShardPlan, layer: str, *sections: Section) -> None:
-    """Cuts what a layer takes: its output is a partial sum, to which a linear layer's whole bias is added once."""
+    """Cut a layer's inputs: its output is a partial sum, and a linear layer's whole bias is added once."""
     if _is_module(plan, layer):
-        plan.cut(f"{layer}.weight", 1, *sections)
+        plan.cut_tensor(f"{layer}.weight", 1, *sections)
         plan.row_linears.append(layer)
     else:
-        plan.cut(layer, -1, *sections)
+        plan.cut_tensor(layer, -1, *sections)
 
 
 def _cut_size(plan: ShardPlan, layer: str, style: str) -> int:
@@ -188,11 +187,11 @@ def _is_module(plan: ShardPlan, layer: str) -> bool:
     return f"model.{layer}" not in plan.shapes
 
 
-def share_norms(plan: ShardPlan, model: nn.Module, trace: Trace) -> None:
-    """Modules with weights that come right after a cut projection, and are no part of the model's plan.
+def share_norms(plan: ShardPlan, model: nn.Module, trace: ModelTrace) -> None:
+    """Cut modules with weights that come right after a cut projection, and are no part of the model's plan.
 
-    A weight per head is cut with the heads. A weight as long as the whole projection, of a norm over all heads, needs all
-    of them: such a module gets its input gathered, and a rank goes on with its own part.
+    A weight per head is cut with the heads. A weight as long as the whole projection, of a norm over all heads, needs all of them: such a
+    module gets its input gathered, and a rank keeps its own part of the result.
     """
     for call in trace.calls:
         rule = plan.rules.get(f"model.{call.first.source}.weight") if call.first else None
@@ -204,6 +203,6 @@ def share_norms(plan: ShardPlan, model: nn.Module, trace: Trace) -> None:
         heads = (section.size // section.block, section.block)
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.shape == heads == call.first.shape[-2:]:
-                plan.cut(f"{call.name}.{name}", 0, Section(0, heads[0], 1, section.order))
+                plan.cut_tensor(f"{call.name}.{name}", 0, Section(0, heads[0], 1, section.order))
             elif parameter.shape[-1:] == call.first.shape[-1:] == (section.size,) and section.size > section.block:
                 plan.whole_inputs[call.name] = section

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the modules of a model compute on a rank's part of it: transformers' own code, with collectives around it.
+"""A rank's part of a model: transformers' own modules, with collectives around them.
 
-A rank is never known here: it is read from the buffer RANK_BUFFER, so all ranks have one graph.
+The code never knows its rank: it reads the buffer RANK_BUFFER, so all ranks have one graph.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,10 @@ from transformers import PreTrainedModel
 
 from ....step.collectives import all_gather, all_reduce
 from ....step.features.codes.modules import QuantizedEmbedding, QuantizedLinear
-from .heads import PADDING
+from ....step.ops import StepOps
+from ..operators.sampler import largest
 from .plan import RANK_BUFFER, ShardedHeads, ShardPlan
-from .rules import Section
+from .rules import PADDING, Section
 
 
 Forward = Callable[..., Any]
@@ -32,7 +34,7 @@ _GROUPS = ("num_key_value_groups",)
 
 
 def apply_plan(model: PreTrainedModel, plan: ShardPlan, *, float32_reduce: bool = False) -> None:
-    """Turns a whole model into a rank's, in place.
+    """Turn a whole model into a rank's, in place.
 
     Tensors that are cut get their local shapes and lose their values; `checkpoint.assign` binds those of a rank's file.
     The model gains the buffer RANK_BUFFER. Its logits are a rank's part, of `plan.local_vocab_size`.
@@ -52,7 +54,7 @@ def apply_plan(model: PreTrainedModel, plan: ShardPlan, *, float32_reduce: bool 
         linear.forward = partial(_row_linear, linear, add, ranks)
     for name in plan.reduced:
         module = model.get_submodule(name)
-        module.forward = partial(_reduced, module.forward, add, ranks)
+        module.forward = partial(_sum_output, module.forward, add, ranks)
     for name, section in plan.whole_inputs.items():
         module = model.get_submodule(name)
         module.forward = partial(_on_whole_inputs, model, module.forward, section, ranks)
@@ -65,7 +67,7 @@ def apply_plan(model: PreTrainedModel, plan: ShardPlan, *, float32_reduce: bool 
 
 
 def _cut_tensors(model: nn.Module, plan: ShardPlan) -> None:
-    """Gives tensors their local shapes; tied ones stay tied."""
+    """Give tensors their local shapes; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     kept: list[Tensor] = []  # an object's id is its own while it lives
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -95,7 +97,7 @@ def _cut_tensors(model: nn.Module, plan: ShardPlan) -> None:
 
 
 def _look_up(model: nn.Module, forward: Forward, rows: int, ranks: int, input_ids: Tensor) -> Tensor:
-    """Rows that other ranks hold count as zero, so the sum is the one rank's row to the bit, in any type."""
+    """Sum rows over ranks, where other ranks' rows are zero: the one rank's row to the bit, in any type."""
     local = input_ids - getattr(model, RANK_BUFFER) * rows
     own = (local >= 0) & (local < rows)
     found = forward(torch.where(own, local, 0))
@@ -108,41 +110,45 @@ def _row_linear(linear: nn.Linear | QuantizedLinear, add: _Add, ranks: int, x: T
     return total if linear.bias is None else total + linear.bias
 
 
-def _reduced(forward: Forward, add: _Add, ranks: int, *args: Any, **kwargs: Any) -> Tensor:
+def _sum_output(forward: Forward, add: _Add, ranks: int, *args: Any, **kwargs: Any) -> Tensor:
     return add(forward(*args, **kwargs), ranks)
 
 
 def _add_in_float32(x: Tensor, ranks: int) -> Tensor:
-    """One rounding, whatever the number of ranks: what the SDK's own layers do by default."""
+    """Add in float32 and round once, whatever the number of ranks, as the SDK's own layers do by default."""
     return all_reduce(x.float(), ranks).to(x.dtype)
 
 
 def _on_whole_inputs(
     model: nn.Module, forward: Forward, section: Section, ranks: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Gathers the last dimension of tensors, runs a module that keeps its size, and takes the rank's part of the result."""
+    """Gather the last dimension of tensors, run a module that keeps its size, and take the rank's part of the result."""
     slots, blocks = section.order, -(-section.size // section.block)
 
-    def whole(x: Tensor) -> Tensor:
+    def gather_whole(x: Tensor) -> Tensor:
         gathered = all_gather(x, x.dim() - 1, ranks).unflatten(-1, (len(slots), section.block))
-        return _select(gathered, [slots.index(block) for block in range(blocks)]).flatten(-2)[..., : section.size]
+        return _select_blocks(gathered, [slots.index(block) for block in range(blocks)]).flatten(-2)[
+            ..., : section.size
+        ]
 
-    args, kwargs = pytree.tree_map_only(Tensor, whole, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(Tensor, gather_whole, (args, kwargs))
     # To whole blocks, and one of zeros for slots of padding.
     result = nn.functional.pad(forward(*args, **kwargs), (0, (blocks + 1) * section.block - section.size))
-    held = _select(result.unflatten(-1, (-1, section.block)), [blocks if slot == PADDING else slot for slot in slots])
+    held = _select_blocks(
+        result.unflatten(-1, (-1, section.block)), [blocks if slot == PADDING else slot for slot in slots]
+    )
     return held.flatten(-2).unflatten(-1, (ranks, -1)).index_select(-2, getattr(model, RANK_BUFFER)).squeeze(-2)
 
 
-def _select(blocks: Tensor, order: list[int]) -> Tensor:
-    """Blocks `[..., blocks, size]` in an order; where that is their own, no gather."""
+def _select_blocks(blocks: Tensor, order: list[int]) -> Tensor:
+    """Select blocks `[..., blocks, size]` in an order; where that is their own, without a gather."""
     if order == list(range(len(order))):
         return blocks[..., : len(order), :]
     return blocks.index_select(-2, torch.tensor(order, dtype=torch.int32))
 
 
 def _set_heads(attention: Any, heads: ShardedHeads, configs: dict[tuple[int, ShardedHeads], Any]) -> None:
-    """Give code that names its heads the rank's; layers that share a config go on sharing one, through `configs`."""
+    """Give code that names its heads the rank's; layers that share a config still share one, through `configs`."""
     sizes, layout = heads.sizes, heads.layout
     local = dict.fromkeys(_QUERY_HEADS, (sizes.heads, layout.local_query))
     local |= dict.fromkeys(_KV_HEADS, (sizes.kv_heads, layout.local_key_value))
@@ -157,3 +163,29 @@ def _set_heads(attention: Any, heads: ShardedHeads, configs: dict[tuple[int, Sha
         for name, (whole, part) in local.items():
             if vars(owner).get(name) == whole:  # a config of unlike layers refuses to be asked by getattr
                 setattr(owner, name, part)
+
+
+# Tokens travel as float32, which holds whole numbers up to here.
+_LARGEST_TOKEN = 2**24
+
+
+def sharded_ops(base_ops: StepOps, model: nn.Module, plan: ShardPlan) -> StepOps:
+    """Return a step's operators over a rank's logits; every rank chooses the same token, the one of the largest of all logits.
+
+    Args:
+        model: as `apply_plan` left it: holds the rank.
+
+    Raises:
+        ValueError: the vocabulary is too large.
+    """
+    if plan.vocab_size > _LARGEST_TOKEN:
+        raise plan.make_refusal(f"its vocabulary of {plan.vocab_size} exceeds {_LARGEST_TOKEN}")
+
+    def largest_of_all(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+        first: Tensor = getattr(model, RANK_BUFFER) * plan.local_vocab_size
+        return largest(logits, first, plan.vocab_size, plan.world_size)
+
+    def full_logits(logits: Tensor) -> Tensor:
+        return all_gather(logits, 1, plan.world_size)[:, : plan.vocab_size]
+
+    return replace(base_ops, sample=largest_of_all, full_logits=full_logits)

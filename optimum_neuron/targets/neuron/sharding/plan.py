@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a model's shards: which part of every tensor a rank holds, and which modules have to know of it."""
+"""The plan of a model's shards: the part of every tensor that a rank holds, and the modules that compute with parts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .heads import HeadLayout
-from .rules import Section, ShardRule
+from .rules import HeadLayout, Section, ShardRule
 from .trace import HeadSizes
 
 
@@ -19,7 +18,7 @@ RANK_TENSOR = f"model.{RANK_BUFFER}"
 
 @dataclass(frozen=True)
 class ShardedHeads:
-    """One attention layer: its heads in the whole model, and where they went."""
+    """One attention layer: its heads in the whole model, and their places on ranks."""
 
     sizes: HeadSizes
     layout: HeadLayout
@@ -27,11 +26,11 @@ class ShardedHeads:
 
 @dataclass(frozen=True)
 class ShardedRecurrence:
-    """One layer's recurrence, of which each rank has as many consecutive heads as any other, and the key heads that these use.
+    """A layer's recurrence. Each rank has as many consecutive heads as any other, and the key heads that these use.
 
     Attributes:
         heads, key_heads: in the whole model.
-        inputs: heads, and numbers of each, of what of a token changes the state: of its key, and of the rest (`ScanCall.inputs`).
+        inputs: heads, and numbers of each, of a token's key and of the rest that changes the state (`ScanCall.inputs`).
         sizes: attributes by which the layer's code computes a rank's heads: the part of the layer, the name, a rank's value.
         filters: parameters of its convolutions `[channels, 1, kernel]`, by their names in the layer and in the order of their states.
     """
@@ -52,7 +51,7 @@ class ShardedRecurrence:
         return sorted({head // group for head in self.heads_of(rank)})
 
     def inputs_of(self, rank: int) -> list[int]:
-        """Where a rank's inputs are among those of a token."""
+        """Return the places of a rank's inputs among those of a token."""
         places, first = list[int](), 0
         for number, (heads, size) in enumerate(self.inputs):
             for head in self.heads_of(rank) if number else self.key_heads_of(rank):
@@ -63,7 +62,7 @@ class ShardedRecurrence:
 
 @dataclass
 class ShardPlan:
-    """How a model is shared by `world_size` ranks.
+    """The way in which `world_size` ranks share a model.
 
     Tensors have the names that `weights.named_tensors` gives them, modules those of the model.
 
@@ -71,14 +70,13 @@ class ShardPlan:
         vocab_size: logits of the whole model.
         shapes: of all tensors of the whole model.
         rules: tensors that are cut; a rank holds all others whole.
-        row_linears: linear layers whose outputs are partial sums.
-        reduced: other modules whose outputs are partial sums.
-        whole_inputs: modules between sharded layers that need their whole input, such as a norm over all heads; and how
-            its last dimension is cut.
+        row_linears: linear layers with partial sums as outputs.
+        reduced: other modules with partial sums as outputs.
+        whole_inputs: modules between sharded layers that need their whole input, such as a norm over all heads; and the cut of its last dimension.
         attention: attention layers of which a rank has some heads.
-        convolutions: modules that keep inputs of a convolution, of which a rank has as many consecutive channels as any other.
+        convolutions: modules that keep inputs of a convolution; each rank has as many consecutive channels as any other.
         recurrences: layers with a recurrence of which a rank has some heads; others are whole on every rank.
-        embedding: the input embedding, of whose rows a rank has some.
+        embedding: the input embedding, of which a rank has some rows.
     """
 
     model_type: str
@@ -96,21 +94,21 @@ class ShardPlan:
 
     @property
     def local_vocab_size(self) -> int:
-        """Logits of one rank; the last rank's may be more than the vocabulary has."""
+        """Return the logits of one rank; the last rank's may be more than the vocabulary has."""
         return -(-self.vocab_size // self.world_size)
 
     @property
     def whole(self) -> set[str]:
-        """Tensors that every rank holds whole."""
+        """Return tensors that every rank holds whole."""
         return self.shapes.keys() - self.rules.keys()
 
-    def cut(self, name: str, dim: int, *sections: Section) -> None:
-        """Adds the rule of a tensor, named as in the model; a negative `dim` counts from the end."""
+    def cut_tensor(self, name: str, dim: int, *sections: Section) -> None:
+        """Add the rule of a tensor, named as in the model; a negative `dim` counts from the end."""
         tensor = f"model.{name}"
         self.rules[tensor] = ShardRule(dim % len(self.shapes[tensor]), sections)
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a rank's part of a tensor, the same for all ranks."""
+        """Return the shape of a rank's part of a tensor, the same for all ranks."""
         shape = list(self.shapes[name])
         if name in self.rules:
             rule = self.rules[name]
@@ -118,16 +116,16 @@ class ShardPlan:
         return tuple(shape)
 
     def channels(self, layer: str, index: int, rank: int) -> tuple[int, ...] | None:
-        """Which channels of a recurrent layer's convolution a rank has; None where it has all."""
+        """Return the channels of a recurrent layer's convolution that a rank has; None for all."""
         rule = self.rules.get(f"model.{layer}.{self.recurrences[layer].filters[index]}")
         return None if rule is None else rule.places(rank, self.world_size)
 
     def shard(self, tensor: Tensor, name: str, rank: int) -> Tensor:
-        """A rank's part of a whole tensor: a view of it, or a copy of the part's size."""
+        """Return a rank's part of a whole tensor: a view of it, or a copy of the part's size."""
         return self.rules[name].shard(tensor, rank, self.world_size) if name in self.rules else tensor
 
-    def refusal(self, reason: object) -> ValueError:
-        """The one way in which a model is refused."""
+    def make_refusal(self, reason: object) -> ValueError:
+        """Return the error that refuses a model."""
         return ValueError(
             f"{self.model_type} cannot be shared by tensor_parallel_size={self.world_size} ranks: {reason}; use "
             f"tensor_parallel_size=1"

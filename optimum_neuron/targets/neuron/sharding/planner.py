@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model to its plan."""
+"""The way from a model to its plan."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ....errors import first_line
 from ....step.features.experts.expert_modules import is_experts
 from ....step.model_cache import CacheNeeds, keeps_convolution, keeps_keys, keeps_recurrence
 from .blocks import find_blocks
+from .codes import cut_quantized, make_plain
 from .layers import (
     share_attention,
     share_block,
@@ -26,14 +27,13 @@ from .layers import (
 )
 from .modules import apply_plan
 from .plan import ShardPlan
-from .quantized import cut_quantized, make_plain
 from .recurrences import find_recurrences
-from .styles import CUT, REDUCED, REPLICATED, WHOLE, derived_styles, is_linear, planned_styles
-from .trace import Trace, data_free_copy, no_data, trace_model
+from .styles import CUT, REDUCED, REPLICATED, WHOLE, derived_styles, is_below, is_linear, planned_styles
+from .trace import ModelTrace, data_free_copy, no_data, trace_model
 
 
 def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
-    """Decides how a causal language model is shared by ranks: by its own plan and by what its modules are.
+    """Decide how ranks share a causal language model: by its own plan and by what its modules are.
 
     The plan is tried on a copy without data, so that whatever a rank's code cannot do is known now.
 
@@ -42,7 +42,7 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
         world_size: ranks, 2 or more.
 
     Raises:
-        ValueError: a layer cannot be shared exactly; it is named, with the reason.
+        ValueError: a layer cannot be shared exactly; the message names it and the reason.
     """
     if world_size < 2:
         raise ValueError(f"world_size={world_size} shares nothing; a plan is for 2 ranks or more")
@@ -50,45 +50,45 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
         twin = data_free_copy(model)
         make_plain(twin)
     head = twin.get_output_embeddings()
-    plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), _shapes(twin))
+    plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), _read_shapes(twin))
     if not isinstance(twin.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
-        raise plan.refusal("its vocabulary is not one embedding and one linear output layer")
+        raise plan.make_refusal("its vocabulary is not one embedding and one linear output layer")
     needs = CacheNeeds.of(model)
     if needs.biased or (needs.by_itself and any(map(keeps_keys, model.modules()))):
-        raise plan.refusal("it attends in code of its own, whose heads no rule cuts")
+        raise plan.make_refusal("it attends in code of its own, and no rule cuts heads there")
     if needs.rates:
-        raise plan.refusal("its layers keep compressed keys, of which ranks do not have parts yet")
+        raise plan.make_refusal("its layers keep compressed keys, of which ranks do not have parts yet")
     with no_data():
-        whole = _trace(plan, twin, "its code cannot be followed without data")
-        _fill(plan, twin, whole)
+        whole = _trace_copy(plan, twin, "its code cannot be followed without data")
+        _fill_plan(plan, twin, whole)
         apply_plan(twin, plan)
-        _check(plan, whole, _trace(plan, twin, "its code does not run on a rank's part of it"))
-    cut_quantized(plan, model, _shapes(model))
+        _check_rank(plan, whole, _trace_copy(plan, twin, "its code does not run on a rank's part of it"))
+    cut_quantized(plan, model, _read_shapes(model))
     return plan
 
 
 def whole_plan(model: PreTrainedModel) -> ShardPlan:
-    """The plan of one rank, which holds all."""
+    """Return the plan of one rank, which holds all."""
     return ShardPlan(
-        model.config.model_type, 1, getattr(model.get_output_embeddings(), "out_features", 0), _shapes(model)
+        model.config.model_type, 1, getattr(model.get_output_embeddings(), "out_features", 0), _read_shapes(model)
     )
 
 
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _read_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(model).items()}
 
 
-def _trace(plan: ShardPlan, model: PreTrainedModel, complaint: str) -> Trace:
+def _trace_copy(plan: ShardPlan, model: PreTrainedModel, complaint: str) -> ModelTrace:
     try:
         return trace_model(model)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise plan.refusal(f"{complaint}: {first_line(error)}") from error
+        raise plan.make_refusal(f"{complaint}: {first_line(error)}") from error
 
 
-def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
-    """Applies each rule to the layers that it is for."""
+def _fill_plan(plan: ShardPlan, model: PreTrainedModel, trace: ModelTrace) -> None:
+    """Apply each rule to its layers."""
     if trace.selecting_heads > 1:
-        raise plan.refusal(
+        raise plan.make_refusal(
             f"its layers select keys for each of {trace.selecting_heads} heads, and ranks have no parts of a selection yet"
         )
     share_vocabulary(plan, model)
@@ -97,24 +97,24 @@ def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
         share_recurrence(plan, layer)
     styles = {name: style for name, style in planned_styles(model).items() if f"model.{name}.weight" not in plan.rules}
     styles = {
-        name: style for name, style in styles.items() if not any(_is_below(name, each.name) for each in recurrent)
+        name: style for name, style in styles.items() if not any(is_below(name, each.name) for each in recurrent)
     }
     _check_whole_recurrences(plan, model, styles)
     if not styles:
-        styles = _derive(plan, model, trace)
+        styles = _derive_styles(plan, model, trace)
     elif any(keeps_convolution(module) and not keeps_recurrence(module) for module in model.modules()):
-        raise plan.refusal(
+        raise plan.make_refusal(
             "its layers keep inputs of convolutions, of which its own plan (base_model_tp_plan) cuts none"
         )
     for name, module in model.named_modules():
         if is_experts(module):
             share_experts(plan, name, module)
-            styles = {each: style for each, style in styles.items() if each != name and not _is_below(each, name)}
+            styles = {each: style for each, style in styles.items() if each != name and not is_below(each, name)}
     reduced = [name for name, style in styles.items() if style in REDUCED]
     styles = {name: style for name, style in styles.items() if _is_to_cut(plan, model, name, style)}
     matrices = [name for name in styles if len(plan.shapes.get(f"model.{name}", ())) > 1]
     for name in trace.attention:
-        inside = {each: style for each, style in styles.items() if _is_below(each, name)}
+        inside = {each: style for each, style in styles.items() if is_below(each, name)}
         if inside:
             share_attention(plan, trace, name, inside)
         styles = {each: style for each, style in styles.items() if each not in inside}
@@ -126,82 +126,82 @@ def _fill(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> None:
 
 
 def _check_whole_recurrences(plan: ShardPlan, model: PreTrainedModel, styles: Mapping[str, str]) -> None:
-    """Layers with recurrences that are not shared are whole on every rank: a model's own plan has to leave them so."""
+    """Refuse a model's own plan that cuts a recurrence which every rank holds whole."""
     layers = [
         name for name, module in model.named_modules() if keeps_recurrence(module) and name not in plan.recurrences
     ]
     if layers and not styles:
-        raise plan.refusal(
+        raise plan.make_refusal(
             f"the heads of {layers[0]}, which keeps the state of a recurrence, cannot be cut, and it declares no plan "
-            f"(base_model_tp_plan) of what ranks share beside them"
+            f"(base_model_tp_plan) of what ranks share besides"
         )
-    cut = [name for name, style in styles.items() if style in CUT and any(_is_below(name, layer) for layer in layers)]
+    cut = [name for name, style in styles.items() if style in CUT and any(is_below(name, layer) for layer in layers)]
     if cut:
-        raise plan.refusal(
-            f"its plan cuts {cut[0]}, whose layer keeps the state of a recurrence, which every rank has whole"
+        raise plan.make_refusal(
+            f"its plan cuts {cut[0]} in a layer with the state of a recurrence, which every rank has whole"
         )
 
 
-def _derive(plan: ShardPlan, model: PreTrainedModel, trace: Trace) -> dict[str, str]:
-    """Cuts the blocks of a model that has no plan; returns the styles of its attention."""
+def _derive_styles(plan: ShardPlan, model: PreTrainedModel, trace: ModelTrace) -> dict[str, str]:
+    """Cut the blocks of a model that has no plan; return the styles of its attention."""
     blocks = [block for block in find_blocks(model, trace, plan.world_size) if block.name not in plan.recurrences]
     others = {name for block in blocks for name in (*block.inner, block.outer)}
-    others |= {name for layer in plan.recurrences for name in trace.inputs if _is_below(name, layer)}
+    others |= {name for layer in plan.recurrences for name in trace.inputs if is_below(name, layer)}
     try:
         styles = derived_styles(model, trace, others)
     except ValueError as error:
-        raise plan.refusal(error) from error
+        raise plan.make_refusal(error) from error
     for block in blocks:
         share_block(plan, model, block)
     return styles
 
 
 def _is_to_cut(plan: ShardPlan, model: PreTrainedModel, name: str, style: str) -> bool:
-    """Whether a style is one of a parameter or a plain linear layer; other layers stay whole where their style is."""
+    """Return whether a style cuts a parameter or a plain linear layer; other layers stay whole where their style is."""
     if style in (*REDUCED, *REPLICATED):
         return False
     if style not in (*CUT, *WHOLE):
-        raise plan.refusal(f"{name} has the style {style}, for which there is no rule")
+        raise plan.make_refusal(f"{name} has the style {style}, for which there is no rule")
     if f"model.{name}" in plan.shapes or is_linear(model.get_submodule(name)):
         return True
     if style in WHOLE:
         return False
     kind = type(model.get_submodule(name)).__name__
-    raise plan.refusal(f"{name} has the style {style}, and is a {kind} instead of a plain linear layer")
+    raise plan.make_refusal(f"{name} has the style {style}, and is a {kind} instead of a plain linear layer")
 
 
 def _sum_once(plan: ShardPlan, modules: list[str], matrices: list[str]) -> None:
-    """Sums the outputs of `modules` that hold cut matrices other than those of linear layers, which sum their own."""
-    plan.reduced += [name for name in modules if any(_is_below(each, name) for each in matrices)]
+    """Sum the outputs of `modules` that hold cut matrices other than those of linear layers, which sum their own."""
+    plan.reduced += [name for name in modules if any(is_below(each, name) for each in matrices)]
     for matrix in matrices:
-        sums = sum(_is_below(matrix, name) for name in plan.reduced)
+        sums = sum(is_below(matrix, name) for name in plan.reduced)
         if sums != 1:
-            raise plan.refusal(f"{matrix} is cut, and {sums} modules of its plan sum what comes of it instead of one")
+            raise plan.make_refusal(
+                f"{matrix} is cut, and {sums} modules of its plan sum what comes of it instead of one"
+            )
     for linear in plan.row_linears:
-        around = next((name for name in plan.reduced if _is_below(linear, name)), None)
+        around = next((name for name in plan.reduced if is_below(linear, name)), None)
         if around is not None:
-            raise plan.refusal(f"{linear} is cut and sums its own outputs, and its plan sums those of {around} again")
+            raise plan.make_refusal(
+                f"{linear} is cut and sums its own outputs, and its plan sums those of {around} again"
+            )
 
 
-def _check(plan: ShardPlan, whole: Trace, part: Trace) -> None:
-    """A rank runs the same modules as often, over the same sizes, on the heads and to the logits of the plan."""
+def _check_rank(plan: ShardPlan, whole: ModelTrace, part: ModelTrace) -> None:
+    """Check that a rank runs the same modules as often, over the same sizes, on the heads and to the logits of the plan."""
     runs, rank_runs = (Counter(call.name for call in trace.calls) for trace in (whole, part))
     for name in [*runs, *rank_runs]:
         if runs[name] != rank_runs[name]:
-            raise plan.refusal(f"on a rank's heads, {name} runs {rank_runs[name]} times instead of {runs[name]}")
+            raise plan.make_refusal(f"on a rank's heads, {name} runs {rank_runs[name]} times instead of {runs[name]}")
     for before, after in zip_longest(whole.reductions, part.reductions):
         if before != after:
-            raise plan.refusal(f"its code mixes values of several ranks: {before} becomes {after}")
+            raise plan.make_refusal(f"its code mixes values of several ranks: {before} becomes {after}")
     for name, heads in plan.attention.items():
         seen, layout = part.attention[name], heads.layout
         if (seen.heads, seen.kv_heads) != (layout.local_query, layout.local_key_value):
-            raise plan.refusal(
+            raise plan.make_refusal(
                 f"{name} computes {seen.heads} query and {seen.kv_heads} key/value heads instead of "
                 f"{layout.local_query} and {layout.local_key_value}"
             )
     if part.logits_size != plan.local_vocab_size:
-        raise plan.refusal(f"its output layer gives {part.logits_size} logits instead of {plan.local_vocab_size}")
-
-
-def _is_below(name: str, parent: str) -> bool:
-    return name.startswith(parent + ".")
+        raise plan.make_refusal(f"its output layer gives {part.logits_size} logits instead of {plan.local_vocab_size}")

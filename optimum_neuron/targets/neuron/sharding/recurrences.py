@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers with recurrences that ranks share by heads.
 
-A rank has consecutive heads, and of what the layer's last linear layer takes the places that they give. What else it needs is not
-read from the layer's code: the layer runs on random numbers, and a rank has of each parameter what its places depend on. So
-what all heads use is whole on every rank, and key heads are held by each rank that uses them. Then the layer runs on each rank's
-parameters, and has to compute the whole's heads.
+A rank has consecutive heads, and the inputs of the layer's last linear layer that follow from them. The layer's code is not read: it runs
+on random numbers, and a rank has of each parameter what its places depend on. So what all heads use is whole on every rank, and every
+rank holds the key heads that it uses. Then the layer runs on each rank's parameters, and has to compute the whole's heads.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from ....step.features.recurrence.recurrence import ScanCall
 from ....step.features.recurrence.recurrent_functions import set_recurrences
 from ....step.model_cache import keeps_recurrence
 from .plan import ShardedRecurrence
-from .recurrent_runs import RandomLayer, Seen, Unlimited, whole_numbers
+from .recurrent_runs import LayerRun, RandomLayer, Unlimited, whole_numbers
 from .rules import Section, ShardRule, even
 from .styles import is_linear
-from .trace import Trace
+from .trace import ModelTrace
 
 
 logger = logging.getLogger(__name__)
@@ -47,9 +46,9 @@ class RecurrentLayer:
     """A layer that ranks share.
 
     Attributes:
-        rules: how its parameters are cut, by their names in the model.
-        outer: its last linear layer, whose results are partial sums.
-        norms: modules that need their whole inputs, such as a norm over all heads; and how these are cut.
+        rules: cuts of its parameters, by their names in the model.
+        outer: its last linear layer, which gives partial sums.
+        norms: modules that need their whole inputs, such as a norm over all heads; and the cuts of these.
     """
 
     name: str
@@ -59,8 +58,8 @@ class RecurrentLayer:
     shared: ShardedRecurrence
 
 
-def find_recurrences(model: PreTrainedModel, trace: Trace, world_size: int) -> list[RecurrentLayer]:
-    """Those of a model without data that so many ranks can share; of layers that look the same one is tried."""
+def find_recurrences(model: PreTrainedModel, trace: ModelTrace, world_size: int) -> list[RecurrentLayer]:
+    """Return layers of a model without data that so many ranks can share; of layers that look the same one is tried."""
     set_recurrences(model)
     found: list[RecurrentLayer] = []
     tried: dict[str, RecurrentLayer | None] = {}
@@ -72,14 +71,14 @@ def find_recurrences(model: PreTrainedModel, trace: Trace, world_size: int) -> l
         if look not in tried:
             linears = [call.name for call in trace.calls if call.name.startswith(f"{name}.")]
             linears = [each for each in linears if is_linear(model.get_submodule(each))]
-            tried[look] = _share(name, module, linears, world_size, trace) if linears else None
+            tried[look] = _share_layer(name, module, linears, world_size, trace) if linears else None
         layer = tried[look]
         if layer is not None:
-            found.append(_renamed(layer, name))
+            found.append(_rename_layer(layer, name))
     return found
 
 
-def _renamed(layer: RecurrentLayer, name: str) -> RecurrentLayer:
+def _rename_layer(layer: RecurrentLayer, name: str) -> RecurrentLayer:
     def to(member: str) -> str:
         return name + member.removeprefix(layer.name)
 
@@ -89,23 +88,25 @@ def _renamed(layer: RecurrentLayer, name: str) -> RecurrentLayer:
     )
 
 
-def _share(name: str, module: nn.Module, linears: list[str], ranks: int, trace: Trace) -> RecurrentLayer | None:
-    """None where no rule tells how, or where what a rank would compute is not the whole's."""
+def _share_layer(
+    name: str, module: nn.Module, linears: list[str], ranks: int, trace: ModelTrace
+) -> RecurrentLayer | None:
+    """Return a layer's rules; None without a rule, or where a rank would compute something else."""
     if any(True for _ in module.buffers()):
         return None
     with unset_fake_temporarily():
         try:
             layer = RandomLayer(name, module, linears[-1], trace)
-            whole, copy = layer.run(layer.tensors)
+            whole, copy = layer.run_layer(layer.tensors)
             if len(whole.calls) != 1 or len(whole.taken) != 1:
                 return None
             (call,), (taken,) = whole.calls, whole.taken
             places = taken.shape[-1]
             if call.heads % ranks or places % ranks:
                 return None
-            norms = _mixing(copy, whole, places, ranks)
-            rules = _needed(layer, norms, places, ranks)
-            shared = None if rules is None else _fitted(layer, whole, norms, rules, places, ranks)
+            norms = _find_mixing(copy, whole, places, ranks)
+            rules = _find_rules(layer, norms, places, ranks)
+            shared = None if rules is None else _fit_sizes(layer, whole, norms, rules, places, ranks)
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # its code counts on the whole
             logger.debug("%s stays whole on every rank (%s: %s)", name, type(error).__name__, error)
             return None
@@ -115,8 +116,8 @@ def _share(name: str, module: nn.Module, linears: list[str], ranks: int, trace: 
     return RecurrentLayer(name, rules, linears[-1], {f"{name}.{each}": even(places, ranks) for each in norms}, shared)
 
 
-def _mixing(module: nn.Module, whole: Seen, places: int, ranks: int) -> list[str]:
-    """Modules from all places to all places in which those of a rank depend on another's."""
+def _find_mixing(module: nn.Module, whole: LayerRun, places: int, ranks: int) -> list[str]:
+    """Return modules from all places to all places that mix a rank's places with another's."""
     found = []
     for path, (given, output) in whole.norms.items():
         tensors = [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
@@ -131,13 +132,13 @@ def _mixing(module: nn.Module, whole: Seen, places: int, ranks: int) -> list[str
     return found
 
 
-def _needed(layer: RandomLayer, norms: list[str], places: int, ranks: int) -> dict[str, ShardRule] | None:
-    """How parameters are cut so that each rank has what its places depend on, a norm over all of them apart."""
-    straight = dict.fromkeys(norms, _added)
+def _find_rules(layer: RandomLayer, norms: list[str], places: int, ranks: int) -> dict[str, ShardRule] | None:
+    """Return cuts of parameters that give each rank what its places depend on, a norm over all of them apart."""
+    straight = dict.fromkeys(norms, _add_places)
     with Unlimited():
-        seen, module = layer.run(layer.tensors, norms=straight, gradients=True)
+        seen, module = layer.run_layer(layer.tensors, norms=straight, gradients=True)
     (taken,) = seen.taken
-    # What a linear layer gives tells the same of its parameters' rows, and is far smaller.
+    # The output of a linear layer shows the same for its parameters' rows, and is far smaller.
     linears = {path: calls[0] for path, calls in seen.linears.items() if len(calls) == 1}
     parameters = {name: each for name, each in module.named_parameters() if name.rpartition(".")[0] not in linears}
     sources = {**parameters, **linears}
@@ -150,14 +151,14 @@ def _needed(layer: RandomLayer, norms: list[str], places: int, ranks: int) -> di
                 continue
             if name in linears:
                 for own, _ in module.get_submodule(name).named_parameters():
-                    needed[f"{name}.{own}"].append(_places(gradient)[-1:])
+                    needed[f"{name}.{own}"].append(_find_places(gradient)[-1:])
             else:
-                needed[name].append(_places(gradient))
+                needed[name].append(_find_places(gradient))
     rules = {}
     for name, parts in needed.items():
         for dim, rows in enumerate(map(torch.stack, zip(*parts, strict=True))):
             if bool((rows != rows[0]).any()):
-                sections = _sections(rows)
+                sections = _find_sections(rows)
                 if not sections:
                     return None
                 rules[f"{layer.name}.{name}"] = ShardRule(dim, sections)
@@ -165,20 +166,20 @@ def _needed(layer: RandomLayer, norms: list[str], places: int, ranks: int) -> di
     return rules
 
 
-def _places(gradient: Tensor) -> list[Tensor]:
-    """By dimension, `[size]`: at which places any number is not zero. A random sum of such numbers is not zero either."""
+def _find_places(gradient: Tensor) -> list[Tensor]:
+    """Return by dimension, `[size]`, where any number is not zero. A random sum of such numbers is not zero either."""
     random = torch.Generator().manual_seed(2)
     stretched = (gradient.movedim(dim, 0).reshape(size, -1) for dim, size in enumerate(gradient.shape))
     return [each.mv(torch.randn(each.shape[1], generator=random)) != 0 for each in stretched]
 
 
-def _added(*args: Any, **kwargs: Any) -> Tensor:
-    """Each place from itself alone, of all that is given."""
+def _add_places(*args: Any, **kwargs: Any) -> Tensor:
+    """Add all that is given, each place by itself."""
     return sum(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))  # type: ignore[return-value]
 
 
-def _sections(rows: Tensor) -> tuple[Section, ...]:
-    """Stretches that ranks hold, from `[ranks, size]`, which rank needs what; none where ranks' stretches are not alike."""
+def _find_sections(rows: Tensor) -> tuple[Section, ...]:
+    """Return the stretches of ranks from `[ranks, size]`, what each needs; none where ranks' stretches differ in form."""
     changes = (rows[:, 1:] != rows[:, :-1]).any(0).nonzero().flatten() + 1
     edges = [0, *changes.tolist(), rows.shape[1]]
     held = [[(start, end - start) for start, end in itertools.pairwise(edges) if own[start]] for own in rows]
@@ -196,17 +197,17 @@ def _sections(rows: Tensor) -> tuple[Section, ...]:
     return tuple(sections)
 
 
-def _fitted(
-    layer: RandomLayer, whole: Seen, norms: list[str], rules: Mapping[str, ShardRule], places: int, ranks: int
+def _fit_sizes(
+    layer: RandomLayer, whole: LayerRun, norms: list[str], rules: Mapping[str, ShardRule], places: int, ranks: int
 ) -> ShardedRecurrence | None:
-    """With the sizes by which the layer's code computes a rank's heads; None where there are none."""
+    """Return the recurrence with the sizes by which the layer's code computes a rank's heads; None where there are none."""
     (call,) = whole.calls
     known = _local_sizes(layer, call, rules, places, ranks)
     read = {key: [*known[size], size] for key, size in whole.read.items() if size in known and key[0] not in norms}
 
     def fits(sizes: Mapping[tuple[str, str], int], of: Iterable[int] = (0, ranks - 1)) -> bool:
         try:
-            return all(_computes(layer, whole, norms, rules, sizes, rank, ranks) for rank in of)
+            return all(_is_computing(layer, whole, norms, rules, sizes, rank, ranks) for rank in of)
         except (RuntimeError, TypeError, ValueError, AttributeError):
             return False  # these sizes do not go with a rank's parameters
 
@@ -222,11 +223,11 @@ def _fitted(
                 name.removeprefix(f"{layer.name}.") for name, each in layer.tensors.items() if each.dim() == 3
             )
             local = tuple((path, name, size) for (path, name), size in chosen.items())
-            return replace(_heads(call, ranks), sizes=local, filters=filters)
+            return replace(_describe_heads(call, ranks), sizes=local, filters=filters)
     return None
 
 
-def _heads(call: ScanCall, ranks: int) -> ShardedRecurrence:
+def _describe_heads(call: ScanCall, ranks: int) -> ShardedRecurrence:
     return ShardedRecurrence(
         ranks, call.heads, call.key.shape[1], tuple((each.shape[1], each[0, 0].numel()) for each in call.inputs())
     )
@@ -235,10 +236,10 @@ def _heads(call: ScanCall, ranks: int) -> ShardedRecurrence:
 def _local_sizes(
     layer: RandomLayer, call: ScanCall, rules: Mapping[str, ShardRule], places: int, ranks: int
 ) -> dict[int, list[int]]:
-    """By a size of the whole, what it is on a rank: of heads, of what is cut, and of the stretches in which that lies."""
+    """Return a rank's possible values of a size of the whole: of heads, of cut dimensions, and of their stretches."""
     key_heads, key_dim, value_dim = call.key.shape[1], call.key.shape[2], call.value.shape[2]
     pairs = [(call.heads, call.heads // ranks), (places, places // ranks)]
-    pairs.append((key_heads, len(_heads(call, ranks).key_heads_of(0))))
+    pairs.append((key_heads, len(_describe_heads(call, ranks).key_heads_of(0))))
     for name, rule in rules.items():
         pairs.append((layer.tensors[name].shape[rule.dim], rule.local_size(ranks)))
         for each in rule.sections:
@@ -252,16 +253,16 @@ def _local_sizes(
     return {size: parts for size, parts in known.items() if parts}
 
 
-def _computes(
+def _is_computing(
     layer: RandomLayer,
-    whole: Seen,
+    whole: LayerRun,
     norms: list[str],
     rules: Mapping[str, ShardRule],
     sizes: Mapping[tuple[str, str], int],
     rank: int,
     ranks: int,
 ) -> bool:
-    """Whether a rank's parameters give its heads of the whole."""
+    """Return whether a rank's parameters give its heads of the whole."""
     tensors = {
         name: rules[name].shard(tensor, rank, ranks) if name in rules else tensor
         for name, tensor in layer.tensors.items()
@@ -274,24 +275,24 @@ def _computes(
     def gathered(path: str, *args: Any, **kwargs: Any) -> Tensor:
         given, output = whole.norms[path]
         pairs = zip(pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(given), strict=True)
-        met.extend(_close(part, own(all_of)) for part, all_of in pairs if isinstance(all_of, Tensor))
+        met.extend(_is_close(part, own(all_of)) for part, all_of in pairs if isinstance(all_of, Tensor))
         return own(output)
 
-    seen, _ = layer.run(tensors, sizes, {each: partial(gathered, each) for each in norms})
+    seen, _ = layer.run_layer(tensors, sizes, {each: partial(gathered, each) for each in norms})
     (call,), (found,), (taken,) = whole.calls, seen.calls, seen.taken
-    parts = _heads(call, ranks)
+    parts = _describe_heads(call, ranks)
     heads, key_heads = parts.heads_of(rank), parts.key_heads_of(rank)
-    same = _close(found.key, call.key[:, key_heads]) and _close(found.query, call.query[:, key_heads])
+    same = _is_close(found.key, call.key[:, key_heads]) and _is_close(found.query, call.query[:, key_heads])
     of_heads = [(found.value, call.value), (found.decay, call.decay)]
     if call.beta is not None and found.beta is not None:
         of_heads.append((found.beta, call.beta))
     return (
         same
-        and all(_close(one, other[:, heads]) for one, other in of_heads)
+        and all(_is_close(one, other[:, heads]) for one, other in of_heads)
         and all(met)
-        and _close(taken, own(whole.taken[0]))
+        and _is_close(taken, own(whole.taken[0]))
     )
 
 
-def _close(part: Tensor, expected: Tensor) -> bool:
+def _is_close(part: Tensor, expected: Tensor) -> bool:
     return part.shape == expected.shape and bool((part - expected).abs().max() <= _ROUNDING * expected.abs().max())

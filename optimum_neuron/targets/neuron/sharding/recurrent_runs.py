@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer with a recurrence, run by itself on random numbers: what it is asked, computes and reads is seen."""
+"""Runs of a layer with a recurrence by itself on random numbers, which record its inputs, results and reads."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from torch.utils import _pytree as pytree
 from ....step.features.own_code.own_run import name_of
 from ....step.features.recurrence.recurrence import ScanCall, ScanKind, scanning
 from ....step.masks import UnsupportedModelError
-from .blocks import filled, numbers
-from .trace import Trace
+from .blocks import fill_module, random_numbers
+from .trace import ModelTrace
 
 
 def whole_numbers(module: nn.Module) -> dict[str, int]:
-    """Whole numbers among a module's attributes, but for those of torch's own layers and the number of the layer."""
+    """Return the whole numbers among a module's attributes, without those of torch's own layers and the number of the layer."""
     if type(module).__module__.startswith("torch."):
         return {}
     return {name: value for name, value in vars(module).items() if type(value) is int and name != "layer_idx"}
 
 
 @dataclass
-class Seen:
-    """One run.
+class LayerRun:
+    """A run of a layer.
 
     Attributes:
-        taken: what the last linear layer is given.
+        taken: inputs of the last linear layer.
         calls: of recurrences.
-        norms: by the name of a module, what it was given and what it gave.
-        linears: where gradients are wanted, what each linear layer before the last gave in each of its calls.
-        read: sizes whose values the code asked for.
+        norms: inputs and output of each other module, by its name.
+        linears: where gradients are wanted, the results of each linear layer before the last.
+        read: sizes that the code read, and their values.
     """
 
     taken: list[Tensor] = field(default_factory=list)
@@ -56,11 +56,11 @@ class Seen:
         if kind == "selective_scan":
             raise UnsupportedModelError("a selective scan has no heads")
         self.calls.append(call)
-        return _outputs(call)
+        return _scan_tokens(call)
 
 
-def _outputs(call: ScanCall) -> Tensor:
-    """Token by token, in operators whose derivatives are known."""
+def _scan_tokens(call: ScanCall) -> Tensor:
+    """Scan token by token, in operators with known derivatives."""
     query, key = call.over_heads(call.query), call.over_heads(call.key)
     decay = call.decay[..., None] if call.decay.dim() == 2 else call.decay
     state, outputs = torch.zeros(()), list[Tensor]()
@@ -76,32 +76,34 @@ def _outputs(call: ScanCall) -> Tensor:
 class RandomLayer:
     """A layer on random numbers."""
 
-    def __init__(self, name: str, module: nn.Module, outer: str, trace: Trace) -> None:
+    def __init__(self, name: str, module: nn.Module, outer: str, trace: ModelTrace) -> None:
         random = torch.Generator().manual_seed(0)
         self.name, self._module, self._outer = name, module, outer.removeprefix(f"{name}.")
-        self.tensors = {f"{name}.{each}": numbers(tensor, random) for each, tensor in module.named_parameters()}
-        self._args, self._kwargs = pytree.tree_map_only(Tensor, lambda each: numbers(each, random), trace.inputs[name])
+        self.tensors = {f"{name}.{each}": random_numbers(tensor, random) for each, tensor in module.named_parameters()}
+        self._args, self._kwargs = pytree.tree_map_only(
+            Tensor, lambda each: random_numbers(each, random), trace.inputs[name]
+        )
 
-    def run(
+    def run_layer(
         self,
         tensors: Mapping[str, Tensor],
         sizes: Mapping[tuple[str, str], int] | None = None,
         norms: Mapping[str, Callable[..., Any]] | None = None,
         gradients: bool = False,
-    ) -> tuple[Seen, nn.Module]:
-        """With these parameters.
+    ) -> tuple[LayerRun, nn.Module]:
+        """Run with these parameters.
 
         Args:
-            sizes: attributes that have other values, by module and name.
-            norms: what stands for modules of these names.
-            gradients: whether derivatives are asked for.
+            sizes: attributes with other values, by module and name.
+            norms: replacements of modules of these names.
+            gradients: whether derivatives are wanted.
         """
-        module, seen = filled(self._module, tensors, self.name), Seen()
+        module, seen = fill_module(self._module, tensors, self.name), LayerRun()
         module.requires_grad_(gradients)
         for (path, attribute), size in (sizes or {}).items():
             setattr(module.get_submodule(path), attribute, size)
         outer: Any = module.get_submodule(self._outer)
-        outer.forward = partial(_take, seen)
+        outer.forward = partial(_take_input, seen)
         for path, part in module.named_modules():
             if norms and path in norms:
                 part.forward = norms[path]
@@ -117,13 +119,13 @@ class RandomLayer:
         return seen, module
 
 
-def _take(seen: Seen, x: Tensor) -> Tensor:
+def _take_input(seen: LayerRun, x: Tensor) -> Tensor:
     seen.taken.append(x)
     return x
 
 
 class _NoConvolutions:
-    """Without a cache layers convolve by torch's own operator."""
+    """A refusal of convolutions apart from the cache: without one layers convolve by torch's own operator."""
 
     def convolve(self, *_: Any) -> Tensor:
         raise UnsupportedModelError("it convolves apart from its cache")
@@ -132,8 +134,8 @@ class _NoConvolutions:
 
 
 @contextmanager
-def _noting_reads(module: nn.Module, seen: Seen) -> Iterator[None]:
-    """Notes which of a layer's sizes its code reads."""
+def _noting_reads(module: nn.Module, seen: LayerRun) -> Iterator[None]:
+    """Note the sizes that a layer's code reads."""
     parts = {part: (path, whole_numbers(part), type(part)) for path, part in module.named_modules()}
     for part, (path, sizes, kind) in parts.items():
         if sizes:
@@ -152,7 +154,7 @@ def _noting_reads(module: nn.Module, seen: Seen) -> Iterator[None]:
 
 
 class Unlimited(TorchFunctionMode):
-    """Limits are left out: what is at its limit would depend on nothing."""
+    """A mode without limits: a number at its limit would depend on nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         return args[0] if name_of(func) in ("clamp", "relu") else func(*args, **kwargs or {})

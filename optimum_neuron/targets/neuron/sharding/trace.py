@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model does in one forward pass: seen on a copy without data, so no weight is read or computed with."""
+"""A record of one forward pass, on a copy without data, so no weight is read or computed with."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -19,7 +20,6 @@ from ....step.features.selected_keys.index_keys import KeySource, ScoresOf
 from ....step.features.selected_keys.slot_index import AllKeys
 from ....step.interface import AttentionCall
 from ....step.model_cache import CacheNeeds, IndexCache
-from .reductions import Reduction, Reductions
 
 
 _TOKENS = 2
@@ -37,11 +37,11 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class View:
-    """Where a tensor comes from.
+    """The source of a tensor.
 
     Attributes:
-        source: the module whose output it is, or a view of; empty where other code made it.
-        offset, step: where its last dimension begins in that output, and how far apart its values are there.
+        source: the module that gave it, or a view of it; empty where other code made it.
+        offset, step: the begin of its last dimension in that output, and the distance of its values there.
     """
 
     shape: tuple[int, ...]
@@ -59,13 +59,13 @@ class ModuleCall:
 
 
 @dataclass
-class Trace:
+class ModelTrace:
     """One forward pass.
 
     Attributes:
         calls: every module's runs, in the order in which they began.
         attention: heads by the name of the module that called the attention interface.
-        values: what it gave as values, likewise.
+        values: its values, likewise.
         reductions: sums, norms and the like over a dimension.
         logits_size: logits per token.
         inputs: arguments and keywords of each module's last run.
@@ -83,9 +83,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class _TracedKeys(AllKeys):
-    """Tells how many heads select."""
+    """Keys that count the heads that select."""
 
-    trace: Trace
+    trace: ModelTrace
 
     def top(self, scores: Tensor, of: ScoresOf, count: int) -> Any:
         self.trace.selecting_heads = max(self.trace.selecting_heads, scores.shape[1])
@@ -93,60 +93,60 @@ class _TracedKeys(AllKeys):
 
 
 class _Recorder:
-    """Hooks that note each module's run, and the attention backend that notes the heads."""
+    """A recorder of each module's run by hooks, and of heads as the attention backend."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.trace = Trace()
+        self.trace = ModelTrace()
         self._running: list[str] = []
         # Outputs by their storage: kept, so that no other tensor gets the same.
         self._outputs: dict[int, tuple[str, Tensor]] = {}
-        self._hooks = [hook for name, module in model.named_modules() for hook in self._hook(name, module)]
+        self._hooks = [hook for name, module in model.named_modules() for hook in self._add_hooks(name, module)]
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
-        yield module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-        yield module.register_forward_hook(partial(self._leave, name))
+    def _add_hooks(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
+        yield module.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True)
+        yield module.register_forward_hook(partial(self._leave_module, name))
 
-    def _enter(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter_module(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running.append(name)
         first = next(iter((*args, *kwargs.values())), None)
         self.trace.inputs[name] = args, kwargs
-        self.trace.calls.append(ModuleCall(name, self._view(first) if isinstance(first, Tensor) else None))
+        self.trace.calls.append(ModuleCall(name, self._make_view(first) if isinstance(first, Tensor) else None))
 
-    def _leave(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+    def _leave_module(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
         if isinstance(output, Tensor):
-            self._outputs.setdefault(_storage(output), (name, output))
+            self._outputs.setdefault(_storage_key(output), (name, output))
 
     def attend(self, call: AttentionCall) -> Tensor:
         _, heads, tokens, key_dim = call.query.shape
         value_dim, name = call.value.shape[-1], self._running[-1]
         self.trace.attention[name] = HeadSizes(heads, call.key.shape[1], key_dim, value_dim)
-        self.trace.values[name] = self._view(call.value)
+        self.trace.values[name] = self._make_view(call.value)
         return call.query.new_zeros((1, tokens, heads, value_dim))
 
     def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
-        """Every rank keeps all of them."""
+        """Return keys of which every rank keeps all."""
         return _TracedKeys(self.trace)
 
-    def reduced(self, reduction: str, sizes: tuple[int, ...]) -> None:
+    def note_reduction(self, reduction: str, sizes: tuple[int, ...]) -> None:
         self.trace.reductions.append(Reduction(self._running[-1], reduction, sizes))
 
-    def _view(self, tensor: Tensor) -> View:
-        source, _ = self._outputs.get(_storage(tensor), ("", tensor))
+    def _make_view(self, tensor: Tensor) -> View:
+        source, _ = self._outputs.get(_storage_key(tensor), ("", tensor))
         step = tensor.stride(-1) if tensor.dim() else 1
         return View(tuple(tensor.shape), source, int(tensor.storage_offset()), step)
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
 def data_free_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The model's modules with tensors that have shapes only; to be called and used under a FakeTensorMode."""
+    """Return the model's modules with tensors that have shapes only, under a FakeTensorMode."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -154,22 +154,18 @@ def data_free_copy(model: PreTrainedModel) -> PreTrainedModel:
     twin: PreTrainedModel = copy.deepcopy(model, memo)
     for module in twin.modules():
         if hasattr(module, "is_concatenated"):
-            # Experts: of transformers' implementations the one whose shapes depend on no data, for any dtype.
+            # Experts: of transformers' implementations the one with shapes that depend on no data, for any dtype.
             module.config._experts_implementation = "batched_mm"
     return twin
 
 
-def trace_model(model: PreTrainedModel) -> Trace:
-    """Runs a data-free copy; to be called under a FakeTensorMode.
-
-    Raises:
-        RuntimeError, TypeError, ValueError: the model's code fails on these shapes.
-    """
+def trace_model(model: PreTrainedModel) -> ModelTrace:
+    """Run a data-free copy under a FakeTensorMode; what its code raises on these shapes passes through."""
     recorder = _Recorder(model)
     tokens = torch.arange(_TOKENS, dtype=torch.int32)[None]
     cache = {"past_key_values": IndexCache(recorder)} if CacheNeeds.of(model).indexes else {}
     try:
-        with torch.no_grad(), Reductions(recorder.reduced):
+        with torch.no_grad(), Reductions(recorder.note_reduction):
             logits = model(
                 input_ids=tokens, position_ids=tokens.clone(), use_cache=False, attention_backend=recorder, **cache
             ).logits
@@ -180,5 +176,57 @@ def trace_model(model: PreTrainedModel) -> Trace:
 
 
 def no_data() -> FakeTensorMode:
-    """The mode in which tensors have shapes only; constants of a model's code may join in."""
+    """Return the mode in which tensors have shapes only; constants of a model's code may join in."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# Names of aten operators, and of the argument that names their dimensions. Products of matrices are none of them: in a
+# model they belong to linear layers, experts and attention, which have rules.
+_REDUCTIONS = dict.fromkeys((
+    "sum", "mean", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "norm",
+    "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "cumsum", "topk", "sort",
+), "dim") | dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), "normalized_shape")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One operator's run in a module, with the sizes of the dimensions that it reduces."""
+
+    module: str
+    name: str
+    sizes: tuple[int, ...]
+
+
+class Reductions(TorchDispatchMode):
+    """A mode that passes the name and the sizes of each reduction to `note`."""
+
+    def __init__(self, note: Callable[[str, tuple[int, ...]], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _operator_name(func)
+        if name in _REDUCTIONS:
+            self._note(name, _reduced_sizes(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _reduced_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return the sizes of an operator's dimensions: all of them where it names none."""
+    parameters = func._schema.arguments
+    values = {each.name: each.default_value for each in parameters if each.has_default_value()}
+    values |= dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+    argument = _REDUCTIONS[_operator_name(func)]
+    given, shape = values.get(argument), args[0].shape
+    if argument == "normalized_shape":
+        return tuple(given or ())
+    dims = [given] if isinstance(given, int) else given or range(len(shape))
+    return tuple(shape[dim] for dim in dims) if shape else ()
+
+
+def _operator_name(func: Any) -> str:
+    name: str = func._schema.name
+    return name.partition("::")[2]

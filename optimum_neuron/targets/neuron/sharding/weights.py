@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file of weights per rank, written tensor by tensor: beside the model, memory holds one tensor of a rank's."""
+"""Files of weights, one per rank, written tensor by tensor: memory holds the model and one tensor of a rank."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from ....artifact.weight_file import write_tensor_files
 from ....artifact.weights import place, rank_weights_name
-from ..graph_io import NARROW
-from ..weight_layout import WeightLayout
+from ..graphs.io import NARROW
+from ..graphs.weight_layout import WeightLayout
 from .plan import RANK_TENSOR, ShardPlan
 
 
 def write_sharded_weights(
     tensors: Mapping[str, Tensor], plan: ShardPlan, folder: Path, layout: WeightLayout | None = None
 ) -> dict[str, str]:
-    """Writes the file of weights of every rank, each of several ranks with the rank's own number.
+    """Write the file of weights of every rank; each of several ranks gets its own number.
 
     Args:
         tensors: of the whole model, as `weights.named_tensors` gives them.
@@ -39,7 +39,7 @@ def write_sharded_weights(
                 f"{name} has shape {tuple(tensor.shape)}, and the plan is for {plan.shapes.get(name)}; make a plan of "
                 f"this model"
             )
-    tensors = {name: _narrow(name, tensor) for name, tensor in tensors.items()}
+    tensors = {name: _narrow_tensor(name, tensor) for name, tensor in tensors.items()}
     tied = tied_names(tensors, plan)
     files = _Files(tensors, plan, WeightLayout() if layout is None else layout, tied)
     described = [(name, files.dtype(name), files.shape(name)) for name in files.names]
@@ -48,8 +48,8 @@ def write_sharded_weights(
     return tied
 
 
-def _narrow(name: str, tensor: Tensor) -> Tensor:
-    """A tensor in the type in which graphs take it."""
+def _narrow_tensor(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor in the type in which graphs take it."""
     dtype = _dtype_name(tensor)
     if dtype not in NARROW:
         return tensor
@@ -67,9 +67,9 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def tied_names(tensors: Mapping[str, Tensor], plan: ShardPlan) -> dict[str, str]:
-    """Names of tensors that are the memory of an earlier one and cut in the same way: alias to that one's name.
+    """Return the tensors that share the memory and the cut of an earlier one: alias to that one's name.
 
-    What is stored in another type is a copy, and tied to nothing.
+    A tensor in another type than the model's is a copy, and tied to nothing.
     """
     first: dict[tuple, str] = {}
     tied = {}
@@ -81,7 +81,7 @@ def tied_names(tensors: Mapping[str, Tensor], plan: ShardPlan) -> dict[str, str]
 
 
 class _Files:
-    """What the ranks' files hold, all under the same names."""
+    """The contents of the ranks' files, all under the same names."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], plan: ShardPlan, layout: WeightLayout, tied: Mapping[str, str]
@@ -106,11 +106,11 @@ class _Files:
         return self._plan.local_shape(name) if stored is None else stored.shape(self._plan.local_shape)
 
     def tensor(self, name: str, rank: int) -> Tensor:
-        """A rank's tensor."""
+        """Return a rank's tensor."""
         if name == RANK_TENSOR:
             return torch.tensor([rank], dtype=torch.int32)
         stored = self._stored.get(name)
-        return self._part(rank, name) if stored is None else stored.tensor(partial(self._part, rank))
+        return self._rank_part(rank, name) if stored is None else stored.tensor(partial(self._rank_part, rank))
 
-    def _part(self, rank: int, name: str) -> Tensor:
+    def _rank_part(self, rank: int, name: str) -> Tensor:
         return self._plan.shard(self._tensors[name], name, rank)

@@ -21,15 +21,16 @@ from optimum_neuron.step.attention_rows import AttentionRows
 from optimum_neuron.step.features.experts.experts import ExpertsCall
 from optimum_neuron.step.features.shared_blocks.owned_blocks import OwnedBlocks
 from optimum_neuron.step.interface import AttentionCall
-from optimum_neuron.targets.neuron.expert_forms import all_experts, gather
-from optimum_neuron.targets.neuron.graph_files import read_graph_io
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import read_graph_io
 from optimum_neuron.targets.neuron.kernels import attention_block_tkg
 from optimum_neuron.targets.neuron.kernels.moe_tkg import compute_chosen
 from optimum_neuron.targets.neuron.kernels.registry import KERNELS
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering import attention, hlo
-from optimum_neuron.targets.neuron.lowering.experts import expert_layer, in_form
 from optimum_neuron.targets.neuron.lowering.kernel_calls import called_kernels, kernel_calls
+from optimum_neuron.targets.neuron.operators import attention
+from optimum_neuron.targets.neuron.operators.expert_forms import all_experts, gather
+from optimum_neuron.targets.neuron.operators.experts import expert_layer, in_form
 from optimum_neuron.targets.neuron.sdk.hardware import chip_of
 from optimum_neuron.tools.certify.document import Certificate
 

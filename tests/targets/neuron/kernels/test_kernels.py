@@ -19,14 +19,14 @@ from torch import Tensor
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.targets.neuron.compile import native_kernels
-from optimum_neuron.targets.neuron.compile.graph_keys import graph_key
+from optimum_neuron.targets.neuron.compile.compiler import graph_key
 from optimum_neuron.targets.neuron.compile.native_kernels import NATIVE_CALL, with_native_kernels
-from optimum_neuron.targets.neuron.graph_files import read_graph_io
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import read_graph_io
 from optimum_neuron.targets.neuron.kernels import attention_cte
 from optimum_neuron.targets.neuron.kernels.kernel import KERNELS as KNOWN
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.kernel_calls import called_kernels, kernel_calls, without_references
 from optimum_neuron.tools.certify.verify import verify_certificate
 
@@ -144,10 +144,7 @@ def test_what_a_kernel_stands_for_is_counted(
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_compiler_gets_what_nki_made(
-    ranks: int,
-    neuron_sdk: Callable[..., NeuronTools],
-    sharp_checkpoints: dict[str, Path],
-    tmp_path: Path,
+    ranks: int, neuron_sdk: Callable[..., NeuronTools], sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     neuron_sdk("trn2", "nki")
     path = export_tiny(
@@ -234,7 +231,9 @@ def test_kernels_that_the_sdk_lacks_are_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
     neuron_sdk("trn2", *packages)
-    with pytest.raises(RuntimeError, match=f"attention_cte is of the Neuron SDK: {problem}.* or leave --kernels out"):
+    with pytest.raises(
+        RuntimeError, match=f"attention_cte comes from the Neuron SDK: {problem}.* or leave --kernels out"
+    ):
         export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="trn2", kernels=KERNELS)
     assert not (tmp_path / "out").exists()
 

@@ -11,10 +11,9 @@ import torch
 from lowered import lower_function
 from torch import Tensor, nn
 
-from optimum_neuron.targets.neuron.graph_io import InputBinding
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import InputBinding, LoweredGraph
 from optimum_neuron.targets.neuron.lint.operator_rules import TOPK_CALL
-from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 
 
 class Broken(NamedTuple):
@@ -99,9 +98,7 @@ def changed(
 ) -> Broken:
     """A function of which one instruction is changed."""
     return Broken(
-        rule,
-        lambda: edited(lower_function(function, inputs), lambda module: change(first(module, opcode))),
-        fragment,
+        rule, lambda: edited(lower_function(function, inputs), lambda module: change(first(module, opcode))), fragment
     )
 
 
@@ -200,7 +197,7 @@ BROKEN: dict[str, Broken] = {
         [floats(5, 3), indices(1)],
         "gather",
         lambda each: setattr(each, "opcode", "dynamic-slice"),
-        "whose start is computed",
+        "with a computed start",
     ),
     "dilated twice": _convolution("and its kernel", base_dilation=2, window_dilation=2),
     "dilated with strides": _convolution("takes strides", base_dilation=2, stride=2),

@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.targets.neuron.lint import model
 from optimum_neuron.targets.neuron.lint.lint import lint_artifact
-from optimum_neuron.targets.neuron.lint.model import model_graphs
+from optimum_neuron.targets.neuron.lowering import lower_all as model
+from optimum_neuron.targets.neuron.lowering.lower_all import model_graphs
 from optimum_neuron.targets.neuron.sdk import devices
 from optimum_neuron.targets.neuron.sdk.devices import NeuronDevices
 

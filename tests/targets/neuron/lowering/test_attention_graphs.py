@@ -35,11 +35,12 @@ from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule
 from optimum_neuron.targets.eager import EagerExecutable
-from optimum_neuron.targets.neuron.graph_io import CACHE, COPY_SLOT, SAMPLERS
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import CACHE, COPY_SLOT, SAMPLERS, LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering import attention, hlo
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_step
+from optimum_neuron.targets.neuron.lowering.lower import lower_step
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
+from optimum_neuron.targets.neuron.operators import attention
 
 
 # What torch-xla has between a scatter and a state's new value; none of it moves a number.
@@ -76,8 +77,7 @@ def depending(graph: LoweredGraph, sources: list[Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "llama" else [pytest.mark.full]) for name in ARCHITECTURES],
+    "name", [pytest.param(name, marks=[] if name == "llama" else [pytest.mark.full]) for name in ARCHITECTURES]
 )
 def test_nothing_of_a_decode_step_waits_for_what_it_writes(name: str, tiny_models: dict[str, nn.Module]) -> None:
     graphs = {graph.kind: graph for graph in lower_model(tiny_models[name], tiny_config(target="hlo"))}

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,10 @@ from torch import Tensor, nn
 from optimum_neuron.checkpoints.quantize.rounding import round_int4, round_int8
 from optimum_neuron.step.features.codes.expert_weights import replace_weights
 from optimum_neuron.step.features.experts.experts import ExpertsCall
-from optimum_neuron.targets.neuron.expert_forms import (
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.lint.cost import graph_cost
+from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.operators.expert_forms import (
     MOST_PARTS,
     ExpertForm,
     ExpertLayer,
@@ -29,11 +31,7 @@ from optimum_neuron.targets.neuron.expert_forms import (
     gather,
     work,
 )
-from optimum_neuron.targets.neuron.lint.cost import graph_cost
-from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering.expert_blocks import block_places, earlier_sums
-from optimum_neuron.targets.neuron.lowering.experts import expert_layer, in_form
+from optimum_neuron.targets.neuron.operators.experts import block_places, earlier_sums, expert_layer, in_form
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
 
 
@@ -130,10 +128,10 @@ def test_what_is_not_finite_reaches_no_other_token(form: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("form", [name for name in FORMS if name != "all"])
-def test_places_and_neighbours_change_no_bit_of_a_graph_s_tokens(form: str, dtype: str, tmp_path: Path) -> None:
+def test_places_and_neighbours_change_no_bit_of_a_graph_s_tokens(form: str, dtype: str) -> None:
     tensors = weights_of(EXPERTS, HIDDEN, INNER, dtype=dtype)
     call = layer_call("padded", tensors)
-    graph = FormGraph(FORMS[form], call, tensors, tmp_path)
+    graph = FormGraph(FORMS[form], call, tensors)
     assert not lint("function", graph.graph.hlo, graph.graph.io, "trn2")
     opcodes = {each.opcode for _, each in hlo.instructions(hlo.parse(graph.graph.hlo))}
     assert not opcodes & {"sort", "reduce-window", "while", "dynamic-slice", "custom-call"}

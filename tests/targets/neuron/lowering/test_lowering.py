@@ -36,12 +36,11 @@ from optimum_neuron.step.spec import SamplingParams, graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule
 from optimum_neuron.targets.eager import EagerExecutable
-from optimum_neuron.targets.neuron.graph_io import GraphIO
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import GraphIO, LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering import passes as hlo_passes
+from optimum_neuron.targets.neuron.lowering.canonical import remove_unused
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS, write_cache
 
 
@@ -276,5 +275,5 @@ def test_infinite_masks_become_finite() -> None:
 def test_unused_computations_disappear() -> None:
     graph = lower_function(lambda x: (x.amax(), x.sum())[1], [torch.ones(4)])
     module = hlo.parse(graph.hlo)
-    hlo_passes.remove_unused(module)
+    remove_unused(module)
     assert hlo.serialize(module) == graph.hlo and len(module.computations) == 2

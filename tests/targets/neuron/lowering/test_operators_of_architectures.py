@@ -14,9 +14,10 @@ from optimum_neuron.parity.inspect import look_at
 from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_step
+from optimum_neuron.targets.neuron.lowering.lower import lower_step
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 
 
@@ -42,13 +43,7 @@ FORBIDDEN_TYPES = {"float64", "int64", "uint64", "uint32", "complex64", "complex
 
 def mixed_graph(name: str) -> LoweredGraph:
     """The graph of a tiny model in which decode rows and chunk rows meet."""
-    config = NeuronConfig(
-        batch_size=2,
-        sequence_length=64,
-        prefill_chunk_size=8,
-        dtype="float32",
-        target="hlo",
-    )
+    config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="hlo")
     model = graph_model(name, torch.float32)
     spec = look_at(model)
     cache = KVCache(state_specs(config, spec))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from architectures.models import graph_model
 from helpers import export_tiny, python_process
-from lowered import lower_function
+from lowered import lower_function, run_lowered
 from torch import Tensor
 
-from optimum_neuron.targets.neuron.lowering import hlo
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering.decompositions import gelu, put_where
-from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
 
 
 X = torch.linspace(-1, 1, 12).view(4, 3)
@@ -33,21 +33,15 @@ put = torch.ops.aten.index_put.default
         lambda x: put(x, [x[:, 0] > 0], torch.tensor(7.0)),
     ],
 )
-def test_what_is_written_where_a_mask_says_is_a_selection(
-    function: Callable[[Tensor], Tensor], tmp_path: Path
-) -> None:
+def test_what_is_written_where_a_mask_says_is_a_selection(function: Callable[[Tensor], Tensor]) -> None:
     graph = lower_function(function, [X])
     assert "scatter" not in {each.opcode for _, each in hlo.instructions(hlo.parse(graph.hlo))}
-    (tmp_path / "function.hlo").write_bytes(graph.hlo)
-    program = HloProgram(tmp_path / "function.hlo", graph.io)
-    (found,) = program.run([X.to(program.device)])
-    assert torch.equal(found.cpu(), function(X)) and not torch.equal(found.cpu(), X)
+    (found,) = run_lowered(graph, [X])
+    assert torch.equal(found, function(X)) and not torch.equal(found, X)
 
 
 @pytest.mark.parametrize(("dim", "start", "end", "step"), [(1, 1, 3, 2), (0, 0, 4, 3), (0, 1, None, 2), (1, 0, 2, 2)])
-def test_what_is_written_to_every_other_place_is_a_selection(
-    dim: int, start: int, end: int | None, step: int, tmp_path: Path
-) -> None:
+def test_what_is_written_to_every_other_place_is_a_selection(dim: int, start: int, end: int | None, step: int) -> None:
     places = len(range(X.shape[dim])[slice(start, end, step)])
     source = torch.full((places, 3) if dim == 0 else (4, places), 7.0) + torch.arange(places).view(
         -1, *[1] * (1 - dim)
@@ -58,10 +52,8 @@ def test_what_is_written_to_every_other_place_is_a_selection(
 
     graph = lower_function(function, [X])
     assert not {"pad", "scatter", "remainder"} & {each.opcode for _, each in hlo.instructions(hlo.parse(graph.hlo))}
-    (tmp_path / "function.hlo").write_bytes(graph.hlo)
-    program = HloProgram(tmp_path / "function.hlo", graph.io)
-    (found,) = program.run([X.to(program.device)])
-    assert torch.equal(found.cpu(), function(X)) and not torch.equal(found.cpu(), X)
+    (found,) = run_lowered(graph, [X])
+    assert torch.equal(found, function(X)) and not torch.equal(found, X)
 
 
 @pytest.mark.parametrize(
@@ -80,33 +72,23 @@ def test_other_writes_are_left_as_they_are(indices: list[Tensor | None], values:
 
 
 @pytest.mark.parametrize("bounds", [{"min": 2}, {"max": 3}, {"min": 1, "max": 4}])
-def test_int64_is_bounded_without_the_ends_of_int64(bounds: dict[str, int], tmp_path: Path) -> None:
+def test_int64_is_bounded_without_the_ends_of_int64(bounds: dict[str, int]) -> None:
     def function(x: Tensor) -> Tensor:
         return (x * 6).to(torch.int64).clamp(**bounds).float()
 
     graph = lower_function(function, [X])
-    (tmp_path / "function.hlo").write_bytes(graph.hlo)
-    program = HloProgram(tmp_path / "function.hlo", graph.io)
-    (found,) = program.run([X.to(program.device)])
-    assert torch.equal(found.cpu(), function(X)) and not torch.equal(found.cpu(), (X * 6).trunc())
+    (found,) = run_lowered(graph, [X])
+    assert torch.equal(found, function(X)) and not torch.equal(found, (X * 6).trunc())
 
 
 @pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: torch.ops.aten.copy(x, x * 2) + x,
-        lambda x: torch.ops.aten.copy(x, torch.arange(3)) * x,
-    ],
+    "function", [lambda x: torch.ops.aten.copy(x, x * 2) + x, lambda x: torch.ops.aten.copy(x, torch.arange(3)) * x]
 )
-def test_what_is_written_over_a_parameter_leaves_the_parameter(
-    function: Callable[[Tensor], Tensor], tmp_path: Path
-) -> None:
+def test_what_is_written_over_a_parameter_leaves_the_parameter(function: Callable[[Tensor], Tensor]) -> None:
     """A state that is written twice in a graph is read in between."""
     graph = lower_function(function, [X])
-    (tmp_path / "function.hlo").write_bytes(graph.hlo)
-    program = HloProgram(tmp_path / "function.hlo", graph.io)
-    (found,) = program.run([X.to(program.device)])
-    assert torch.equal(found.cpu(), function(X))
+    (found,) = run_lowered(graph, [X])
+    assert torch.equal(found, function(X))
 
 
 def test_experts_whose_shapes_follow_the_routing_are_refused_before_anything_is_lowered(tmp_path: Path) -> None:
@@ -131,6 +113,48 @@ def test_constants_of_an_activation_are_not_rounded_to_16_bits(dtype: torch.dtyp
     found = gelu(wide.to(dtype), approximate=approximate)
     rounded = torch.nn.functional.gelu(wide.to(dtype), approximate=approximate)
     assert (found.float() - rounded.float()).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
+
+
+PAIRS, ANGLES = torch.linspace(-2, 3, 48).view(1, 3, 2, 8), torch.linspace(0, 40, 12).view(3, 1, 4)
+
+
+def as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    positions = torch.polar(1 + angles / 50, angles) * 0.5
+    return torch.view_as_real(as_complex(x) * positions[None]).flatten(3)
+
+
+def rotated_by_parts(x: Tensor, angles: Tensor) -> Tensor:
+    positions = torch.complex(angles.cos(), 2 * angles.sin()).transpose(0, 1).transpose(0, 1)
+    return torch.view_as_real(positions.expand(3, 2, 4) * as_complex(x)[0]).flatten(2)
+
+
+def scaled(x: Tensor, angles: Tensor) -> Tensor:
+    return torch.view_as_real(angles[:, 0] * as_complex(x)[0, :, 1])
+
+
+@pytest.mark.parametrize("function", [rotated, rotated_by_parts, scaled])
+def test_a_rotation_by_complex_numbers_is_that_of_torch(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    graph = lower_function(function, [PAIRS, ANGLES])
+    assert not lint(graph.name, graph.hlo, graph.io, "hlo")
+    (found,) = run_lowered(graph, [PAIRS, ANGLES])
+    torch.testing.assert_close(found, function(PAIRS, ANGLES), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: as_complex(x).abs(),
+        lambda x: torch.view_as_real(as_complex(x) + as_complex(x)),
+        lambda x: torch.view_as_real(as_complex(x) * torch.tensor([1j])),
+    ],
+)
+def test_what_else_is_computed_with_complex_numbers_is_refused(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"aten\.\w+\.\w+ of the step has no lowering to HLO; use target='cpu'"):
+        lower_function(function, [PAIRS])
 
 
 # In a process of its own, which must not end early.

@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from lowered import lower_function
+from lowered import lower_function, run_lowered
 from quantized import ROUNDINGS, values_of
 from torch import Tensor
 
 from optimum_neuron.step.features.codes.weight import PACKED, QuantizedWeight
-from optimum_neuron.targets.neuron.graph_files import HLO_SUFFIX, write_graph
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
+from optimum_neuron.targets.neuron.graphs.weight_layout import FileWeight
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
-from optimum_neuron.targets.neuron.quantized_product import STORED_PRODUCT, blocks_of
-from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
-from optimum_neuron.targets.neuron.weight_layout import StoredWeight
+from optimum_neuron.targets.neuron.operators.codes import STORED_PRODUCT, blocks_of
 
 
 INPUTS, OUTPUTS = 96, 40
@@ -30,7 +27,7 @@ SCALED = ("int4", "int4 with a zero point", "int8 in groups", "fp4")
 
 def stored(weight: QuantizedWeight) -> list[Tensor]:
     blocks = blocks_of(weight.scale.shape[1]) if weight.kind in PACKED else 0
-    codes = StoredWeight(("codes",), (1, 0), blocks).tensor(lambda _: weight.codes)
+    codes = FileWeight(("codes",), (1, 0), blocks).tensor(lambda _: weight.codes)
     others = [each.t() for each in (weight.scale, weight.shift) if each is not None]
     return [each.contiguous() for each in (codes, *others)]
 
@@ -52,19 +49,15 @@ def lowered(form: str, rows: int, dtype: torch.dtype) -> tuple[LoweredGraph, lis
     [(form, torch.bfloat16) for form in ROUNDINGS]
     + [("int4 with a zero point", torch.float32), ("fp8", torch.float16)],
 )
-def test_products_are_those_of_the_dequantized_weight(
-    form: str, dtype: torch.dtype, rows: int, tmp_path: Path
-) -> None:
+def test_products_are_those_of_the_dequantized_weight(form: str, dtype: torch.dtype, rows: int) -> None:
     graph, tensors, weight = lowered(form, rows, dtype)
     assert lint("function", graph.hlo, graph.io, "hlo") == []
-    write_graph(graph, tmp_path)
-    program = HloProgram(tmp_path / ("function" + HLO_SUFFIX), graph.io)
-    (found,) = program.run([each.to(program.device) for each in tensors])
+    (found,) = run_lowered(graph, tensors)
     exact = values_of(weight.kind, weight.codes, weight.scale, weight.shift).double()
     expected = tensors[0].double() @ exact.t()
     sizes = tensors[0].double().abs() @ exact.abs().t()
     rounding = torch.finfo(dtype).eps / 2 if rows == MANY and form in SCALED else 0.0
-    assert ((found.cpu() - expected).abs() <= (rounding + 1e-6) * sizes).all()
+    assert ((found - expected).abs() <= (rounding + 1e-6) * sizes).all()
 
 
 @pytest.mark.parametrize("form", ROUNDINGS)
@@ -95,7 +88,7 @@ def test_a_byte_holds_codes_that_meet_the_same_scales() -> None:
     codes = torch.arange(16, dtype=torch.uint8).repeat(2, 6)  # 96 inputs
     packed = codes[:, ::2] | (codes[:, 1::2] << 4)
     for blocks in (1, 3):
-        own = StoredWeight(("a.codes",), (1, 0), blocks)
+        own = FileWeight(("a.codes",), (1, 0), blocks)
         found = own.tensor(lambda _: packed).t()
         first, second = (found & 15, found >> 4)
         half = 48 // blocks

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import re
-import threading
-from collections.abc import Iterable, Iterator
+import resource
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,15 +23,13 @@ from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.step.interface import ATTENTION_NAME
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.targets import CompileJob, get_target
-from optimum_neuron.targets.neuron.graph_files import write_graph
-from optimum_neuron.targets.neuron.graph_io import CACHE, COPY_SLOT, SAMPLERS
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import CACHE, COPY_SLOT, SAMPLERS, LoweredGraph, write_graph
 from optimum_neuron.targets.neuron.lint.cost import GraphCost, graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lint.rules import RULES
-from optimum_neuron.targets.neuron.lint.sum_costs import sum_cost
-from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
+from optimum_neuron.targets.neuron.lowering.split_tokens import is_split
 from optimum_neuron.targets.neuron.target import lower_and_check
 from optimum_neuron.tools.certify.certify import make_certificate
 
@@ -63,53 +59,15 @@ MEMORY = 16e9
 STEPS = ("token_generation", "chunked_prefill", "mixed")
 
 
-class PeakMemory:
-    """The most that this process and those that it starts have resident at once, in bytes, looked at every two seconds; shared pages count once."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(2.0):
-            self.bytes = max(self.bytes, sum(map(_resident, _with_children(os.getpid()))))
-
-
-def _with_children(process: int) -> Iterator[int]:
-    yield process
-    for path in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended
-            for child in path.read_text().split():
-                yield from _with_children(int(child))
-
-
-def _resident(process: int) -> int:
-    with contextlib.suppress(OSError):
-        sizes = re.search(r"^Pss: +(\d+) kB$", Path(f"/proc/{process}/smaps_rollup").read_text(), re.MULTILINE)
-        return int(sizes[1]) * 1024 if sizes else 0
-    return 0
-
-
-@pytest.fixture
-def memory() -> Iterator[PeakMemory]:
-    with PeakMemory() as watched:
-        yield watched
+def most_memory() -> int:
+    """The most bytes that this process, or one that it waited for, has had resident."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return max(each.ru_maxrss for each in usages) * 1024
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [4, pytest.param(32, marks=pytest.mark.full)])
-def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(
-    tmp_path: Path, layers: int, memory: PeakMemory
-) -> None:
+def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: Path, layers: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers}))
     config = eight_ranks("trn2")
     kinds = []
@@ -131,17 +89,16 @@ def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(
         caches = {each.shape for each in graph.io.inputs if each.role == "state" and each.name.startswith(CACHE)}
         assert caches == (set() if graph.kind in SAMPLERS.values() else {(33, 1, 4096, 128)})
         if graph.kind in STEPS:
-            sums = sum_cost(graph.hlo, graph.io)
-            assert sums is not None and sums.form == "whole"
+            assert not is_split(graph.hlo)
         if graph.kind == "token_generation":
             _check_cost(graph, layers)
     assert kinds == [*STEPS, *SAMPLERS.values(), COPY_SLOT]
-    assert 0 < memory.bytes < MEMORY
+    assert 0 < most_memory() < MEMORY
 
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_the_graphs_of_llama_8b_are_certified_by_their_first_layers(tmp_path: Path, memory: PeakMemory) -> None:
+def test_the_graphs_of_llama_8b_are_certified_by_their_first_layers(tmp_path: Path) -> None:
     """Two layers have weights, as many as are executed; the graphs that are certified have 32."""
     config, executed = eight_ranks("hlo"), 2
     (tmp_path / "weights").mkdir()
@@ -161,7 +118,7 @@ def test_the_graphs_of_llama_8b_are_certified_by_their_first_layers(tmp_path: Pa
     assert {graph.name for graph in job.graphs} < certificate.graphs.keys()
     assert kinds(certificate.graphs) == kinds(certificate.executed) > {graph.kind for graph in job.graphs}
     assert len(certificate.rules) == len(RULES)
-    assert 0 < memory.bytes < MEMORY
+    assert 0 < most_memory() < MEMORY
 
 
 def random_model(folder: Path) -> Any:
@@ -221,19 +178,14 @@ def test_eight_ranks_split_the_tokens_of_long_chunks_alone(tmp_path: Path) -> No
     )
     found = {}
     for graph in lower_all(tmp_path, config, {}, trust_remote_code=False):
-        sums = sum_cost(graph.hlo, graph.io)
-        if sums is None:
-            assert graph.kind != "chunked_prefill"  # of eight decode rows each rank would have one
-            continue
-        assert graph.io.spec is not None
-        found[graph.io.spec["chunk_size"]] = sums
-        assert sums.forms.whole.collectives == 5 and sums.forms.split.collectives == 10
-        assert sums.forms.whole.sent == sums.forms.split.sent
-        assert graph_cost(graph.name, graph.hlo, graph.io, "trn2").collectives.get("reduce-scatter", 0) == 5 * (
-            sums.form == "split"
-        )
-        assert not lint(graph.name, graph.hlo, graph.io, "trn2")
-    assert {tokens: sums.form for tokens, sums in found.items()} == {512: "whole", 2048: "split"}
+        if graph.kind == "chunked_prefill":
+            assert graph.io.spec is not None
+            counts = graph_cost(graph.name, graph.hlo, graph.io, "trn2").collectives
+            found[graph.io.spec["chunk_size"]] = counts.get("reduce-scatter", 0)
+            assert not lint(graph.name, graph.hlo, graph.io, "trn2")
+        else:  # of eight decode rows each rank would have one
+            assert not is_split(graph.hlo)
+    assert found == {512: 0, 2048: 5}
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 from helpers import tiny_config
 from tiny import TINY_CONFIGS
 
+from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
-from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 
 

@@ -26,11 +26,12 @@ from optimum_neuron.step.step import StepModule, example_inputs
 from optimum_neuron.step.tracing.expand import expand
 from optimum_neuron.step.tracing.layer_names import NotAlikeError
 from optimum_neuron.step.tracing.repeated_layers import LayerTrace, few_layers
+from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.lowering import lower
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_step
+from optimum_neuron.targets.neuron.lowering.lower import lower_step
+from optimum_neuron.targets.neuron.lowering.lower_all import rank_model
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
-from optimum_neuron.targets.neuron.lowering.rank_model import rank_model
 
 
 LAYERS = 7

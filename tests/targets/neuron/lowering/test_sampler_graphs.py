@@ -13,11 +13,11 @@ from helpers import tiny_config
 from lowered import lower_model
 
 from optimum_neuron.step.sampling.eager_sampling import sample_by_sorting
-from optimum_neuron.targets.neuron.graph_io import SAMPLERS
-from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_scores
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import SAMPLERS, LoweredGraph
+from optimum_neuron.targets.neuron.graphs.state_graphs import score_graphs
+from optimum_neuron.targets.neuron.lowering.lower import lower_state_graph
 from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
-from optimum_neuron.targets.neuron.score_graphs import score_graphs
 from optimum_neuron.targets.neuron.sharding import ShardPlan
 
 
@@ -32,7 +32,7 @@ def _sampler(ranks: int) -> LoweredGraph:
     plan = None if ranks == 1 else ShardPlan("tiny", ranks, VOCAB, {})
     config = tiny_config(target="trn2", batch_size=ROWS, tensor_parallel_size=ranks)
     graph = next(each for each in score_graphs(config, VOCAB) if each.name == SAMPLERS["decode"])
-    return lower_scores(graph, VOCAB, plan)
+    return lower_state_graph(graph, VOCAB, plan)
 
 
 def _opcodes(graph: LoweredGraph) -> Counter[str]:
@@ -82,7 +82,7 @@ def test_the_hlo_chooses_the_tokens_of_the_eager_formulation(tmp_path: Path) -> 
         slots, kept = torch.tensor([0, -1, 2, 3], dtype=torch.int32), torch.tensor([7, 8, 9, 10], dtype=torch.int32)
         given = dict(zip(program.io.names("input"), (*inputs, slots), strict=True))
         given |= {"scores.decode": logits, "chosen.tokens": kept}
-        found, chosen = program.run([given[each.name].to(program.device) for each in program.io.inputs])
+        found, chosen = program.run_program([given[each.name].to(program.device) for each in program.io.inputs])
         expected = sample_by_sorting(logits, *inputs)
         assert torch.equal(found.cpu(), expected), params
         assert torch.equal(chosen.cpu(), torch.where(slots < 0, kept, expected))

@@ -29,16 +29,14 @@ from torch import Tensor
 
 from optimum_neuron.step.collectives import all_reduce
 from optimum_neuron.step.spec import graph_specs
-from optimum_neuron.targets.neuron import sequence_parallel
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lint.sum_costs import sum_cost
-from optimum_neuron.targets.neuron.lowering import hlo
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph
+from optimum_neuron.targets.neuron.lowering import token_regions
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule, is_split
-from optimum_neuron.targets.neuron.lowering.token_regions import TokenRegions
+from optimum_neuron.targets.neuron.lowering.token_regions import ExchangeForms, TokenRegions, compare_forms, splits
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, chip_of
-from optimum_neuron.targets.neuron.sequence_parallel import forms, splits
 from optimum_neuron.tools.certify.host_ranks import GraphRun, LoweredModule, execute_ranks
 from optimum_neuron.tools.certify.setup import split_kinds
 from optimum_neuron.tools.certify.trial import smaller_config
@@ -144,30 +142,27 @@ def _reads(module: Any, each: Any, parameter: int) -> bool:
     return False
 
 
-def test_both_forms_of_a_graph_cost_the_same_and_moved_numbers_nothing() -> None:
+def forms_of(function: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> ExchangeForms:
+    """Both forms of the sums of a function, of which one is used whole by a product."""
+    graph = lower_function(function, inputs(dtype=dtype), RANKS, WHOLE)
+    regions = TokenRegions(hlo.parse(graph.hlo), RANKS, range(len(graph.io.inputs))).find()
+    return sum((each.forms for each in regions), ExchangeForms())
+
+
+def test_moved_numbers_cost_nothing_in_either_form() -> None:
     """A norm: a square, its sum and what it is divided by, of each token a mean, an addition and a root, and two products."""
-
-    def function(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-        return normed(all_reduce(x, RANKS), scale) @ one
-
-    costs = [
-        sum_cost(graph.hlo, graph.io)
-        for graph in (lower_function(function, inputs(), RANKS, each) for each in (WHOLE, SPLIT))
-    ]
-    assert [each.form for each in costs] == ["whole", "split"] and costs[0].forms == costs[1].forms
-    whole, split = costs[0].both
-    assert whole.elements == {4: 4 * TOKENS * WIDTH + 3 * TOKENS} and whole.collectives == 1
-    assert split.elements == {4: whole.elements[4] // RANKS} and split.collectives == 2
+    found = forms_of(lambda x, scale, one, other: normed(all_reduce(x, RANKS), scale) @ one)
+    assert found.whole.elements == {4: 4 * TOKENS * WIDTH + 3 * TOKENS} and found.whole.collectives == 1
+    assert found.split.elements == {4: found.whole.elements[4] // RANKS} and found.split.collectives == 2
 
 
 def test_sums_in_float32_are_gathered_in_the_type_of_the_model() -> None:
     def function(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
         return normed(all_reduce(x.float(), RANKS).to(x.dtype), scale) @ one
 
-    graph = lower_function(function, inputs(dtype=torch.bfloat16), RANKS, SPLIT)
-    cost, size = sum_cost(graph.hlo, graph.io), TOKENS * WIDTH
-    assert cost is not None and cost.form == "split"
-    assert cost.forms.whole.sent == 4 * size and cost.forms.split.sent == 2 * size + size
+    found, size = forms_of(function, torch.bfloat16), TOKENS * WIDTH
+    assert found.whole.sent == 4 * size and found.split.sent == 2 * size + size
+    assert is_split(lower_function(function, inputs(dtype=torch.bfloat16), RANKS, SPLIT).hlo)
 
 
 def test_sums_stay_whole_where_their_results_would_be_gathered_in_a_wider_type() -> None:
@@ -210,28 +205,20 @@ def layer(tokens: int, width: int = 4096) -> tuple[list[int], list[int], Counter
 def test_tokens_are_split_where_operators_save_more_than_collectives_wait(
     target: str, ranks: int, tokens: int, expected: bool
 ) -> None:
-    found = forms(*layer(tokens), ranks)
+    found = compare_forms(*layer(tokens), ranks)
     assert found.sends_no_more and found.split.sent == found.whole.sent
     assert splits(found, CHIPS[target], ranks) == expected
     sums, gathered, elements = layer(tokens)
-    assert not forms(sums, gathered * 2, elements, ranks).sends_no_more
+    assert not compare_forms(sums, gathered * 2, elements, ranks).sends_no_more
 
 
-def test_each_graph_has_the_form_that_the_lint_finds_to_take_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_graph_has_the_form_that_takes_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a latency that makes the choice differ between graphs."""
     TINY_CONFIGS["llama"]().save_pretrained(tmp_path)
     config = tiny_config(target="trn2", tensor_parallel_size=2, batch_size=4, dtype="bfloat16")
-    monkeypatch.setattr(sequence_parallel, "COLLECTIVE_S", 2e-9)
-    found = set()
-    for graph in lower_all(tmp_path, config, {}, trust_remote_code=False):
-        cost = sum_cost(graph.hlo, graph.io)
-        if cost is not None:
-            whole, split = cost.seconds("trn2")
-            assert (cost.form == "split") == (split < whole) == is_split(graph.hlo)
-            found.add((graph.kind, cost.form))
-    assert {("token_generation", "whole"), ("mixed", "split")} <= found
+    monkeypatch.setattr(token_regions, "COLLECTIVE_S", 2e-9)
+    found = {(each.kind, is_split(each.hlo)) for each in lower_all(tmp_path, config, {}, trust_remote_code=False)}
+    assert {("token_generation", False), ("mixed", True)} <= found
 
 
 def test_what_is_executed_of_a_large_model_can_be_split_as_its_artifact_can() -> None:

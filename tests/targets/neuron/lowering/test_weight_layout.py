@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import export_tiny, load_model, tiny_config
+from lowered import run_lowered
 from moe import CONFIGS
 from safetensors.torch import load_file
 from tiny import TINY_CONFIGS, TINY_SIZES
@@ -25,20 +26,19 @@ from optimum_neuron.step.interface import ATTENTION_NAME
 from optimum_neuron.step.spec import TensorSpec, graph_specs
 from optimum_neuron.step.step import StepModule
 from optimum_neuron.targets import CompileJob, get_target
-from optimum_neuron.targets.neuron.graph_files import read_graph_io
-from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, SAMPLERS, LoweredGraph, read_graph_io
+from optimum_neuron.targets.neuron.graphs.weight_layout import FileWeight, WeightLayout
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering import hlo, rank_model, weight_uses
 from optimum_neuron.targets.neuron.lowering import lower_all as lowering
+from optimum_neuron.targets.neuron.lowering import weight_uses
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
-from optimum_neuron.targets.neuron.lowering.lower import LoweredGraph, lower_program
-from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
-from optimum_neuron.targets.neuron.lowering.rank_model import FirstGraph, trace_first
+from optimum_neuron.targets.neuron.lowering.lower import lower_program
+from optimum_neuron.targets.neuron.lowering.lower_all import FirstGraph, lower_all, trace_first
 from optimum_neuron.targets.neuron.lowering.weight_uses import weight_layout
-from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable, HloProgram
+from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
 from optimum_neuron.targets.neuron.sharding import shard_plan, tied_names, whole_plan, write_sharded_weights
-from optimum_neuron.targets.neuron.weight_layout import StoredWeight, WeightLayout
 from optimum_neuron.tools.estimate.core_sizes import core_sizes
 from optimum_neuron.tools.estimate.model_sizes import measure_model
 
@@ -134,7 +134,7 @@ def lower(step: nn.Module) -> LoweredGraph:
 
 
 @torch.no_grad()
-def test_what_is_stored_gives_the_layers_results(tmp_path: Path) -> None:
+def test_what_is_stored_gives_the_layers_results() -> None:
     step = _Step()
     layout = weight_layout(decompose(export(step)))
     table = {"model.embed.weight", "model.head.weight"}
@@ -147,11 +147,9 @@ def test_what_is_stored_gives_the_layers_results(tmp_path: Path) -> None:
     assert len(set(graph.io.names("weight"))) == len(graph.io.names("weight"))  # also of a layer that runs twice
     stored = {each.name: each.tensor(step.get_parameter) for each in layout.stored}
     given = {"x.ids": IDS} | dict(step.named_parameters(remove_duplicate=False)) | stored
-    (tmp_path / "function.hlo").write_bytes(graph.hlo)
-    program = HloProgram(tmp_path / "function.hlo", graph.io)
-    (found,) = program.run([given[each.name].contiguous().to(program.device) for each in graph.io.inputs])
+    (found,) = run_lowered(graph, given)
     (expected,) = step(IDS)
-    assert (found.cpu() - expected).abs().max() < 2e-6
+    assert (found - expected).abs().max() < 2e-6
     assert graph_cost("function", graph.hlo, graph.io, "trn2").transposed == 0
 
 
@@ -169,7 +167,7 @@ class _WithState(nn.Module):
 
 def test_what_is_no_weight_of_the_model_is_stored_as_it_is() -> None:
     layout = weight_layout(decompose(export(_WithState())))
-    assert layout == WeightLayout((StoredWeight(("model.weight",), (1, 0)),), frozenset({"model.weight"}))
+    assert layout == WeightLayout((FileWeight(("model.weight",), (1, 0)),), frozenset({"model.weight"}))
 
 
 def test_a_weight_that_a_product_takes_in_another_order_is_named() -> None:
@@ -196,10 +194,10 @@ def test_a_weight_that_a_product_takes_in_another_order_is_named() -> None:
 
 def test_names_of_what_is_stored_tell_its_parts_and_their_order() -> None:
     layers = ("model.0.self.q.weight", "model.0.self.k.weight")
-    assert StoredWeight(layers, (1, 0)).name == "model.0.self.q-k.weight.order_1_0"
-    assert StoredWeight(("model.a.b",), (0, 2, 1)).name == "model.a.b.order_0_2_1"
-    assert StoredWeight(("model.a.a.w", "model.a.w"), (1, 0)).name == "model.a.a-.w.order_1_0"
-    assert len({StoredWeight(parts, (1, 0)).name for parts in (layers, layers[::-1], layers[:1])}) == 3
+    assert FileWeight(layers, (1, 0)).name == "model.0.self.q-k.weight.order_1_0"
+    assert FileWeight(("model.a.b",), (0, 2, 1)).name == "model.a.b.order_0_2_1"
+    assert FileWeight(("model.a.a.w", "model.a.w"), (1, 0)).name == "model.a.a-.w.order_1_0"
+    assert len({FileWeight(parts, (1, 0)).name for parts in (layers, layers[::-1], layers[:1])}) == 3
 
 
 @torch.no_grad()
@@ -233,7 +231,7 @@ def test_an_artifact_of_before_runs_as_it_is_and_is_not_compiled_again_for_other
 ) -> None:
     with monkeypatch.context() as before:
         before.setattr(weight_uses, "use_stored_weights", lambda program: ({}, set()))
-        before.setattr(rank_model, "trace_first", lambda *_: FirstGraph(None, WeightLayout()))  # type: ignore[arg-type]
+        before.setattr(lowering, "trace_first", lambda *_: FirstGraph(None, WeightLayout()))  # type: ignore[arg-type]
         artifact = Artifact.open(export_tiny(sharp_checkpoints["llama"], tmp_path / "old", target="hlo"))
     target = get_target("hlo")
     loaded = target.load(artifact, trust_native_code=True, trust_remote_code=False)
@@ -270,7 +268,7 @@ def test_each_graph_is_traced_once_and_the_first_lowered_as_if_it_were_traced_fr
 
     monkeypatch.setattr(programs, "_trace", count)
     monkeypatch.setattr(lowering, "lower_all", lower_all)  # not what other tests have lowered
-    monkeypatch.setattr(rank_model, "trace_first", trace_first)
+    monkeypatch.setattr(lowering, "trace_first", trace_first)
     model, config = load_model(sharp_checkpoints["llama"]), tiny_config(target="hlo", batch_size=1, ctx_batch_size=1)
     shutil.copy(sharp_checkpoints["llama"] / "config.json", tmp_path)
     for name in ("weights", "graphs"):

@@ -27,7 +27,7 @@ from optimum_neuron.core import PromptPiece, StepOutput
 from optimum_neuron.runtime.golden import GOLDEN_NAME, Golden
 from optimum_neuron.runtime.profile import TRACE_NAME
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, SAMPLERS
+from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
 from optimum_neuron.tools.check import step_checks
 from optimum_neuron.tools.check.report import REMEDIES, CheckError

@@ -24,8 +24,7 @@ from optimum_neuron.runtime.golden import Golden
 from optimum_neuron.step.state_sizes import byte_count
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets import resolve_target
-from optimum_neuron.targets.neuron import sequence_parallel
-from optimum_neuron.targets.neuron.run import runtimes
+from optimum_neuron.targets.neuron.run import ranks
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
@@ -37,12 +36,7 @@ pytest_plugins = ("fakes.plugin",)
 PROMPTS = [random_tokens(length, seed=length).tolist() for length in (5, 21, 30, 13)]
 PROMPTS.append([*PROMPTS[2], 7])  # starts like another one: its cache rows are copied on the device
 # A target and the runtime that its graphs run on.
-RUNTIMES = [
-    ("trn2", "lite"),
-    ("trn3", "nrt"),
-    ("inf2", "nxd"),
-    pytest.param("trn1", "nxd", marks=pytest.mark.full),
-]
+RUNTIMES = [("trn2", "lite"), ("trn3", "nrt"), ("inf2", "nxd"), pytest.param("trn1", "nxd", marks=pytest.mark.full)]
 
 
 def answers(model: NeuronModelForCausalLM) -> tuple:
@@ -106,7 +100,7 @@ def test_an_export_after_the_runtime_refused_a_neff_compiles_it_again(
     for code in (4, 2):  # no memory: nothing is wrong with the code
         export_tiny(sharp_checkpoints["llama"], path, target="trn2", overwrite=True)
         assert len(tools.calls()) == compiled
-        monkeypatch.setattr(runtimes, "load_graphs", refuse(code))
+        monkeypatch.setattr(ranks, "load_graphs", refuse(code))
         with pytest.raises(NeuronRuntimeError, match="refused"):
             NeuronModelForCausalLM.from_pretrained(path)
     export_tiny(sharp_checkpoints["llama"], path, target="trn2", overwrite=True)
@@ -185,36 +179,6 @@ def test_lint_shows_what_each_graph_costs_in_80_columns(
     assert sum(row.endswith("- │") for row in rows) == len(names)  # hlo has no peaks
     run_command("neuron", "lint", "--model", str(sharp_checkpoints["llama"]), "--sequence-length", "128", "--cost")
     assert "on one core of trn2" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("latency", "form"), [(None, "whole"), (0.0, "split")])
-def test_lint_shows_both_forms_of_sums_over_cores_in_80_columns(
-    latency: float | None,
-    form: str,
-    sharp_checkpoints: dict[str, Path],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    if latency is not None:
-        monkeypatch.setattr(sequence_parallel, "COLLECTIVE_S", latency)
-    sizes = [
-        "--tensor-parallel-size",
-        "2",
-        "--batch-size",
-        "1",
-        "--sequence-length",
-        "128",
-        "--prefill-chunk-size",
-        "16",
-    ]
-    run_command("neuron", "lint", "--model", str(sharp_checkpoints["llama"]), *sizes, "--cost")
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    shown = lines[next(place for place, line in enumerate(lines) if "sums over cores" in line) :]
-    rows = [line.replace("│", " ").split() for line in shown]
-    (row,) = (words for words in rows if form in words and "5" in words)
-    assert row[row.index(form) + 1 :][:2] == ["5", "10"]
 
 
 @pytest.mark.parametrize(

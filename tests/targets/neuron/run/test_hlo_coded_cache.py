@@ -13,8 +13,8 @@ from coded_reference import reference
 from helpers import artifact_runner, decode_tokens, export_tiny, prefill_pieces, random_tokens, reuse_prefix
 
 from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, lint_artifact
-from optimum_neuron.targets.neuron.lowering import hlo
 
 
 PROMPT = random_tokens(27)

@@ -26,8 +26,8 @@ from optimum_neuron.config import NeuronConfig
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.export import recipe as export
 from optimum_neuron.export.recipe import export_model
+from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, lint_artifact
-from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.tools.certify import certify_export
 
 

@@ -9,15 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    artifact_runner,
-    decode_rows,
-    decode_tokens,
-    eager_runner,
-    generate,
-    random_tokens,
-    tiny_config,
-)
+from helpers import artifact_runner, decode_rows, decode_tokens, eager_runner, generate, random_tokens, tiny_config
 from recurrent import CONFIGS, model
 from torch import Tensor
 
@@ -27,9 +19,9 @@ from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets import get_target
-from optimum_neuron.targets.neuron.graph_files import read_graph_io
+from optimum_neuron.targets.neuron.graphs import hlo
+from optimum_neuron.targets.neuron.graphs.io import read_graph_io
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering import hlo
 from optimum_neuron.tools.certify.document import Certificate
 from optimum_neuron.tools.certify.verify import verify_certificate
 

@@ -15,7 +15,7 @@ from selecting import make_checkpoint
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.config import HLO_TARGETS
 from optimum_neuron.step.state_specs import state_specs
-from optimum_neuron.targets.neuron.graph_files import read_graph_io
+from optimum_neuron.targets.neuron.graphs.io import read_graph_io
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.tools.certify.document import Certificate
 

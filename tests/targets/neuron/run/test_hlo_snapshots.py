@@ -32,12 +32,11 @@ from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.state_specs import slot_state_specs, snapshot_specs
-from optimum_neuron.targets.neuron.copy_graphs import copy_graphs
-from optimum_neuron.targets.neuron.graph_files import read_graph_io
-from optimum_neuron.targets.neuron.graph_io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, SNAPSHOTS
+from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, SNAPSHOTS, read_graph_io
+from optimum_neuron.targets.neuron.graphs.state_graphs import copy_graphs
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering.lower import lower_copy
-from optimum_neuron.targets.neuron.lowering.state_copy import StateCopy
+from optimum_neuron.targets.neuron.lowering.graph_modules import StateCopy
+from optimum_neuron.targets.neuron.lowering.lower import lower_state_graph
 from optimum_neuron.tools.certify.comparison import compare
 from optimum_neuron.tools.certify.document import Certificate
 from optimum_neuron.tools.certify.host_ranks import LoweredModule
@@ -238,5 +237,5 @@ def test_a_graph_that_copies_wrongly_is_found(
     assert differing(certified, path) == []
     monkeypatch.setattr(StateCopy, "forward", lambda self, *inputs: forward(self, *DEFECTS[defect](*inputs)))
     copies = {each.name: each for each in copy_graphs(artifact.config, artifact.model)}
-    lowered = lower_copy(copies[graph])
+    lowered = lower_state_graph(copies[graph])
     assert differing(certified, path, **{graph: LoweredModule(lowered.hlo, lowered.io)})

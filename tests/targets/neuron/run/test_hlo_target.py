@@ -100,13 +100,13 @@ def test_a_step_whose_rows_are_all_greedy_runs_without_a_sampler(
     hlo_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, ran = artifact_runner(hlo_artifact("llama")), []
-    run = HloExecutable._run
+    run = HloExecutable._run_graph
 
     def noted(self: HloExecutable, graph: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         ran.append(graph)
         return run(self, graph, inputs)
 
-    monkeypatch.setattr(HloExecutable, "_run", noted)
+    monkeypatch.setattr(HloExecutable, "_run_graph", noted)
     generate(runner, PROMPT, 4)
     assert not {"sample_decode", "sample_chunk"} & set(ran)
     generate(runner, PROMPT, 4, SAMPLED)

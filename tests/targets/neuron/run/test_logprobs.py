@@ -16,7 +16,7 @@ from optimum_neuron.core import PromptPiece, StepOutput
 from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.sampling.logprobs import Logprobs, logprobs_of_shard
 from optimum_neuron.step.spec import CHUNK, DECODE, GREEDY, LOGPROBS
-from optimum_neuron.targets.neuron.lowering import score_module
+from optimum_neuron.targets.neuron.lowering import graph_modules as score_module
 from optimum_neuron.tools.certify.document import Certificate
 from optimum_neuron.tools.certify.verify import verify_certificate
 
@@ -66,9 +66,7 @@ def test_the_certificate_has_them_executed(tiny_checkpoint: Path, tmp_path: Path
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("field", "change"),
-    [("ranks", 40), ("tokens", 1), ("best", -0.5), ("chosen", 0.5)],
-    ids=lambda each: str(each),
+    ("field", "change"), [("ranks", 40), ("tokens", 1), ("best", -0.5), ("chosen", 0.5)], ids=lambda each: str(each)
 )
 def test_graphs_that_tell_something_else_are_found(
     field: str, change: float, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

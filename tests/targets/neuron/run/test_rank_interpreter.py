@@ -24,8 +24,7 @@ from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.targets.neuron.run import interpreter, rank_process, ranks
 from optimum_neuron.targets.neuron.run.interpreter import OLDEST_PYTHON, RANK_FOLDER, find_interpreter
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
-from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
-from optimum_neuron.targets.neuron.run.runtimes import load_graphs
+from optimum_neuron.targets.neuron.run.ranks import RankedExecutable, load_graphs
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
 from optimum_neuron.targets.rank_options import RankOptions
 
@@ -255,65 +254,6 @@ def test_a_process_that_dies_at_its_start_or_writes_something_else_is_told(
     python = script(tmp_path, SERVE.format(bare=bare) + serve)
     with pytest.raises(NeuronRuntimeError, match=message):
         load_graphs(plan, RankOptions(python))
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({"signal": 9}, r"the process of rank 1 of 2 was ended by SIGKILL; load the model again"),
-        ({"hang": True}, r"rank 1 of 2 did not answer within 4 s, which is NEURON_RT_EXEC_TIMEOUT=3 and 1 more; if a"),
-        ({"message": "NRT Error NRT_TIMEOUT(5): late"}, r"rank 1 of 2: .*NRT_TIMEOUT \(5\): .*rank_timeout"),
-    ],
-)
-def test_a_step_that_ends_badly_there_is_told(
-    fault: dict, message: str, plan: LoadPlan, bare: str, neuron_tools: NeuronTools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "_SLACK", 1)
-    monkeypatch.setattr(rank_process, "GRACE", 0.5)
-    loaded = load_graphs(plan, RankOptions(bare, 3.0))
-    assert isinstance(loaded, RankedExecutable)
-    neuron_tools.break_device(rank=1, **fault)
-    for _ in range(2):
-        with pytest.raises(NeuronRuntimeError, match=message):
-            loaded.run("token_generation", [cache_like(1.0)])
-
-
-def test_ranks_end_when_the_process_that_loaded_them_is_killed(plan: LoadPlan, bare: str, tmp_path: Path) -> None:
-    code = (
-        "import sys, time\nfrom pathlib import Path\n"
-        "from fakes.hlo_writer import copy_graph, step_graph\nfrom optimum_neuron.targets.neuron.run.load_plan import LoadPlan\n"
-        "from optimum_neuron.targets.neuron.run.runtimes import load_graphs\n"
-        "from optimum_neuron.targets.rank_options import RankOptions\n"
-        "folder = Path(sys.argv[1])\n"
-        "graphs = [step_graph(size=1, ranks=2), copy_graph(ranks=2)]\n"
-        "plan = LoadPlan(folder=folder, target='trn2', lnc=2, graphs={each.name: each.io for each in graphs}, calls={},"
-        " weights=tuple(folder / f'tp{rank}.safetensors' for rank in range(2)), tied_weights={})\n"
-        "loaded = load_graphs(plan, RankOptions(sys.argv[2]))\n"
-        "print(*(rank.process.pid for rank in loaded._ranks), flush=True)\ntime.sleep(600)\n"
-    )
-    folders = [Path(interpreter.__file__).parents[4], FAKES.parent]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(plan.folder), bare], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    guards = parent.stdout.readline().split()
-    assert len(guards) == 2
-    held = [pid for guard in guards for pid in Path(f"/proc/{guard}/task/{guard}/children").read_text().split()]
-    parent.kill()
-    parent.communicate()
-    deadline = time.monotonic() + 60
-    while any(is_alive(pid) for pid in [*guards, *held]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_alive(pid: str) -> bool:
-    """A zombie whose new parent has not looked yet is no process any more."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("target", ["cpu", "eager", "hlo"])

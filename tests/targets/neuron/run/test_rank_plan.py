@@ -14,9 +14,9 @@ from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_neuron.targets.neuron.rank.failures import RankError
-from optimum_neuron.targets.neuron.rank.plan import HALVES, Graph, RankPlan, Tensor, Weight
-from optimum_neuron.targets.neuron.rank.worker import _load
+from optimum_neuron.targets.neuron.rank.plan import HALVES, RankGraph, RankPlan, RankTensor, RankWeight
+from optimum_neuron.targets.neuron.rank.wire import RankError
+from optimum_neuron.targets.neuron.rank.worker import _load_graphs
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +25,16 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> RankPlan:
     (folder / "weights.safetensors").write_bytes(bytes(256))
     (folder / "step.neff").write_bytes(b"code")
     inputs = (
-        Tensor("tokens", "input", (2, 4), "int32", 0),
-        Tensor("kv_cache.key_0", "state", (2, 2, 8, 4), "bfloat16"),
-        Tensor("model.head", "weight", (4, 8), "float32"),
+        RankTensor("tokens", "input", (2, 4), "int32", 0),
+        RankTensor("kv_cache.key_0", "state", (2, 2, 8, 4), "bfloat16"),
+        RankTensor("model.head", "weight", (4, 8), "float32"),
     )
     outputs = (
-        Tensor("logits", "output", (2, 8), "float32", 64),
-        Tensor("key", "output", (2, 2, 8, 4), "bfloat16", None, "kv_cache.key_0"),
+        RankTensor("logits", "output", (2, 8), "float32", 64),
+        RankTensor("key", "output", (2, 2, 8, 4), "bfloat16", None, "kv_cache.key_0"),
     )
-    weights = (Weight(("model.head", "model.tied"), str(folder / "weights.safetensors"), 64, (4, 8), "float32"),)
-    return RankPlan("nrtpy", (0,), 1, 128, (weights,), {"step": Graph(str(folder / "step.neff"), inputs, outputs)})
+    weights = (RankWeight(("model.head", "model.tied"), str(folder / "weights.safetensors"), 64, (4, 8), "float32"),)
+    return RankPlan("nrtpy", (0,), 1, 128, (weights,), {"step": RankGraph(str(folder / "step.neff"), inputs, outputs)})
 
 
 def as_json(plan: RankPlan) -> Any:
@@ -136,13 +136,13 @@ def test_a_changed_plan_is_refused_or_stays_in_memory_and_files(plan: RankPlan) 
             for tensor in (*graph.inputs, *graph.outputs):
                 assert tensor.place is None or 0 <= tensor.place <= tensor.place + tensor.nbytes <= read.memory
         for weight in (each for weights in read.weights for each in weights):
-            assert weight.read().shape == weight.shape
+            assert weight.read_array().shape == weight.shape
 
     check()
 
 
 def test_a_rank_tells_that_it_could_not_read_what_to_load(plan: RankPlan) -> None:
     with pytest.raises(RankError, match="it maps 0 bytes") as caught:
-        _load(as_json(plan) | {"memory": 0}, -1)
+        _load_graphs(as_json(plan) | {"memory": 0}, -1)
     assert caught.value.doing == "reading what to load"
     assert HALVES * plan.memory == 256

@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 
 from optimum_neuron.targets.neuron.run import rank_process, ranks
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
-from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
-from optimum_neuron.targets.neuron.run.runtimes import load_graphs
+from optimum_neuron.targets.neuron.run.ranks import RankedExecutable, load_graphs
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
 from optimum_neuron.targets.rank_options import IN_ENVIRONMENT, RankOptions
 
@@ -137,8 +136,7 @@ def test_what_a_user_set_of_a_capture_stays_and_none_is_made_unasked(
 
 
 def test_a_dead_rank_is_told_and_ends_the_others(
-    load: Callable[..., RankedExecutable],
-    neuron_tools: NeuronTools,
+    load: Callable[..., RankedExecutable], neuron_tools: NeuronTools
 ) -> None:
     loaded = load()
     neuron_tools.break_device(rank=1, signal=int(signal.SIGKILL))
@@ -161,9 +159,7 @@ def test_a_rank_that_died_between_steps_is_told(load: Callable[..., RankedExecut
 
 
 def test_a_silent_rank_is_ended(
-    load: Callable[..., RankedExecutable],
-    neuron_tools: NeuronTools,
-    monkeypatch: pytest.MonkeyPatch,
+    load: Callable[..., RankedExecutable], neuron_tools: NeuronTools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEURON_RT_EXEC_TIMEOUT", "5")
     monkeypatch.setattr(ranks, "_SLACK", 1)
@@ -179,8 +175,7 @@ def test_a_silent_rank_is_ended(
 
 
 def test_a_step_that_failed_on_one_rank_leaves_all_in_step_unless_it_is_the_end(
-    load: Callable[..., RankedExecutable],
-    neuron_tools: NeuronTools,
+    load: Callable[..., RankedExecutable], neuron_tools: NeuronTools
 ) -> None:
     loaded = load()
     neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_NC_BUSY(1005): Failed to execute model")
@@ -274,13 +269,13 @@ def test_the_next_step_is_told_while_one_runs(
 ) -> None:
     loaded = load()
     answered: list[str] = []
-    collect = RankedExecutable._collect
+    collect = RankedExecutable._collect_answers
 
     def noted(self: RankedExecutable, doing: str, *arguments: Any) -> Any:
         answered.append(doing)
         return collect(self, doing, *arguments)
 
-    monkeypatch.setattr(RankedExecutable, "_collect", noted)
+    monkeypatch.setattr(RankedExecutable, "_collect_answers", noted)
     first, second = (loaded.start("token_generation", [cache_like(x)], logits=False) for x in (1.0, 2.0))
     assert answered == []  # both are told, and nothing was waited for
     third = loaded.start("token_generation", [cache_like(3.0)], logits=False)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from optimum_neuron.targets import Executable
 from optimum_neuron.targets.neuron.rank.packages import NRTPY, TORCH_LITE, TORCH_NEURONX, package_problem
-from optimum_neuron.targets.neuron.run.runtimes import load_graphs
+from optimum_neuron.targets.neuron.run.ranks import load_graphs
 from optimum_neuron.targets.neuron.sdk import devices as device
 from optimum_neuron.targets.neuron.sdk.devices import NeuronDevices
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
@@ -106,36 +106,23 @@ def test_a_tied_weight_is_one_tensor_under_two_names(
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_a_recoverable_error_leaves_the_model_usable(
-    load: Callable[..., Executable],
-    runtime: str,
-    neuron_tools: NeuronTools,
+def test_after_an_error_the_model_is_usable_unless_it_cannot_recover(
+    load: Callable[..., Executable], runtime: str, neuron_tools: NeuronTools
 ) -> None:
     loaded = load(runtime, [step_graph()], cache_like(1.0, 1.0))
     neuron_tools.break_device(message="NRT Error NRT_EXEC_COMPLETED_WITH_NUM_ERR(1003): Failed to execute model")
-    with pytest.raises(
-        NeuronRuntimeError, match=r"graph token_generation failed with .*\(1003\): the step produced NaN"
-    ) as e:
+    message = r"graph token_generation failed with .*\(1003\): the step produced NaN"
+    with pytest.raises(NeuronRuntimeError, match=message) as error:
         loaded.run("token_generation", [cache_like(1.0, 1.0)])
-    assert e.value.recoverable and e.value.code == 1003
+    assert error.value.recoverable and error.value.code == 1003
     (result,) = loaded.run("token_generation", [cache_like(1.0, 1.0)])
     assert torch.equal(result, cache_like(2.0, 2.0))
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_after_an_unrecoverable_error_every_step_tells_it(
-    load: Callable[..., Executable],
-    runtime: str,
-    neuron_tools: NeuronTools,
-) -> None:
-    loaded = load(runtime, [step_graph()], cache_like(1.0, 1.0))
     neuron_tools.break_device(message="nrt_execute: status=101, execution unit unrecoverable")
     for _ in range(2):
-        with pytest.raises(
-            NeuronRuntimeError, match=r"NRT_EXEC_UNIT_UNRECOVERABLE \(101\): .* load the model again"
-        ) as e:
+        message = r"NRT_EXEC_UNIT_UNRECOVERABLE \(101\): .* load the model again"
+        with pytest.raises(NeuronRuntimeError, match=message) as error:
             loaded.run("token_generation", [cache_like(1.0, 1.0)])
-        assert not e.value.recoverable
+        assert not error.value.recoverable
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -166,22 +153,11 @@ def load_with_generation(load: Callable[..., Executable], runtime: str, monkeypa
     load(runtime, [step_graph()], cache_like(1.0, 1.0))
 
 
-def test_compiled_files_are_looked_for_before_anything_is_loaded(
-    neuron_sdk: Sdk,
-    tmp_path: Path,
-) -> None:
+def test_compiled_files_are_looked_for_before_anything_is_loaded(neuron_sdk: Sdk, tmp_path: Path) -> None:
     neuron_sdk("trn2", "lite")
     plan = make_plan(tmp_path / "graphs", [step_graph()], "trn2", {"model.weight": cache_like(1.0, 1.0)})
     plan.neff("token_generation").unlink()
     with pytest.raises(FileNotFoundError, match=r"token_generation\.neff is missing: .*export the model again"):
-        load_graphs(plan)
-
-
-def test_a_damaged_neff_is_told(neuron_sdk: Sdk, tmp_path: Path) -> None:
-    neuron_sdk("trn2", "lite")
-    plan = make_plan(tmp_path / "graphs", [step_graph()], "trn2", {"model.weight": cache_like(1.0, 1.0)})
-    plan.neff("token_generation").write_bytes(b"x" * 5000)
-    with pytest.raises(NeuronRuntimeError, match=r"NRT_INVALID \(2\): the NEFF is not valid"):
         load_graphs(plan)
 
 
@@ -213,9 +189,7 @@ def test_placeholders_are_named_and_nothing_is_imported(neuron_sdk: Sdk) -> None
 
 
 def test_a_package_that_lost_what_we_need_is_told(
-    neuron_sdk: Sdk,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    neuron_sdk: Sdk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "site" / "torch_neuronx" / "native").mkdir(parents=True)
     (tmp_path / "site" / "torch_neuronx" / "__init__.py").write_text("")
@@ -235,10 +209,7 @@ FAKES = {
 
 @pytest.mark.parametrize(("packages", "module"), FAKES)
 def test_fakes_have_the_signatures_of_the_real_packages(
-    neuron_sdk: Sdk,
-    monkeypatch: pytest.MonkeyPatch,
-    packages: str,
-    module: str,
+    neuron_sdk: Sdk, monkeypatch: pytest.MonkeyPatch, packages: str, module: str
 ) -> None:
     neuron_sdk("trn2", packages)
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "1")

@@ -97,13 +97,7 @@ def test_ranks_go_on_behind_a_snapshot_of_their_parts_of_a_slots_state(kind: str
 def _run(checkpoint: Path, ranks: int, options: dict[str, Any]) -> None:
     helpers = Path(__file__).parents[3] / "helpers"
     process = python_process(
-        RANKS,
-        checkpoint,
-        str(ranks),
-        json.dumps(options),
-        helpers,
-        PJRT_DEVICE="CPU",
-        CPU_NUM_DEVICES=str(ranks),
+        RANKS, checkpoint, str(ranks), json.dumps(options), helpers, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(ranks)
     )
     output, errors = process.communicate(timeout=600)
     assert process.returncode == 0 and output.splitlines()[-1:] == ["equal"], errors[-3000:]

@@ -19,7 +19,7 @@ from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.spec import DECODE, SamplingParams
-from optimum_neuron.targets.neuron.graph_io import CACHE, CHOSEN, SCORES
+from optimum_neuron.targets.neuron.graphs.io import CACHE, CHOSEN, SCORES
 from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
 from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
 
@@ -59,14 +59,14 @@ def test_no_request_pays_for_the_first_run_of_a_graph(
     path = export_tiny(tiny_checkpoint, tmp_path / "out", target="hlo", batch_size=2, mixed_step=False, **OPTIONS)
     runner = artifact_runner(path)
     runs: Counter[str] = Counter()
-    run = HloProgram.run
+    run = HloProgram.run_program
 
     def counted(program: HloProgram, inputs: Sequence[Tensor]) -> list[Tensor]:
         runs[names[program]] += 1
         return run(program, inputs)
 
     names = {program: name for name, program in runner.executable._programs.items()}
-    monkeypatch.setattr(HloProgram, "run", counted)
+    monkeypatch.setattr(HloProgram, "run_program", counted)
     runner.run_step([PromptPiece(0, random_tokens(6))])
     runs.clear()
     runner.executable.write_state(CHOSEN, torch.tensor([11, 13], dtype=torch.int32))

@@ -32,9 +32,7 @@ def test_devices_are_found_by_neuron_ls(neuron_sdk: Sdk, monkeypatch: pytest.Mon
 
 
 def test_devices_are_found_without_neuron_ls(
-    neuron_tools: NeuronTools,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    neuron_tools: NeuronTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("neuron0", "neuron1", "neuron_core"):
         (tmp_path / "dev").mkdir(exist_ok=True)

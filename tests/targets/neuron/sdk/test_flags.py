@@ -83,8 +83,7 @@ def test_tensorizer_options_of_a_user_replace_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "variable", "seconds"),
-    [(None, None, 600.0), (None, "30", 30.0), (5.5, "30", 5.5), (7.0, None, 7.0)],
+    ("given", "variable", "seconds"), [(None, None, 600.0), (None, "30", 30.0), (5.5, "30", 5.5), (7.0, None, 7.0)]
 )
 def test_a_step_has_the_time_of_the_option_the_variable_or_600_seconds(
     given: float | None, variable: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import pytest
 
 from optimum_neuron.config import NEURON_TARGETS
 from optimum_neuron.targets.neuron.rank.packages import RUNTIME_PACKAGES
-from optimum_neuron.targets.neuron.sdk.stacks import STACKS, Found, Stack, Versions, choose_runtime
+from optimum_neuron.targets.neuron.sdk.stacks import STACKS, InstalledRuntimes, Stack, Versions, choose_runtime
 
 
 ROOT = Path(__file__).parents[4]
@@ -25,8 +25,8 @@ def tables() -> list[list[list[str]]]:
     return [[[cell.strip() for cell in row.strip("|").split("|")] for row in each.splitlines()] for each in found]
 
 
-def having(stack: Stack, python: str, torch: str | None) -> Found:
-    return Found(python, torch, NONE | {each.distribution: None for each in stack.packages})
+def having(stack: Stack, python: str, torch: str | None) -> InstalledRuntimes:
+    return InstalledRuntimes(python, torch, NONE | {each.distribution: None for each in stack.packages})
 
 
 def test_the_document_has_the_data_that_a_runtime_is_chosen_by() -> None:
@@ -70,12 +70,12 @@ def test_every_row_is_chosen_for_its_targets_with_its_versions_and_refused_with_
 
 
 def test_the_preferred_runtime_is_used_where_several_are_there() -> None:
-    everything = Found("3.12.1", "2.11.0", dict.fromkeys(NONE))
+    everything = InstalledRuntimes("3.12.1", "2.11.0", dict.fromkeys(NONE))
     assert {choose_runtime(target, everything, "x") for target in NEURON_TARGETS} == {"nrtpy"}
-    assert choose_runtime("trn3", Found("3.12.1", "2.11.0", dict.fromkeys(NONE) | {"nrtpy": "no"}), "x").startswith(
-        "libt"
-    )
-    old = Found("3.10.1", "2.9.0", dict.fromkeys(NONE))
+    assert choose_runtime(
+        "trn3", InstalledRuntimes("3.12.1", "2.11.0", dict.fromkeys(NONE) | {"nrtpy": "no"}), "x"
+    ).startswith("libt")
+    old = InstalledRuntimes("3.10.1", "2.9.0", dict.fromkeys(NONE))
     assert {choose_runtime(target, old, "x") for target in ("inf2", "trn1", "trn2")} == {"neuronx-distributed"}
 
 

@@ -24,8 +24,8 @@ from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.program import export_graph
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.sharding import RANK_TENSOR, apply_plan, shard_plan
-from optimum_neuron.targets.neuron.sharding.heads import head_layout
 from optimum_neuron.targets.neuron.sharding.plan import ShardPlan
+from optimum_neuron.targets.neuron.sharding.rules import head_layout
 from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
 
 

@@ -148,7 +148,7 @@ SMALL = {
         ),
         (
             lambda: unshared(linear_attn__out_proj="rowwise"),
-            "its plan cuts model.layers.0.linear_attn.out_proj, whose layer keeps the state of a recurrence",
+            "its plan cuts model.layers.0.linear_attn.out_proj in a layer with the state of a recurrence",
         ),
         (lambda: changed("llama", "lm_head", nn.Sequential(nn.Linear(64, 300))), "vocabulary is not one embedding"),
     ],
@@ -230,7 +230,7 @@ def test_without_a_plan_a_block_is_cut_where_its_parts_add_up_to_it() -> None:
         lambda x: x[..., :96] * x[..., 96:],
     ):
         with pytest.raises(
-            ValueError, match=rf"{name}.inner is neither attention nor experts nor of a block whose parts"
+            ValueError, match=rf"{name}.inner is neither attention nor experts nor part of a block with parts"
         ):
             shard_plan(changed("lfm2", name, Places(join)), 2)
     # What mixes places within the halves of two ranks is seen with four.
@@ -240,7 +240,7 @@ def test_without_a_plan_a_block_is_cut_where_its_parts_add_up_to_it() -> None:
         Places(lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1].unflatten(-1, (-1, 48)).flip(-1).flatten(-2)),
     )
     assert f"model.{name}.inner.weight" in shard_plan(quarters, 2).rules
-    with pytest.raises(ValueError, match="whose parts add up to it"):
+    with pytest.raises(ValueError, match="with parts that add up to it"):
         shard_plan(quarters, 4)
 
 

@@ -24,19 +24,27 @@ from torch.utils._pytree import tree_leaves
 from optimum_neuron.artifact.weights import named_tensors
 from optimum_neuron.step.ops import DEFAULT_OPS
 from optimum_neuron.step.sampling.sampler import sample
-from optimum_neuron.targets.neuron import sampler
+from optimum_neuron.targets.neuron.operators import sampler
 from optimum_neuron.targets.neuron.sharding import (
     RANK_TENSOR,
     ShardPlan,
-    sampling,
     shard_plan,
     sharded_ops,
     tied_names,
     write_sharded_weights,
 )
-from optimum_neuron.targets.neuron.sharding.heads import PADDING, head_layout
+from optimum_neuron.targets.neuron.sharding import modules as sampling
 from optimum_neuron.targets.neuron.sharding.plan import RANK_BUFFER
-from optimum_neuron.targets.neuron.sharding.rules import Section, ShardRule, by_heads, even, first_rank_only, packed
+from optimum_neuron.targets.neuron.sharding.rules import (
+    PADDING,
+    Section,
+    ShardRule,
+    by_heads,
+    even,
+    first_rank_only,
+    head_layout,
+    packed,
+)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graphs of an artifact that are no steps: they read or copy what steps leave on the device.
+
+Samplers draw tokens from the logits of a step, and another graph reports log-probabilities. Copies move cached columns from slot to slot,
+and state as a whole to snapshots and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....config import NeuronConfig
+from ....step.model_spec import ModelSpec
+from ....step.spec import DECODE, LOGPROBS, TensorSpec, row_counts, sampler_inputs
+from ....step.state_sizes import BY_TOKEN
+from ....step.state_specs import slot_state_specs, snapshot_specs, state_specs
+from .io import CHOSEN, COPY_SLOT, KEEP_STATE, RESTORE_STATE, SAMPLERS, SCORES
+
+
+# Which rows a copy takes, and how much of one: tokens, or any number of a row that is copied as a whole; 0 copies nothing.
+COPY_INPUTS = tuple(TensorSpec(f"copy.{name}", (1,), "int32") for name in ("source", "destination", "length"))
+
+
+@dataclass(frozen=True)
+class StateGraph:
+    """A graph over states. It updates some, and only reads others.
+
+    Attributes:
+        updated: rows of copies in the order of `read`; of a sampler the tokens that it chose.
+        read: sources of a copy, where they are other states than `updated`; else a group's logits.
+    """
+
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    updated: tuple[TensorSpec, ...]
+    read: tuple[TensorSpec, ...] = ()
+
+    @property
+    def states(self) -> tuple[TensorSpec, ...]:
+        return (*self.read, *self.updated)
+
+    @property
+    def group(self) -> str:
+        """Return the group of rows that the logits belong to."""
+        return self.read[0].name.removeprefix(SCORES)
+
+
+def state_graphs(config: NeuronConfig, model: ModelSpec, vocab_size: int) -> tuple[StateGraph, ...]:
+    """Return those of an artifact in the order in which they are lowered.
+
+    Args:
+        model: or a rank's part of it; copies then have the states of a rank.
+    """
+    return (*score_graphs(config, vocab_size), *copy_graphs(config, model))
+
+
+def score_graphs(config: NeuronConfig, vocab_size: int) -> tuple[StateGraph, ...]:
+    """Return the graphs over logits; none where the host samples."""
+    if not config.on_device_sampling:
+        return ()
+    columns = -(-vocab_size // config.tensor_parallel_size)
+    scores = {
+        group: TensorSpec(SCORES + group, (rows, columns), "float32") for group, rows in row_counts(config).items()
+    }
+    graphs = [_make_sampler(group, state, chosen_state(config)) for group, state in scores.items()]
+    if config.top_logprobs is not None and not config.returns_decode_logits:
+        graphs.append(_make_logprobs(scores[DECODE], config.top_logprobs))
+    return tuple(graphs)
+
+
+def copy_graphs(config: NeuronConfig, model: ModelSpec) -> tuple[StateGraph, ...]:
+    """Return the graphs that copy rows; none where no prefix can be reused, or no state is to be copied."""
+    snapshots = snapshot_states(config, model)
+    columns = tuple(each for each in state_specs(config, model) if each.name.startswith(BY_TOKEN))
+    graphs = []
+    if config.kv_blocks > 1 and columns and (model.reuses_prefixes or config.snapshot_places):
+        graphs.append(StateGraph(COPY_SLOT, COPY_INPUTS, (), columns))
+    if snapshots:
+        states = slot_state_specs(config, model)
+        graphs.append(StateGraph(KEEP_STATE, COPY_INPUTS, (), snapshots, states))
+        graphs.append(StateGraph(RESTORE_STATE, COPY_INPUTS, (), states, snapshots))
+    return tuple(graphs)
+
+
+def snapshot_states(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
+    """Return where devices keep copies of slots' states; none without places, as no device takes empty tensors."""
+    return snapshot_specs(config, model) if config.snapshot_places else ()
+
+
+def chosen_state(config: NeuronConfig) -> TensorSpec:
+    """Return the state that holds each slot's last token."""
+    return TensorSpec(CHOSEN, (config.batch_size,), "int32")
+
+
+def slots_input(group: str) -> str:
+    """Name the input of a group's sampler that gives each row's slot."""
+    return f"{group}.slots"
+
+
+def _make_sampler(group: str, scores: TensorSpec, chosen: TensorSpec) -> StateGraph:
+    rows = scores.shape[0]
+    tokens = TensorSpec(f"{group}.tokens", (rows,), "int32")
+    inputs = (*sampler_inputs(group, rows), TensorSpec(slots_input(group), (rows,), "int32"))
+    return StateGraph(SAMPLERS[group], inputs, (tokens,), (chosen,), (scores,))
+
+
+def _make_logprobs(scores: TensorSpec, count: int) -> StateGraph:
+    """Return the outputs of `step.sampling.logprobs.Logprobs`, without the most likely tokens where `count` is 0."""
+    rows = scores.shape[0]
+    outputs = [TensorSpec(f"{DECODE}.logprobs", (rows,), "float32"), TensorSpec(f"{DECODE}.ranks", (rows,), "int32")]
+    if count:
+        outputs.append(TensorSpec(f"{DECODE}.top_tokens", (rows, count), "int32"))
+        outputs.append(TensorSpec(f"{DECODE}.top_logprobs", (rows, count), "float32"))
+    chosen = TensorSpec(f"{DECODE}.chosen", (rows,), "int32")
+    return StateGraph(LOGPROBS, (chosen,), tuple(outputs), (), (scores,))

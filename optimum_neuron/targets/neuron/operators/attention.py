@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as the Neuron compiler takes it: in parts that are joined, with scores and softmax in float32, written out.
+
+Decode rows attend over the cache as it was before the step, and apart over their own token, so nothing waits for the step's scatter.
+Chunk rows attend over what was written, one block of columns after the other, so scores exist one block at a time. Results equal the
+reference within float32 noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ....step import kv_cache
+from ....step.attention import MASKED, MASKED_HALF, added_bias, compressed_of, select_columns, selected_of
+from ....step.attention_parts import merge_attention_states
+from ....step.attention_rows import AttentionRows
+from ....step.features.codes.coded_states import Stored, as_kept, numbers, weighted_sum
+from ....step.features.codes.coded_states import raw_scores as products
+from ....step.interface import AttentionCall
+from ..sdk.hardware import CHIPS
+
+
+# Float32 scores of a block. A third of a core's memory on any chip: its weights in the model's type take half as much, and
+# as much is left to keys, values and queries.
+SCORES_LIMIT = min(chip.sbuf for chip in CHIPS.values()) // 3
+# Columns that one instruction of the tensor engine takes.
+COLUMNS = 512
+
+# Outputs `[rows, kv_heads, group * tokens, value_dim]` in float32 and their log-sum-exp: group query heads share a kv head.
+State = tuple[Tensor, Tensor]
+# From a range of columns to which of them each token sees, `[rows, 1 or kv_heads, tokens, columns]`, which are multiplied with
+# weights at all, `[rows, columns]`, as zeros stand for the values of the others, and what is added to scores,
+# `[rows, heads, tokens, columns]`.
+Look = Callable[[int, int], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def attend_decode(
+    call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attend with decode rows over the cache before the step and over their own tokens.
+
+    Args:
+        query: `[rows, heads, 1, key_dim]`.
+        keys, values: the layer's whole cache, without what the step writes.
+        key, value: `[rows, kv_heads, dim]`, which the step writes.
+
+    Returns:
+        `[rows, 1, heads, value_dim]`.
+    """
+    rows, kv_heads, _ = key.shape
+    keys, values = (kv_cache.read(each, group.blocks, rows, group.context_length) for each in (keys, values))
+    _, width = score_block(query.shape[0] * query.shape[1], 1, group.context_length)
+    query = by_kv_head(query, kv_heads)
+
+    def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        # A broken token's values may stay: the row's one token sees it, and is NaN by its scores.
+        earlier = selected_of(call, group.earlier(call.sliding_window, start, stop), start)
+        seen = earlier[:, 0] if earlier.shape[1] == 1 else earlier.any(1)
+        return earlier, seen[:, 0], _find_bias(call, group, start, stop)
+
+    past = _over_blocks(call, query, keys, values, look, width)
+    own = own_token(call, query, as_kept(key, keys), as_kept(value, values))
+    if call.selected is not None:
+        column = torch.arange(group.context_length, dtype=torch.int32)
+        attended = (call.selected & (column == group.position_ids[:, None, :, None])).any(-1)
+        own = own[0], torch.where(attended, own[1], MASKED)
+    state = _with_compressed(call, group, query, merge_attention_states(*past, *own))
+    return by_token(with_sinks(call, state), value.dtype, 1)
+
+
+def own_token(call: AttentionCall, query: Tensor, key: Stored, value: Stored) -> State:
+    """Attend with `query [rows, kv_heads, group, key_dim]` over the rows' own `key`, `value [rows, kv_heads, dim]` alone."""
+    return numbers(value)[:, :, None], raw_scores(call, query, key[:, :, None])[..., 0]
+
+
+def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
+    """Attend as `step.attention.attend_cache`, with scores of at most `SCORES_LIMIT` bytes at a time."""
+    rows, heads, tokens, _ = query.shape
+    keys, values = (kv_cache.read(each, group.blocks, rows, group.context_length) for each in (keys, values))
+    length, width = score_block(rows * heads, tokens, group.context_length)
+    outputs = []
+    for first in range(0, tokens, length):
+        part_call, part_group = _take_tokens(call, first, first + length), group.part(first, first + length)
+        look = _visible_and_kept(part_call, part_group, keys)
+        part = by_kv_head(query[:, :, first : first + length], keys.shape[1])
+        state = _over_blocks(call, part, keys, values, look, width)
+        state = _with_compressed(part_call, part_group, part, state)
+        outputs.append(by_token(with_sinks(call, state), query.dtype, length))
+    return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+
+
+def _with_compressed(call: AttentionCall, group: AttentionRows, query: Tensor, state: State) -> State:
+    """Join a state with attention over keys that stand for several tokens each, the step's own among them.
+
+    Args:
+        query: `[rows, kv_heads, group * tokens, key_dim]`.
+    """
+    if call.compressed is None:
+        return state
+    keys, attended = compressed_of(call.compressed, group)
+    kept = attended.any(1) & (kv_cache.broken(keys) == 0)
+
+    def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        return attended[:, None, :, start:stop], kept[:, start:stop], None
+
+    _, width = score_block(
+        query.shape[0] * query.shape[1] * query.shape[2] // attended.shape[1], attended.shape[1], keys.shape[2]
+    )
+    return merge_attention_states(*state, *_over_blocks(call, query, keys, keys, look, width))
+
+
+def score_block(heads: int, tokens: int, columns: int) -> tuple[int, int]:
+    """Return how many tokens of a row and how many columns attend at a time, so that scores keep to `SCORES_LIMIT`.
+
+    All blocks of tokens are alike, so that a token's result does not depend on its block.
+
+    Args:
+        heads: query heads of all rows.
+    """
+    limit = SCORES_LIMIT // (4 * heads)
+    if tokens * columns <= limit:
+        return tokens, columns
+    width = min(columns, max(COLUMNS, limit // tokens // COLUMNS * COLUMNS))
+    length = max((each for each in range(1, tokens + 1) if tokens % each == 0 and each * width <= limit), default=1)
+    return length, width
+
+
+def _take_tokens(call: AttentionCall, first: int, last: int) -> AttentionCall:
+    """Return the call of some tokens of each row."""
+    if call.compressed is not None and call.compressed.selected is not None:
+        call = replace(call, compressed=replace(call.compressed, selected=call.compressed.selected[:, first:last]))
+    return call if call.selected is None else replace(call, selected=call.selected[:, :, first:last])
+
+
+def _visible_and_kept(call: AttentionCall, group: AttentionRows, keys: Stored) -> Look:
+    window = call.sliding_window
+
+    def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        # A token of the row may see a broken one that another does not.
+        kept = group.seen(window, start, stop) & (kv_cache.broken(keys[:, :, start:stop]) == 0)
+        visible = selected_of(call, group.visible(window, start, stop), start)
+        return visible, kept, _find_bias(call, group, start, stop)
+
+    return look
+
+
+def _find_bias(call: AttentionCall, group: AttentionRows, start: int, stop: int) -> Tensor | None:
+    return None if call.column_bias is None else added_bias(call.column_bias, group.position_ids, start, stop)
+
+
+def _over_blocks(call: AttentionCall, query: Tensor, keys: Stored, values: Stored, look: Look, width: int) -> State:
+    """Attend over all columns, `width` at a time."""
+    state: State | None = None
+    for start in range(0, keys.shape[2], width):
+        stop = min(start + width, keys.shape[2])
+        block = attend_columns(call, query, keys[:, :, start:stop], values[:, :, start:stop], *look(start, stop))
+        state = block if state is None else merge_attention_states(*state, *block)
+    assert state is not None
+    return state
+
+
+def attend_columns(
+    call: AttentionCall,
+    query: Tensor,
+    keys: Stored,
+    values: Stored,
+    visible: Tensor,
+    kept: Tensor,
+    added: Tensor | None,
+) -> State:
+    """Attend with `query [rows, kv_heads, group * tokens, key_dim]` over `keys [rows, kv_heads, columns, key_dim]`.
+
+    A token that sees none of them gets a log-sum-exp so low that its weight is zero next to any other's.
+
+    Args:
+        visible, kept, added: as `Look` gives them.
+    """
+    values = select_columns(values, kept)
+    scores = raw_scores(call, query, keys).unflatten(
+        2, (-1, visible.shape[2])
+    )  # [rows, kv_heads, group, tokens, columns]
+    if added is not None:
+        scores = scores + added.unflatten(1, (keys.shape[1], -1))
+    fill = MASKED_HALF if query.dtype == torch.float16 else MASKED
+    scores = torch.where(visible[:, :, None], scores, fill).flatten(2, 3)
+    largest = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True)
+    output = weighted_sum(weights, values, _type_of_codes(query)).float() * (1.0 / total)
+    return output, (largest + torch.log(total))[..., 0]
+
+
+def _type_of_codes(query: Tensor) -> torch.dtype:
+    """Return the type in which codes are multiplied: each is exact in any, but a sum of them would leave float16."""
+    return torch.float32 if query.dtype == torch.float16 else query.dtype
+
+
+def raw_scores(call: AttentionCall, query: Tensor, keys: Stored) -> Tensor:
+    """Return `[rows, kv_heads, group * tokens, columns]` in float32, without a mask."""
+    scores = products(query, keys, _type_of_codes(query)) * call.scaling
+    return scores if call.softcap is None else torch.tanh(scores * (1.0 / call.softcap)) * call.softcap
+
+
+def with_sinks(call: AttentionCall, state: State) -> State:
+    """Give sinks their share of a head's weight, as keys without values would take it."""
+    if call.sinks is None:
+        return state
+    output, total = state
+    rows, kv_heads, queries = total.shape
+    group = call.sinks.float().view(1, kv_heads, -1, 1)
+    sinks = group.expand(rows, -1, -1, queries // group.shape[2]).flatten(2, 3)
+    return merge_attention_states(output, total, torch.zeros_like(output), sinks)
+
+
+def by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
+    """Turn `[rows, heads, tokens, dim]` into `[rows, kv_heads, group * tokens, dim]`: keys and values are never repeated."""
+    return query.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+
+
+def by_token(state: State, dtype: torch.dtype, tokens: int) -> Tensor:
+    """Return a state's output as `[rows, tokens, heads, value_dim]`."""
+    return state[0].to(dtype).unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forms in which a graph computes a layer's routed experts, their work on a core, and the choice of the fastest.
+
+Imports no torch. Work is counted as lint/cost.py counts graphs, and a test compares both: a result that the core's own memory cannot
+hold is written and read; operators cost nothing but bytes and products.
+
+Routing is unknown before the step, so each form serves any routing of `entries = tokens * per_token`:
+- all: every expert computes every token, with its weights where they lie.
+- gather: each entry is a product of its own, with its expert's weights gathered; it reads less where entries are fewer than experts.
+- blocks: every expert computes its first `rows` entries where its weights lie; the rest goes to blocks of as many rows, each of one
+  expert, with gathered weights. An expert of n entries needs `ceil(n / rows) - 1 <= (n - 1) / rows` of them, so all experts together
+  need at most `(entries - 1) // rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..sdk.hardware import Chip
+
+
+# Rows of a product that the tensor engine takes at a time (nki.isa.nc_matmul in the SDK's documentation): fewer take as long.
+TILE_ROWS = 128
+# Products that one layer's gathered weights are cut into, so that each part stays in the core's memory; more make a graph long.
+MOST_PARTS = 16
+# Places in blocks are counted in float32.
+_LARGEST_PLACE = 1 << 24
+
+Kind = Literal["all", "gather", "blocks"]
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A layer's routed experts on one core.
+
+    Attributes:
+        per_token: experts that a token is routed to.
+        hidden: values of a token.
+        up: values that an expert's first projection gives.
+        down: values that its last one takes.
+        dtype, itemsize: of weights and products.
+        code_bits: of weights that are codes, without their scales; 0 of others.
+    """
+
+    experts: int
+    per_token: int
+    hidden: int
+    up: int
+    down: int
+    dtype: str
+    itemsize: int
+    code_bits: int = 0
+
+    def weight_bytes(self, count: int) -> int:
+        """Return the bytes of so many numbers of a weight."""
+        return count * (self.code_bits or 8 * self.itemsize) // 8
+
+    @property
+    def expert_params(self) -> int:
+        return self.hidden * (self.up + self.down)
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """A way to compute a layer's experts.
+
+    Attributes:
+        own_rows: rows that each expert computes with its weights where they lie.
+        gathered: blocks with gathered weights.
+        rows: of such a block.
+        part: how many are gathered at a time.
+    """
+
+    own_rows: int
+    gathered: int = 0
+    rows: int = 0
+    part: int = 0
+
+    @property
+    def kind(self) -> Kind:
+        if not self.gathered:
+            return "all"
+        return "blocks" if self.own_rows else "gather"
+
+    @property
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and the end of each part of the gathered blocks."""
+        for start in range(0, self.gathered, max(self.part, 1)):
+            yield start, min(start + self.part, self.gathered)
+
+
+@dataclass(frozen=True)
+class ExpertWork:
+    """The work of one layer on a core.
+
+    Attributes:
+        moved: bytes read and written.
+        flops: of matrix products.
+        live: elements that projections read and write, and gathered weights that the core's memory cannot hold.
+    """
+
+    moved: int
+    flops: int
+    live: int
+
+
+def all_experts(tokens: int) -> ExpertForm:
+    return ExpertForm(own_rows=tokens)
+
+
+def gather(layer: ExpertLayer, tokens: int, chip: Chip) -> ExpertForm:
+    entries = tokens * layer.per_token
+    return ExpertForm(0, entries, 1, _part_size(layer, entries, chip))
+
+
+def blocks(layer: ExpertLayer, tokens: int, rows: int, chip: Chip) -> ExpertForm:
+    """Return blocks of so many rows, a power of two."""
+    gathered = (tokens * layer.per_token - 1) // rows
+    return ExpertForm(rows, gathered, rows, _part_size(layer, gathered, chip))
+
+
+def _part_size(layer: ExpertLayer, gathered: int, chip: Chip) -> int:
+    """Return as many blocks as leave half of the core's memory to the next part, in parts of about one size."""
+    largest = layer.weight_bytes(layer.hidden * max(layer.up, layer.down))
+    fitting = max(1, chip.core_sbuf // 2 // largest)
+    parts = min(-(-gathered // fitting), MOST_PARTS)
+    return -(-gathered // parts) if gathered else 0
+
+
+def resize_form(form: ExpertForm, layer: ExpertLayer, tokens: int, chip: Chip) -> ExpertForm:
+    """Return a form of the same kind for fewer tokens."""
+    if form.kind == "gather":
+        return gather(layer, tokens, chip)
+    if form.kind == "all":
+        return all_experts(tokens)
+    return blocks(layer, tokens, min(form.rows, 1 << max(tokens.bit_length() - 2, 0)), chip)
+
+
+def work(layer: ExpertLayer, tokens: int, form: ExpertForm, chip: Chip) -> ExpertWork:
+    """Count a layer's work in a form."""
+
+    def through_memory(elements: int, read: int | None = None) -> int:
+        size = elements * layer.itemsize
+        return size + (elements if read is None else read) * layer.itemsize if size > chip.core_sbuf else 0
+
+    def gathered_weight(elements: int) -> int:
+        size = layer.weight_bytes(elements)
+        return 2 * size if size > chip.core_sbuf else 0
+
+    entries, hidden = tokens * layer.per_token, layer.hidden
+    own, gathered = layer.experts * form.own_rows, form.gathered * form.rows
+    own_weights = layer.experts * layer.expert_params if own else 0
+    moved = layer.weight_bytes(own_weights + form.gathered * layer.expert_params)
+    taken = entries if form.gathered else own
+    moved += through_memory(own * layer.up) + through_memory(own * hidden, min(taken, own) * hidden)
+    if own and gathered:
+        moved += through_memory((own + gathered) * hidden)
+    largest = 0
+    for start, end in form.parts:
+        count, rows = end - start, (end - start) * form.rows
+        through = gathered_weight(count * hidden * layer.up), gathered_weight(count * hidden * layer.down)
+        moved += sum(through) + through_memory(rows * layer.up)
+        moved += through_memory(rows * hidden, min(entries, rows) * hidden)
+        largest = max(largest, sum(through) // (2 * layer.itemsize))
+    products = (own + gathered) * layer.expert_params
+    width = 2 * hidden + layer.up + layer.down
+    return ExpertWork(moved, 2 * products, (own + gathered) * width + largest)
+
+
+def choose(layer: ExpertLayer, tokens: int, chip: Chip) -> ExpertForm:
+    """Return the form with the least time by the roofline; of equal ones that with the fewest operators."""
+    forms = [all_experts(tokens), gather(layer, tokens, chip)]
+    rows = TILE_ROWS
+    while rows < tokens:
+        form = blocks(layer, tokens, rows, chip)
+        if (layer.experts + form.gathered) * rows < _LARGEST_PLACE:
+            forms.append(form)
+        rows *= 2
+
+    def seconds(form: ExpertForm) -> float:
+        done = work(layer, tokens, form, chip)
+        return chip.core_seconds(done.moved, {layer.dtype: done.flops})
+
+    return min(forms, key=seconds)
