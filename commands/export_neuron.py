@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli export neuron: options become a NeuronConfig, errors become one line. The export itself is elsewhere."""
+"""optimum-cli export neuron: the command that exports a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
-from optimum.commands.register.graph_options import add_graph_options, config_options
+from optimum.commands.register.graph_options import add_graph_options
 
-from optimum_neuron.cli import add_option, console, explain, graph_table, hub_options, reported_errors
-from optimum_neuron.config import NeuronConfig
+from optimum_neuron.cli import console, explain, graph_table, reported_errors
+from optimum_neuron.command_options import add_declared, read_declared
+from optimum_neuron.config import ExportOptions, NeuronConfig
 
-
-TASKS = ("text-generation",)
 
 DESCRIPTION = """\
 Compile a causal language model once into a small family of fixed-shape graphs, and write them with the weights and the
@@ -57,7 +56,8 @@ class NeuronExportCommand(BaseOptimumCLICommand):
             "-m", "--model", required=True, help="Hub id, checkpoint folder, .gguf file, or org/repo:file.gguf"
         )
         devices = add_graph_options(parser, basics)
-        _add_model_options(parser)
+        checkpoint = parser.add_argument_group("checkpoint")
+        add_declared(checkpoint, [each for each in ExportOptions.declared().values() if each.group == "checkpoint"])
         basics.add_argument(
             "--overwrite", action="store_true", help="replace the artifact that the output folder holds"
         )
@@ -72,7 +72,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
     def run(self) -> None:
         args = self.args
         # Before torch is imported: a wrong size is reported at once.
-        config = NeuronConfig.from_dict(config_options(vars(args)))
+        config = NeuronConfig.from_dict(read_declared(args, NeuronConfig))
         from optimum_neuron.artifact.artifact import Artifact
         from optimum_neuron.export.recipe import export_model
         from optimum_neuron.tools.certify import certify_export
@@ -82,11 +82,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
             args.model,
             args.output,
             config=config,
-            task=args.task,
-            **hub_options(args),
-            adapter=args.adapter,
-            dequantize=args.dequantize,
-            quantization_calibration=args.quantization_calibration,
+            **read_declared(args, ExportOptions),
             certify=certify_export if args.certify else None,
             overwrite=args.overwrite,
         )
@@ -94,33 +90,6 @@ class NeuronExportCommand(BaseOptimumCLICommand):
         title = f"{len(artifact.graphs)} graphs for {artifact.target}, exported in {time.perf_counter() - start:.1f} s"
         console(stderr=True).print(graph_table(artifact, title))
         print(path)
-
-
-def _add_model_options(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("checkpoint")
-    group.add_argument("--revision", help="branch, tag or commit of the Hub repository (default: its main branch)")
-    group.add_argument("--token", help="Hub token, for gated and private models (default: the one that hf stored)")
-    add_option(group, "--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
-    group.add_argument(
-        "--adapter",
-        action="append",
-        metavar="ADAPTER",
-        help="folder or Hub id of a PEFT adapter, as LoRA, to merge into the weights; give the option again for another one",
-    )
-    group.add_argument(
-        "--dequantize",
-        action="store_true",
-        help="export a quantized checkpoint's weights as plain numbers, or, with --quantization, round them anew (default: keep its codes)",
-    )
-    add_option(
-        group,
-        "--quantization-calibration",
-        type=Path,
-        metavar="FILE",
-        help="with --quantization int4, a text in UTF-8 of some thousand tokens that the model reads once: weights are then nearest where "
-        "their inputs are large (default: weights are rounded by themselves)",
-    )
-    group.add_argument("--task", choices=TASKS, default=TASKS[0], help="what the model is for (default: %(default)s)")
 
 
 REGISTER_COMMANDS = [(NeuronExportCommand, ExportCommand)]

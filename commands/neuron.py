@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron: its subcommands, of which this file has the one that looks into an artifact (inspect)."""
+"""optimum-cli neuron: its subcommands, and `inspect`, which shows an artifact."""
 
 from __future__ import annotations
 
@@ -26,18 +26,15 @@ from optimum_neuron.version import __version__
 DESCRIPTION = """\
 Show the sizes, graphs and versions of an artifact, and whether its graphs are certified. Nothing is loaded.
 
---html writes one page that asks for no other file: the family of steps, memory by core, operators of each graph and what they
-cost, the certificate, quantized weights, and speeds where some were recorded. --json writes the same as data. Both compare the
-digests of all files but the weights first.
+--html writes one page that asks for no other file: steps, memory by core, operators and cost of each graph, the certificate,
+quantized weights, and recorded speeds. --json writes the same as data. Both first compare the digests of all files but the weights.
 
---verify repeats what the certificate of an artifact with HLO graphs (inf2, trn1, trn2, trn3, hlo) says. An export with
---certify wrote it after it had executed the graphs by XLA on its CPU, all ranks at once, and compared them with the model: prompts in chunks among
-neighbours, decode steps, idle rows, copied slots, over slots full of history. This machine needs torch-xla, no device. It
-compares the digest of every graph, lints them, makes the same inputs again, executes the graphs, and compares with the
-numbers that the model gave: as "difference of bound", where the bound is 16 times what moving each module's results by
-a unit in the last place was measured to move, and as tokens that differ. Graphs in bfloat16 are also executed in
-float32, in which a mistake stands out from rounding. Of large models the first layers of each kind are lowered again
-and executed, with the artifact's weights. The exit code is 1 where anything but a version differs."""
+--verify repeats the certificate of an artifact with HLO graphs (inf2, trn1, trn2, trn3, hlo). An export with --certify executes the
+graphs by XLA on its CPU, all ranks at once, and compares them with the model. This machine needs torch-xla, and no device. It compares
+the digest of every graph, lints them, executes them on the same inputs, and compares with the model's numbers. A line shows "difference
+of bound"; the bound is 16 times the measured effect of moving each module's results by a unit in the last place. Graphs in bfloat16 are
+also executed in float32, where a mistake stands out from rounding. Of a large model the first layers of each kind are lowered again,
+and executed with the artifact's weights. The exit code is 1 if anything but a version differs."""
 
 EXAMPLES = """\
 examples:
@@ -127,7 +124,7 @@ class NeuronCommand(BaseOptimumCLICommand):
 
 def _inspect(args: Namespace) -> None:
     from optimum_neuron.artifact.artifact import Artifact
-    from optimum_neuron.artifact.measurements import Measurements, identity, read_measurements, with_bench
+    from optimum_neuron.hub.measurements import Measurements, identity, read_measurements, with_bench
 
     artifact = Artifact.open(args.artifact)
     measured = None

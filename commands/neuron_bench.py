@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron bench: how fast an artifact is on this machine. What is measured, and how, is elsewhere."""
+"""optimum-cli neuron bench: the speed of an artifact on this machine."""
 
 from __future__ import annotations
 
@@ -8,17 +8,8 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import (
-    add_named_model,
-    add_option,
-    add_rank_options,
-    console,
-    explain,
-    refuse_existing,
-    reported_errors,
-    run_options,
-    write_json,
-)
+from optimum_neuron.cli import add_number, console, explain, refuse_existing, reported_errors, write_json
+from optimum_neuron.command_options import add_named_model, add_rank_options, run_options
 
 
 DESCRIPTION = """\
@@ -49,29 +40,27 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
         add_named_model(parser)
-        add_option(
+        add_number(
             parser,
             "--prompt-lengths",
-            type=int,
+            "TOKENS",
+            "lengths of prompts (default: of 128, 512 and 2048 those that fit)",
             nargs="+",
-            metavar="TOKENS",
-            help="lengths of prompts (default: of 128, 512 and 2048 those that fit)",
         )
-        parser.add_argument(
+        add_number(
+            parser,
             "--batch",
-            type=int,
+            "ROWS",
+            "how many rows decode together (default: 1, 2, 4 and so on to all rows)",
             nargs="+",
-            metavar="ROWS",
-            help="how many rows decode together (default: 1, 2, 4 and so on to all rows)",
         )
-        add_option(
+        add_number(
             parser,
             "--context-length",
-            type=int,
-            metavar="TOKENS",
-            help="tokens that each row has before it decodes (default: 128, or what fits)",
+            "TOKENS",
+            "tokens that each row has before it decodes (default: 128, or what fits)",
         )
-        add_option(parser, "--new-tokens", type=int, metavar="TOKENS", default=32, help="new tokens of each row")
+        add_number(parser, "--new-tokens", "TOKENS", "new tokens of each row", default=32)
         parser.add_argument(
             "--repeat", type=int, default=3, help="repetitions of each measurement (default: %(default)s)"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron cache: what was compiled on this machine: listed, checked, made smaller. What is done is elsewhere."""
+"""optimum-cli neuron cache: compiled graphs of this machine: listed, looked up, checked, removed, exchanged."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, TypeVar
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.neuron_lookup import CacheLookupCommand
+from optimum.commands.register.graph_options import add_graph_options
+from optimum.commands.register.neuron_estimate import add_model_options
 
-from optimum_neuron.cli import add_option, console, explain, reported_errors
+from optimum_neuron.cli import add_option, console, explain, make_table, reported_errors
+from optimum_neuron.command_options import hub_options, read_declared
+from optimum_neuron.config import NeuronConfig
 from optimum_neuron.targets.cache.units import parse_age, parse_size, show_size
 
 
 if TYPE_CHECKING:
     from optimum_neuron.targets.cache.entries import CacheEntry
+    from optimum_neuron.targets.cache.lookup import FoundGraph
 
 _Value = TypeVar("_Value")
 
@@ -39,6 +43,27 @@ SYNC = """\
 Exchange compiled graphs with a Hub repository: entries that one side lacks are taken from the other. What is downloaded enters the
 cache only as what its digests say. For Neuron devices it is native code that others have compiled: name only repositories
 of authors that you trust. HF_HUB_OFFLINE is honoured. The exit code is 1 where an entry is not what was stored."""
+
+
+MISSING = 3  # the exit code
+
+LOOKUP = f"""\
+Show whether all graphs that an export would compile are compiled already: in the compile cache, or with --repo in a Hub
+repository. It takes the options of optimum-cli export neuron, and the model's config alone: no weights are downloaded or read.
+The exit code is 0 where all are there, {MISSING} where one is missing, and 1 for an error.
+
+Entries of the cache are checked by their digests, those of a repository when neuron cache sync brings them. For Neuron devices
+the compiler has to be on PATH: its version is a part of what is looked for. Weights that the config ties are taken for
+tied; a checkpoint that has other weights for both has graphs of its own. What --adapter merges is unknown without weights."""
+
+LOOKUP_EXAMPLES = """\
+examples:
+  optimum-cli neuron cache lookup --model meta-llama/Llama-3.1-8B --target trn2 --tensor-parallel-size 8 --batch-size 8
+  optimum-cli neuron cache lookup --model checkpoint/ --target cpu --repo org/compiled
+
+then, where all is in the repository:
+  optimum-cli neuron cache sync --repo org/compiled --download-only
+"""
 
 
 def parsed(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
@@ -181,6 +206,48 @@ class CacheSyncCommand(BaseOptimumCLICommand):
             raise SystemExit(1)
 
 
+class CacheLookupCommand(BaseOptimumCLICommand):
+    """`optimum-cli neuron cache lookup`."""
+
+    COMMAND = CommandInfo(name="lookup", help="Show whether an export would find its graphs compiled.")
+
+    @staticmethod
+    def parse_args(parser: ArgumentParser) -> None:
+        explain(parser, LOOKUP, LOOKUP_EXAMPLES)
+        group = parser.add_argument_group("where to look")
+        group.add_argument("--repo", help="also in a model repository of the Hub, as org/name")
+        group.add_argument("--repo-revision", help="branch, tag or commit of that repository (default: main)")
+        group = parser.add_argument_group("model")
+        add_model_options(group, required=True)
+        group.add_argument(
+            "--adapter",
+            action="append",
+            metavar="ADAPTER",
+            help="refused: its graphs depend on its weights, which are not read",
+        )
+        add_graph_options(parser)
+
+    @reported_errors()
+    def run(self) -> None:
+        args = self.args
+        config = NeuronConfig.from_dict(read_declared(args, NeuronConfig))
+        if args.adapter is not None:
+            raise ValueError(
+                f"--adapter {args.adapter[0]} changes weights, and the graphs depend on which of them stay tied; weights are not read "
+                f"here, so leave --adapter out to look for the graphs of the model itself"
+            )
+        if args.repo is None and args.repo_revision is not None:
+            raise ValueError(f"--repo-revision {args.repo_revision} needs a repository; name it by --repo")
+
+        from optimum_neuron.artifact.user_cache import cache_root
+        from optimum_neuron.targets.cache.lookup import lookup
+
+        found = lookup(args.model, config, **hub_options(args), repo=args.repo, repo_revision=args.repo_revision)
+        _print_found(found, str(cache_root()), args.repo)
+        if not all(each.is_there for each in found):
+            raise SystemExit(MISSING)
+
+
 class NeuronCacheCommand(BaseOptimumCLICommand):
     """`optimum-cli neuron cache`."""
 
@@ -201,16 +268,22 @@ def _count(entries: Sequence[CacheEntry]) -> str:
 
 
 def _print_entries(entries: Sequence[CacheEntry], title: str) -> None:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
-    for name in ("graph", "target", "compiler"):
-        table.add_column(name, overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("last use", no_wrap=True)
-    table.add_column("key", no_wrap=True)
+    table = make_table(title, ("graph", "target", "compiler"), ("size", "last use", "key"))
     for entry in entries:
         used = datetime.fromtimestamp(entry.last_use, timezone.utc).strftime("%Y-%m-%d %H:%M")
         about = entry.about
         table.add_row(about.graph, about.target, about.compiler, show_size(entry.size), used, entry.path.name[:8])
     console().print(table)
+
+
+def _print_found(found: Sequence[FoundGraph], cache: str, repo: str | None) -> None:
+    table = make_table(f"{len(found)} graphs", ("graph", "key", "cache", *([] if repo is None else [repo])))
+    for each in found:
+        table.add_row(each.graph, each.key[:8], each.here, *([each.shared] if each.shared is not None else []))
+    terminal = console()
+    terminal.print(table)
+    places = [f"{sum(each.here == 'there' for each in found)} in {cache}"]
+    if repo is not None:
+        places.append(f"{sum(each.shared == 'there' for each in found)} in {repo}")
+    missing = sum(not each.is_there for each in found)
+    terminal.print(f"{', '.join(places)}; {missing} to be compiled", soft_wrap=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_named_model, add_rank_options, explain, reported_errors, run_options
+from optimum_neuron.cli import explain, reported_errors
+from optimum_neuron.command_options import add_named_model, add_rank_options, run_options
 from optimum_neuron.tools.chat.settings import Settings, add_settings_options
 
 

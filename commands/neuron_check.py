@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron check: whether an artifact works on the devices of this machine. The checks are elsewhere."""
+"""optimum-cli neuron check: a proof of an artifact on the devices of this machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import (
-    add_option,
-    add_profile_option,
-    add_rank_options,
-    console,
-    explain,
-    reported_errors,
-    tell_profile,
-    write_json,
-)
+from optimum_neuron.cli import add_number, console, explain, reported_errors, write_json
+from optimum_neuron.command_options import add_profile_option, add_rank_options, print_profile
 
 
 if TYPE_CHECKING:
@@ -62,7 +54,7 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
         parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
-        add_option(parser, "--runs", type=int, metavar="RUNS", default=20, help="timed runs of each graph")
+        add_number(parser, "--runs", "RUNS", "timed runs of each graph", default=20)
         add_rank_options(parser)
         add_profile_option(parser)
         parser.add_argument(
@@ -83,7 +75,7 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
 
             report = check_artifact(artifact, args.runs, RankOptions(args.rank_python, args.rank_timeout), profile)
         _print(report, str(args.artifact))
-        tell_profile(args.profile)
+        print_profile(args.profile)
         if args.json is not None:
             write_json(args.json, report.to_dict())
         if not report.passed:

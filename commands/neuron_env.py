@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron env, and what it adds to optimum-cli env: versions and machine, for a report of a fault."""
+"""optimum-cli neuron env, and its lines in optimum-cli env: versions and machine, for a report of a fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optimum_neuron.cli import explain, reported_errors
 from optimum_neuron.version import __version__
 
 
-# What results and errors depend on.
+# Results and errors depend on these.
 PACKAGES = ("torch", "transformers", "optimum", "huggingface-hub", "gguf", "peft", "vllm", "torch-xla", "neuronx-cc", "nrtpy")  # fmt: skip
 DESCRIPTION = "Print the versions of this package and of what it runs on, this machine's instruction set, and where the cache lies."
 EXAMPLES = "example:\n  optimum-cli neuron env\n"
@@ -62,5 +62,5 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-# optimum has no place for other packages in its own command, whose lines people paste into reports.
+# optimum has no place for other packages in its own command, and people paste its lines into reports.
 EnvironmentCommand.format_dict = staticmethod(_lines)

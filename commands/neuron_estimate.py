@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron estimate: what a model needs and may reach on Neuron hardware. The estimates are made elsewhere."""
+"""optimum-cli neuron estimate: memory and speed of a model on Neuron hardware."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.graph_options import add_quantization_options, add_size_options
 
-from optimum_neuron.cli import add_option, console, explain, hub_options, reported_errors, write_json
+from optimum_neuron.cli import add_number, console, explain, reported_errors, write_json
+from optimum_neuron.command_options import add_checkpoint_options, hub_options, read_declared
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 
 
 DESCRIPTION = """\
-Show what a model needs on AWS Neuron hardware, and how fast it may be, before it is exported or anything is rented. Only
-the model's config is read: no weights, and no Neuron software or device.
+Show the memory that a model needs on AWS Neuron hardware, and how fast it may be, before you export it or rent anything. It reads the
+model's config alone, and needs no Neuron software or device.
 
-Memory, per core: weights and KV cache to the byte; the most that a step needs for its activations; and a reserve for the
-code of each graph. The KV cache has batch_size + 1 rows, the last one for padding, and key/value heads are repeated where
-there are more cores than heads.
-Speed: "at most" is a roofline, which nothing exceeds: a decode step reads all weights and the cache once at full bandwidth;
-a chunk of a prompt takes its arithmetic at full rate. The ranges are what published runs of other software let expect: they
-hold four of five runs of models and groups of cores that their constants were not fitted to. Prices are not known here:
-what is recommended first is the host with the least device memory that holds the model.
+Memory, per core: weights and KV cache to the byte, the largest need of a step for its activations, and a reserve for the code of each
+graph. The KV cache has batch_size + 1 rows, the last one for padding; key/value heads are repeated where there are more cores than heads.
+Speed: "at most" is a roofline: a decode step reads all weights and the cache once at full bandwidth, a chunk of a prompt takes its
+arithmetic at full rate. The ranges follow published runs of other software; they hold four of five runs of models and groups of cores
+that their constants were not fitted to. Prices are not known here: the first recommendation is the host with the least device memory
+that holds the model.
 
-Sizes mean what they mean in optimum-cli export neuron. Without --tensor-parallel-size, all sizes that the topology of a host
-takes are compared: cores that share one copy of the model. A core is a logical NeuronCore, of which trn2 and trn3 chips have four."""
+Sizes mean the same as in optimum-cli export neuron. Without --tensor-parallel-size, all sizes that the topology of a host takes are
+compared: cores that share one copy of the model. A core is a logical NeuronCore; trn2 and trn3 chips have four."""
 
 EXAMPLES = """\
 examples:
@@ -53,12 +53,11 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
         _add_hardware_options(parser.add_argument_group("hardware"))
         group = parser.add_argument_group("sizes", "For an artifact, those that it has, unless given.")
         add_size_options(group)
-        add_option(
+        add_number(
             group,
             "--context-length",
-            type=int,
-            metavar="TOKENS",
-            help="tokens in the cache when speeds are taken: the graph of the smallest context bucket that holds them runs "
+            "TOKENS",
+            "tokens in the cache when speeds are taken: the graph of the smallest context bucket that holds them runs "
             "(default: the sequence length)",
         )
         add_quantization_options(parser)
@@ -89,9 +88,7 @@ def add_model_options(group: Any, *, required: bool) -> None:
     group.add_argument(
         "-m", "--model", required=required, help="Hub id, folder with a config.json, .gguf file, or exported artifact"
     )
-    group.add_argument("--revision", help="branch, tag or commit of the Hub repository (default: its main branch)")
-    group.add_argument("--token", help="Hub token, for gated and private models (default: the one that hf stored)")
-    add_option(group, "--trust-remote-code", action="store_true", help="run Python code that the checkpoint brings")
+    add_checkpoint_options(group)
 
 
 def _add_hardware_options(group: Any) -> None:
@@ -102,20 +99,12 @@ def _add_hardware_options(group: Any) -> None:
         default=list(NEURON_TARGETS),
         help="chips to compare: Inferentia2, Trainium1, Trainium2, Trainium3, or auto for this machine's (default: all)",
     )
-    add_option(
-        group,
-        "--tensor-parallel-size",
-        type=int,
-        metavar="CORES",
-        help="cores that share one copy of the model (default: compare all)",
+    add_number(
+        group, "--tensor-parallel-size", "CORES", "cores that share one copy of the model (default: compare all)"
     )
 
 
 def given_options(args: Namespace) -> dict[str, Any]:
-    """What was given of a NeuronConfig."""
-    names = set(NeuronConfig.option_names()) - {"target", "tensor_parallel_size"}
-    options = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    for name in ("prefill_chunk_buckets", "context_buckets"):
-        if name in options:
-            options[name] = tuple(size for sizes in options[name] for size in sizes)
-    return options
+    """Return the options of a NeuronConfig that were given, except those of the hardware."""
+    given = read_declared(args, NeuronConfig)
+    return {name: value for name, value in given.items() if name not in ("target", "tensor_parallel_size")}

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import (
+from optimum_neuron.cli import add_option, console, explain, reported_errors
+from optimum_neuron.command_options import (
     add_named_model,
-    add_option,
     add_profile_option,
     add_rank_options,
-    console,
-    explain,
-    reported_errors,
+    print_profile,
     run_options,
-    tell_profile,
 )
 from optimum_neuron.errors import first_line
 from optimum_neuron.tools.chat.settings import DEFAULT_NEW_TOKENS, Settings, add_settings_options
@@ -83,7 +80,7 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
         path = open_named(args).path
         with profile_to(args.profile) as profile:
             _answer(path, args, options, profile)
-        tell_profile(args.profile)
+        print_profile(args.profile)
 
 
 def _answer(path: Path, args: Namespace, options: dict[str, Any], profile: Profile | None) -> None:

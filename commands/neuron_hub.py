@@ -53,7 +53,7 @@ class NeuronCardCommand(BaseOptimumCLICommand):
         from optimum_neuron.artifact.artifact import Artifact
 
         artifact = Artifact.open(args.artifact)
-        from optimum_neuron.tools.hub.card import write_card
+        from optimum_neuron.hub.card import write_card
 
         print(
             write_card(
@@ -92,7 +92,7 @@ class NeuronPushCommand(BaseOptimumCLICommand):
         from optimum_neuron.artifact.artifact import Artifact
 
         artifact = Artifact.open(args.artifact)
-        from optimum_neuron.tools.hub.push import push_artifact
+        from optimum_neuron.hub.push import push_artifact
 
         done = push_artifact(
             artifact,

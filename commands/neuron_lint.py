@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron lint: whether the Neuron compiler can take a model's graphs. The rules are elsewhere."""
+"""optimum-cli neuron lint: the rules of the Neuron compiler for a model's graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.graph_options import add_device_options, add_quantization_options, add_size_options
 from optimum.commands.register.neuron_estimate import add_model_options, given_options
 
-from optimum_neuron.cli import console, explain, hub_options, reported_errors
+from optimum_neuron.cli import console, explain, make_table, reported_errors
+from optimum_neuron.command_options import hub_options
 from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 
 
@@ -22,15 +23,14 @@ if TYPE_CHECKING:
     from optimum_neuron.targets.neuron.lint.lint import Finding
 
 DESCRIPTION = """\
-Check a model's graphs against what the Neuron compiler and device take: operators, sorts, types, shapes, indices, constants,
-memory shared by states, collectives. It needs no Neuron software: graphs are lowered on this machine, from the config
-alone. Where neuronx-cc is on PATH, its own list of operators is used.
+Check a model's graphs by the rules of the Neuron compiler and device: operators, sorts, types, shapes, indices, constants, memory that
+states share, collectives. It needs no Neuron software: it lowers graphs on this machine, from the config alone. If neuronx-cc is on
+PATH, its own list of operators is used. An export for a Neuron target does the same, and stops at the first error. The exit code is 1
+if there is an error.
 
-Exporting for a Neuron target does the same and stops at the first error. The exit code is 1 where there is one.
-
---cost counts what one run of each graph does on one core: bytes read and written of device memory (READ ONCE is what its weights,
-inputs and cache alone take), bytes of them that it transposes, products, collectives, and the least time that memory and products
-allow. It is a bound, not an estimate: see optimum-cli neuron estimate."""
+--cost counts the work of one run of each graph on one core: device memory that it reads and writes ("read once": its weights, inputs and
+cache), transposes, products, collectives, and the least time that memory and products take. It is a bound, and no estimate: see
+optimum-cli neuron estimate."""
 
 EXAMPLES = """\
 examples:
@@ -113,13 +113,8 @@ def _graphs(args: Namespace, config: NeuronConfig | None) -> tuple[str, Iterable
 
 
 def _print_costs(costs: list[GraphCost], target: str) -> None:
-    from rich.table import Table
-
-    title = f"one run on one core of {target}; MB are 1e6 bytes"
-    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("graph", overflow="fold", ratio=1)
-    for name in ("read\nMB", "read\nonce", "written\nMB", "transp.\nMB", "GFLOP", "coll.", "coll.\nMB", "ms"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("read\nMB", "read\nonce", "written\nMB", "transp.\nMB", "GFLOP", "coll.", "coll.\nMB", "ms")
+    table = make_table(f"one run on one core of {target}; MB are 1e6 bytes", ("graph",), numbers)
     for cost in costs:
         table.add_row(
             cost.name,
@@ -147,11 +142,10 @@ def _megabytes(size: int) -> str:
 
 
 def _print_findings(findings: list[Finding]) -> None:
-    from rich.table import Table
-
     if not findings:
         console().print("no rule is broken")
         return
+
     table = Table("graph", "where", "problem", "remedy", title=f"{len(findings)} findings", title_justify="left")
     for finding in findings:
         where = " in ".join(part for part in (finding.instruction, finding.module) if part)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron serve: an artifact behind OpenAI's API."""
+"""optimum-cli neuron serve: OpenAI's API for an artifact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_named_model, add_option, add_rank_options, explain, reported_errors, run_options
+from optimum_neuron.cli import add_option, explain, reported_errors
+from optimum_neuron.command_options import add_named_model, add_rank_options, run_options
 
 
 KEY_VARIABLE = "OPTIMUM_NEURON_API_KEY"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""optimum-cli neuron tune: which sizes to export for a trace of requests. The search is elsewhere."""
+"""optimum-cli neuron tune: the sizes to export for a trace of requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.neuron_estimate import add_model_options
 
-from optimum_neuron.cli import add_option, console, explain, hub_options, reported_errors, write_json
+from optimum_neuron.cli import add_number, add_option, console, explain, reported_errors, write_json
+from optimum_neuron.command_options import hub_options
 from optimum_neuron.config import DTYPES, NEURON_TARGETS
 
 
@@ -19,21 +20,19 @@ MISSED = 3  # the exit code
 DEFAULT_REQUESTS = 1000
 
 DESCRIPTION = f"""\
-Find the sizes to export for a trace of requests: rows, chunk, context buckets, mixed steps. Every candidate serves the whole trace
-on a simulated clock, by the scheduler that the engine has; prints what users would get, and the commands that export and serve
-the best one.
+Find the sizes to export for a trace of requests: rows, chunk, context buckets, mixed steps. Every candidate serves the whole trace on a
+simulated clock, by the engine's scheduler. It prints the times of users, and the commands that export and serve the best candidate.
 
-A trace is a file with a line for each request: JSON lines or CSV with arrival (seconds), prompt_tokens, new_tokens and, where
-prompts start alike, prefix (any name) and prefix_tokens. Azure's LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens)
-and Mooncake's (timestamp, input_length, output_length, hash_ids) are taken as they are.
+A trace is a file with a line for each request: JSON lines or CSV with arrival (seconds), prompt_tokens, new_tokens and, where prompts
+start alike, prefix (any name) and prefix_tokens. Azure's LLM inference traces (TIMESTAMP, ContextTokens, GeneratedTokens) and
+Mooncake's (timestamp, input_length, output_length, hash_ids) are taken as they are.
 
-Limits are percentiles over all requests, and of itl over all pauses of all requests: ttft=2s is ttft.p99=2s. What meets all of
-them comes first; then throughput, then room below the limits, then minutes of compiling. Exit code {MISSED}: nothing meets them,
-and what comes nearest is printed.
+Limits are percentiles over all requests; itl is a percentile over all pauses. ttft=2s means ttft.p99=2s. Candidates that meet all limits
+come first, ordered by throughput, then by room below the limits, then by minutes of compiling. Exit code {MISSED}: no candidate meets
+them, and the nearest one is printed.
 
-For this CPU, graphs are exported with the model's weights and each is measured. For a device, step times are those of
-optimum-cli neuron estimate: predicted, never measured. Candidates that do not fit a core's memory, or --compile-budget, are left
-out."""
+For this CPU, graphs are exported with the model's weights, and each is measured. For a device, step times are predictions of
+optimum-cli neuron estimate. Candidates that exceed a core's memory or --compile-budget are left out."""
 
 EXAMPLES = """\
 examples:
@@ -70,7 +69,7 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
             "--trace", type=Path, required=True, metavar="FILE", help="the requests, and when they come"
         )
         requests_help = f"of the trace, those that come first; 0: all (default: {DEFAULT_REQUESTS})"
-        group.add_argument("--requests", type=int, metavar="COUNT", help=requests_help)
+        add_number(group, "--requests", "COUNT", requests_help)
         group.add_argument(
             "--slo", metavar="LIMITS", help="as ttft=2s,itl=50ms,e2e.p90=30s (default: none; throughput decides)"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from .config import ExportOptions as ExportOptions
     from .config import NeuronConfig as NeuronConfig
     from .core import Request as Request
     from .engine.policy import SchedulerOptions as SchedulerOptions
@@ -20,6 +21,7 @@ from .version import __version__ as __version__
 
 
 _PUBLIC = {
+    "ExportOptions": ".config",
     "NeuronConfig": ".config",
     "NeuronModelForCausalLM": ".generate",
     "Profile": ".runtime.profile",
@@ -29,6 +31,7 @@ _PUBLIC = {
     "export_model": ".export.recipe",
 }
 __all__ = [
+    "ExportOptions",
     "NeuronConfig",
     "NeuronModelForCausalLM",
     "Profile",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the optimum-cli commands share: options, error reports, tables. Starts fast: imports no torch, and rich late."""
+"""The common parts of optimum-cli commands: parsers, error reports, tables. It starts fast: no torch, and rich late."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import textwrap
-from argparse import REMAINDER, SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import REMAINDER, SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .errors import told
+from .errors import explain_error
 
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class CommandParser(ArgumentParser):
     """A parser of a command: its errors are one line, with the nearest option where one is misspelled."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses a word that looks like an option and is none, before it makes the words around it mean something else."""
+        """Refuse a word that only looks like an option, before it changes the meaning of the words around it."""
         if self._subparsers is None:  # else the words are another parser's
             self._refuse_unknown(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
@@ -53,14 +53,14 @@ class CommandParser(ArgumentParser):
             flag = word.partition("=")[0]
             known = options.get(flag)
             if word == "--" or (known is not None and known.nargs == REMAINDER):
-                return  # what follows are no options of this command
+                return  # the rest are no options of this command
             if known is None and flag.startswith("--") and " " not in word:
                 names = [name for name in options if name.startswith("--") and "_" not in name]
                 self.error(f"unrecognized arguments: {flag}{_near(flag.replace('_', '-'), names)}")
 
 
 def _near(word: str, known: Sequence[str]) -> str:
-    """The end of a message about a word that is not known."""
+    """Return the end of a message about a word that is not known."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.65)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -77,7 +77,7 @@ def explain(parser: ArgumentParser, description: str | None, examples: str) -> N
 
 
 def add_option(group: Any, flag: str, **settings: Any) -> None:
-    """Adds an option `--like-this` that may also be spelled `--like_this`, which the help does not repeat.
+    """Add an option `--like-this` that may also be spelled `--like_this`, which the help does not repeat.
 
     The help ends with the default, where that is a value rather than a choice left to the program.
     """
@@ -89,85 +89,14 @@ def add_option(group: Any, flag: str, **settings: Any) -> None:
         group.add_argument(alias, **{**settings, "dest": action.dest, "default": SUPPRESS, "help": SUPPRESS})
 
 
-def add_named_model(parser: ArgumentParser) -> None:
-    """Adds the artifact or checkpoint that a command runs, and how that one is found; `first_use.open_named` reads them."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="folder that optimum-cli export neuron wrote; or a Hub id, a checkpoint folder, a .gguf file or org/repo:file.gguf, "
-        "which is exported into the cache on first use",
-    )
-    group = parser.add_argument_group("export on first use", "A folder that was exported has its own sizes.")
-    size: dict[str, Any] = {"type": int}
-    add_option(group, "--batch-size", **size, metavar="ROWS", help="requests served at the same time (default: 4)")
-    length_help = "prompt and answer of one request together (default: the model's longest, at most 4096)"
-    add_option(group, "--sequence-length", **size, metavar="TOKENS", help=length_help)
-    group.add_argument("--revision", help="branch, tag or commit of the Hub repository (default: its main branch)")
-    group.add_argument("--token", help="Hub token, for gated and private models (default: the one that hf stored)")
-    add_option(group, "--trust-remote-code", action="store_true", help="run Python code that the model brings")
-
-
-def add_rank_options(parser: Any) -> None:
-    """Adds what is chosen of the processes that hold a Neuron device's ranks."""
-    add_option(
-        parser,
-        "--rank-python",
-        metavar="PYTHON",
-        help="on a Neuron device, the interpreter of an environment with numpy and a runtime (NEURON.md names them), for "
-        "the processes that hold its ranks (default: OPTIMUM_NEURON_RANK_PYTHON, or this one)",
-    )
-    add_option(
-        parser,
-        "--rank-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="on a Neuron device, how long one step may take (default: NEURON_RT_EXEC_TIMEOUT, or 600)",
-    )
-
-
-def hub_options(args: Namespace) -> dict[str, Any]:
-    """Return what finds and reads a checkpoint, as keywords."""
-    return {name: getattr(args, name) for name in ("revision", "token", "trust_remote_code")}
-
-
-def run_options(args: Namespace) -> dict[str, Any]:
-    """Return what an artifact is loaded with, as keywords."""
-    return {name: getattr(args, name) for name in ("trust_remote_code", "rank_python", "rank_timeout")}
-
-
-def add_profile_option(parser: Any) -> None:
-    """Adds the folder for a profile."""
-    parser.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FOLDER",
-        help="write a profile to a new folder: trace.json, for ui.perfetto.dev, with all steps and runs of graphs, on the cpu "
-        "target also the operators of the first runs of each graph; of a Neuron device also device/, for neuron-explorer or "
-        "neuron-profile, with the first run of each graph on each core (NEURON_RT_INSPECT_DEVICE_PROFILE=session: all runs)",
-    )
-
-
-def tell_profile(folder: Path | None) -> None:
-    """Says where the profile is that was asked for, if one was."""
-    if folder is not None and folder.is_dir():
-        parts = {"trace.json": "ui.perfetto.dev", "device": "neuron-explorer or neuron-profile"}
-        found = [f"{name} for {reader}" for name, reader in parts.items() if (folder / name).exists()]
-        console(stderr=True).print(f"profile in {folder}: {', '.join(found)}", soft_wrap=True)
-
-
-def size_list(text: str) -> list[int]:
-    """An argparse type: whole numbers separated by commas."""
-    try:
-        return [int(part) for part in text.split(",") if part]
-    except ValueError:
-        raise ArgumentTypeError(
-            f"{text!r} is not a list of whole numbers; an output folder goes before this option"
-        ) from None
+def add_number(group: Any, flag: str, metavar: str, text: str, *, kind: type = int, **settings: Any) -> None:
+    """Add an option with a whole number, or with another kind of number."""
+    add_option(group, flag, type=kind, metavar=metavar, help=text, **settings)
 
 
 @contextmanager
 def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
-    """Ends the process as a command line tool does: one line on stderr, and an exit code that says why.
+    """End the process as a command line tool does: one line on stderr, and an exit code that says why.
 
     Exit codes are 1 for an error, 130 for Ctrl-C, and 143 for SIGTERM, which unwinds like Ctrl-C, so that cleanup runs.
     """
@@ -185,14 +114,14 @@ def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
         if os.environ.get(DEBUG_VARIABLE):
             raise
         hint = f" ... ({DEBUG_VARIABLE}=1 shows all)"
-        sys.stderr.write(f"error: {textwrap.shorten(told(error), 600, placeholder=hint)}\n")
+        sys.stderr.write(f"error: {textwrap.shorten(explain_error(error), 600, placeholder=hint)}\n")
         raise SystemExit(1) from None
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
 def _quiet_libraries() -> None:
-    """Progress bars of the libraries in a log file, and torch-xla's warning that it chose its device."""
+    """Turn off the libraries' progress bars in a log file, and torch-xla's warning that it chose its device."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     if not sys.stderr.isatty():
         os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
@@ -203,7 +132,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Looks stderr up at each message: a live progress display replaces it while it runs."""
+    """A handler that looks stderr up at each message: a live progress display replaces it while it runs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(f"[optimum_neuron] {self.format(record)}\n")
@@ -218,13 +147,13 @@ def _show_log_messages() -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Writes what `--json` asks for; its folder is made where there is none."""
+    """Write the document of `--json`, and make its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def refuse_existing(option: str, path: Path | None) -> None:
-    """Raises FileExistsError where what an option is to write would replace something, or lie in no folder."""
+    """Raise FileExistsError or NotADirectoryError where the file of an option exists, or lies in no folder."""
     if path is None:
         return
     if path.exists():
@@ -235,23 +164,30 @@ def refuse_existing(option: str, path: Path | None) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where tables are printed, and names are just names: rich would take `[red]` or `:smile:` in them for markup."""
+    """Return a terminal for tables with plain names: rich would take `[red]` or `:smile:` in them for markup."""
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
-def graph_table(artifact: Artifact, title: str) -> Table:
-    """One row per graph, and what the files take: the kind of a graph is part of its name."""
+def make_table(title: str, texts: Sequence[str], numbers: Sequence[str] = ()) -> Table:
+    """Return a table with columns of texts, which may wrap, and of short values to the right."""
     from rich.table import Table
 
+    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def graph_table(artifact: Artifact, title: str) -> Table:
+    """Return a table with a row per graph, and the sizes of files."""
     from .artifact.artifact import GRAPHS_FOLDER, WEIGHTS_NAME
 
     files = {name: entry["size"] / 1e6 for name, entry in artifact.manifest["files"].items()}
-    table = Table(title=title, title_justify="left")
-    table.add_column("graph", no_wrap=True)
-    for header in ("rows x tokens", "context", "MB"):
-        table.add_column(header, justify="right")
+    table = make_table(title, ("graph",), ("rows x tokens", "context", "MB"))
     for spec in artifact.graphs:
         decode = [f"{spec.batch_size} x 1"] if spec.has_decode else []
         chunk = [f"{spec.ctx_batch_size} x {spec.chunk_size}"] if spec.has_chunk else []

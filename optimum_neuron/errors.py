@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What errors of other libraries become in a message of one line. Imports nothing of the project."""
+"""Errors of other libraries in messages of one line. It imports nothing of the project."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import re
 
 
-# What a path is by the number of an error, and what to do about it.
+# States of a path by the number of an error, and the remedies.
 _OF_PATHS = {
     errno.ENOENT: "does not exist; check the name",
     errno.EEXIST: "exists already, and is something else; name another one, or remove it",
@@ -28,10 +28,10 @@ _LONGEST_NAME = 300
 _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 
 
-def told(error: BaseException) -> str:
+def explain_error(error: BaseException) -> str:
     """Return an error of the system as a sentence with a remedy, and any other error as its own text, or its type."""
     if isinstance(error, UnicodeError):
-        return _of_text(error)
+        return _explain_text(error)
     asked = _NO_MEMORY.search(str(error))
     if asked is not None or isinstance(error, MemoryError):
         size = f" for {int(asked[1]) / 1e9:,.1f} GB" if asked is not None else ""
@@ -52,7 +52,7 @@ def told(error: BaseException) -> str:
     )
 
 
-def _of_text(error: UnicodeError) -> str:
+def _explain_text(error: UnicodeError) -> str:
     encoding = getattr(error, "encoding", "the encoding")
     if isinstance(error, UnicodeDecodeError):
         return f"a text that is read is not in {encoding} (byte {error.start}); write it in {encoding}, or set PYTHONIOENCODING"
@@ -60,7 +60,7 @@ def _of_text(error: UnicodeError) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, and what follows its colon; its type where that is all or no sentence."""
+    """Return the first line of an error's text, and what follows its colon; the error's type where the text is no sentence."""
     name = type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

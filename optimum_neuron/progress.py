@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of long stages on a terminal, and one log line per finished stage. Knows nothing of what the stages do."""
+"""Progress of long stages on a terminal, and one log line per finished stage. It does not know the stages."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _display: Progress | None = None
 
 
 class Advance(Protocol):
-    """Says that a step of a stage is done, from any thread."""
+    """A function that reports a finished step of a stage, from any thread."""
 
     def __call__(self, description: str, work: float = 1) -> None:
-        """Args: work: what it was of the stage's total."""
+        """Args: work: the step's part of the stage's total."""
 
 
 @contextmanager
 def stage(title: str, total: float | None = None, *, likely_seconds: float | None = None) -> Iterator[Advance]:
-    """Times a stage, and shows its progress and the time that is left on stderr, if that is a terminal.
+    """Time a stage, and show its progress and the time that is left on stderr, if that is a terminal.
 
-    The time left follows from the work that is done; of a stage of one step, from what others like it took.
+    The time left follows from the finished work, or of a stage of one step, from others like it.
 
     Args:
         total: its work, where that is known: steps, or bytes.
-        likely_seconds: what a stage of one step will take, where others like it are done.
+        likely_seconds: the time of a stage of one step, where others like it are done.
     """
     start = time.perf_counter()
-    with _shared_display() as display, _task(display, title, total, likely_seconds) as advance:
+    with _shared_display() as display, _show_task(display, title, total, likely_seconds) as advance:
         yield advance
     logger.info("%s: %.1f s", title, time.perf_counter() - start)
 
 
 @contextmanager
-def _task(
+def _show_task(
     display: Progress | None, title: str, total: float | None, likely_seconds: float | None
 ) -> Iterator[Advance]:
     if display is None:
@@ -61,12 +61,12 @@ def _task(
         display.remove_task(task)
 
 
-def told_time(elapsed: float, done: float, total: float | None, likely_seconds: float | None = None) -> str:
-    """How long a stage runs, and how long it still will where that can be told, in words.
+def time_text(elapsed: float, done: float, total: float | None, likely_seconds: float | None = None) -> str:
+    """Return in words how long a stage runs, and how long it still will where that is known.
 
     Args:
         elapsed: seconds.
-        done, total: of its work.
+        done, total: finished work, and all of it.
     """
     left = None
     if total and done:
@@ -95,14 +95,9 @@ def _shared_display() -> Iterator[Progress | None]:
     class TimeColumn(ProgressColumn):
         def render(self, task: Task) -> Text:
             likely = task.fields.get("likely_seconds")
-            return Text(told_time(task.elapsed or 0.0, task.completed, task.total, likely), style="progress.elapsed")
+            return Text(time_text(task.elapsed or 0.0, task.completed, task.total, likely), style="progress.elapsed")
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TimeColumn(),
-    )
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as _display:
         try:
             yield _display

@@ -105,6 +105,6 @@ def test_a_wrong_command_line_ends_a_process_alike(line: Line, filled: Callable[
     check(line, filled, done.returncode, done.stderr, tmp_path)
 
 
-def test_the_table_is_as_long_as_it_is_told() -> None:
-    assert len({str(line) for line in LINES}) == len(LINES) >= 150
+def test_no_command_line_stands_twice() -> None:
+    assert len({str(line) for line in LINES}) == len(LINES)
     assert {line.code for line in LINES} == {REFUSED, USAGE}

@@ -4,25 +4,27 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import pickle
+import re
+from argparse import ArgumentParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_neuron.config import DTYPES, NEURON_TARGETS, TARGETS, NeuronConfig
+from optimum_neuron import NeuronModelForCausalLM, export_model
+from optimum_neuron.command_options import add_declared, read_declared
+from optimum_neuron.config import DTYPES, NEURON_TARGETS, TARGETS, ExportOptions, NeuronConfig
+from optimum_neuron.config.option import Options
+from optimum_neuron.export.export_command import option_words
 from optimum_neuron.step.spec import graph_specs
 
 
-SIZE_OPTIONS = (
-    "batch_size",
-    "sequence_length",
-    "prefill_chunk_size",
-    "ctx_batch_size",
-    "tensor_parallel_size",
-)
+SIZE_OPTIONS = ("batch_size", "sequence_length", "prefill_chunk_size", "ctx_batch_size", "tensor_parallel_size")
 LIST_OPTIONS = ("prefill_chunk_buckets", "context_buckets")
 
 
@@ -240,7 +242,7 @@ def test_partial_sums_in_float32_need_devices_that_have_them() -> None:
         (
             {"top_logprobs": 0, "on_device_sampling": False},
             ValueError,
-            "top_logprobs=0 is of tokens that the graphs choose",
+            "top_logprobs=0 describes tokens that the graphs choose",
         ),
     ],
 )
@@ -389,3 +391,59 @@ def test_without_blocks_each_row_has_one_as_long_as_a_sequence() -> None:
 def test_kernels_are_taken_from_whatever_can_be_gone_through_once() -> None:
     taken = NeuronConfig(batch_size=1, sequence_length=64, target="trn2", kernels=iter(["attention_cte"]))  # type: ignore[arg-type]
     assert taken.kernels == ("attention_cte",)
+
+
+@pytest.mark.parametrize("options", [NeuronConfig, ExportOptions])
+def test_every_option_is_declared_once_and_documented_from_there(options: type[Options]) -> None:
+    for name, option in options.declared().items():
+        assert option.help and not option.help.endswith(".")
+        assert f"        {name}: {option.help.split()[0]}" in str(options.__doc__)
+        for other in re.findall(r"`(\w+)`", option.help):
+            assert other in NeuronConfig.option_names() + ExportOptions.option_names()
+
+
+@given(valid_options())
+def test_the_command_line_of_a_config_makes_that_config(options: dict[str, Any]) -> None:
+    config = NeuronConfig(**options)
+    parser = ArgumentParser()
+    for group in {option.group for option in NeuronConfig.declared().values()}:
+        add_declared(parser, [each for each in NeuronConfig.declared().values() if each.group == group])
+    assert NeuronConfig.from_dict(read_declared(parser.parse_args(option_words(config)), NeuronConfig)) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"adaptor": "x"}, "unknown option 'adaptor' = 'x'; did you mean 'adapter'?"),
+        ({"batch_size": 2}, "unknown option 'batch_size' = 2; the options are revision, .*task"),
+    ],
+)
+def test_an_unknown_option_of_an_export_is_a_type_error(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=words):
+        export_model("m", tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"adapter": "x"}, {"dequantize": True}, {"quantization_calibration": Path("text")}], ids=str
+)
+def test_an_option_that_changes_an_export_is_refused_for_an_artifact(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}=.*{value}.* is an option of an export, and m is an artifact"):
+        ExportOptions(**options).refuse_for_artifact("m")
+    ExportOptions(revision="v1", token="t", trust_remote_code=True).refuse_for_artifact("m")
+
+
+def test_a_task_that_no_graph_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="task='fill-mask' is not supported; choose one of text-generation"):
+        ExportOptions(task="fill-mask")
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [(export_model, [ExportOptions]), (NeuronModelForCausalLM.from_pretrained, [ExportOptions, NeuronConfig])],
+)
+def test_help_of_a_function_lists_the_options_that_it_takes(function: Any, options: list[type[Options]]) -> None:
+    parameters = inspect.signature(function).parameters
+    for each in options:
+        for name, option in each.declared().items():
+            assert parameters[name].default == option.default and parameters[name].annotation

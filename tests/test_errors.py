@@ -7,7 +7,7 @@ import errno
 
 import pytest
 
-from optimum_neuron.errors import first_line, told
+from optimum_neuron.errors import explain_error, first_line
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_an_error_is_one_line_that_says_something(error: Exception, line: str) -
     ],
 )
 def test_an_error_of_the_system_is_a_sentence(error: Exception, sentence: str) -> None:
-    assert sentence in told(error)
-    assert "[Errno" not in told(error)
+    assert sentence in explain_error(error)
+    assert "[Errno" not in explain_error(error)

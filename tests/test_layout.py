@@ -15,11 +15,9 @@ import optimum_neuron
 PACKAGE = Path(optimum_neuron.__file__).parent
 # From the bottom up: a room may import those before it, wherever in a file the import stands.
 ROOMS = (
-    "kernels", "version", "errors", "options", "config", "progress", "step", "core", "parity", "checkpoints", "artifact", "cli", "targets",
-    "runtime", "engine", "export", "generate", "vllm", "tools", "__init__",
+    "kernels", "version", "errors", "config", "progress", "step", "core", "parity", "checkpoints", "artifact", "cli", "command_options", "targets",
+    "runtime", "engine", "export", "hub", "generate", "vllm", "tools", "__init__",
 )  # fmt: skip
-# The doors to tools: what a caller asks of them.
-DOORS = ("export.first_use", "export.exporters", "generate.model")
 
 
 def _modules() -> dict[str, Path]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an export writes and a runtime loads: the artifact folder. Knows no target."""
+"""The artifact folder: written whole, verified, mapped. It knows no target."""

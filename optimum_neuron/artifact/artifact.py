@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The artifact folder: how it is read and verified. Knows no target: files are data until a target loads them.
+"""The artifact folder, read and verified. Files are data until a target loads them.
 
 config.json generation_config.json tokenizer files     verbatim from the checkpoint, but for the tokenizer's model_max_length
 neuron_config.json                                      the manifest, written last
@@ -17,11 +17,11 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..checkpoints.digest import file_sha256
 from ..config import NeuronConfig
 from ..step.model_spec import ModelSpec
 from ..step.spec import GraphSpec, TensorSpec, graph_specs
 from ..step.state_specs import snapshot_specs, state_specs
+from .filesystem import file_sha256
 from .manifest import check_manifest, config_of
 from .schema import read_object, shown
 
@@ -33,21 +33,21 @@ GRAPHS_FOLDER = "graphs"
 FORMAT = "optimum-neuron-runtime"
 # A repository of the Hub, or a file of one.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(?::.+\.gguf)?")
-# 2: a slot keeps more than keys and values; what it keeps beside them would be overlooked by a reader of 1.
+# 2: a slot keeps more than keys and values, which a reader of 1 would overlook.
 FORMAT_VERSION = 6
-# Folders of which every file must be in the manifest; beside them a repository may hold a README and the like.
+# The manifest lists every file of these folders; next to them a repository may hold a README and the like.
 OWNED_FOLDERS = (GRAPHS_FOLDER, WEIGHTS_FOLDER)
 
 
 class ArtifactError(ValueError):
-    """A folder is not an artifact that can be used as it is; the message names the file and the remedy."""
+    """A folder that is no usable artifact; the message names the file and the remedy."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A folder whose manifest was read and whose files were checked for presence and size.
+    """A folder with a read manifest, and files that were checked for presence and size.
 
-    Contents are verified by `verify`, except the weights, which `read_weights` verifies.
+    `verify` checks their contents, except those of weights, which `read_weights` checks.
     """
 
     path: Path
@@ -55,15 +55,14 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | Path, *, with_graphs: bool = True) -> Artifact:
-        """Reads the manifest.
+        """Read the manifest.
 
         Args:
-            with_graphs: whether the compiled graphs are wanted; without, they are neither expected nor looked at.
+            with_graphs: False neither expects nor reads the compiled graphs.
 
         Raises:
             FileNotFoundError: there is no such folder, or it holds no manifest.
-            ArtifactError: the manifest is not one that this version can honour, or files are missing, truncated,
-                renamed or foreign.
+            ArtifactError: this version cannot honour the manifest, or files are missing, truncated, renamed or foreign.
         """
         path = Path(path)
         manifest = read_manifest(path)
@@ -93,14 +92,14 @@ class Artifact:
 
     @property
     def tied_weights(self) -> dict[str, str]:
-        """Parameter names that share the storage of another: alias to stored name."""
+        """Names of parameters that share the storage of another: alias to stored name."""
         return self.manifest["tied_weights"]
 
     def states(self) -> tuple[TensorSpec, ...]:
         return state_specs(self.config, self.model)
 
     def snapshots(self) -> tuple[TensorSpec, ...]:
-        """Places for copies of slots' states; none where slots keep nothing beside keys and values."""
+        """Return places for copies of slots' states; none where slots keep only keys and values."""
         return snapshot_specs(self.config, self.model)
 
     def file(self, name: str) -> Path:
@@ -109,24 +108,20 @@ class Artifact:
         return self.path / name
 
     def graph_file(self, name: str) -> Path:
-        """The path of a file of compiled graphs, by its own name: no other file of the folder is ever loaded."""
+        """Return the path of a file of compiled graphs by its own name: no other file of the folder is ever loaded."""
         return self.file(f"{GRAPHS_FOLDER}/{name}")
 
     def sha256(self, name: str) -> str:
         return self.manifest["files"][name]["sha256"]
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compares the contents of files (default: all but the weights) with their recorded digests.
-
-        Raises:
-            ArtifactError: a file differs.
-        """
+        """Compare the contents of files (default: all but the weights) with their recorded digests; raise ArtifactError for another one."""
         for name in self.manifest["files"] if names is None else names:
             if not is_weight_file(name):
                 self.check_digest(name, file_sha256(self.file(name)))
 
     def check_digest(self, name: str, digest: str) -> None:
-        """Raises ArtifactError where `digest` is not the recorded one."""
+        """Raise ArtifactError where `digest` is not the recorded one."""
         if digest != self.sha256(name):
             raise ArtifactError(
                 f"{self.path / name} was changed after the export: its sha256 is {digest[:12]}…, the manifest says "
@@ -159,7 +154,7 @@ class Artifact:
                 )
 
     def _check_inside(self, name: str) -> None:
-        """Refuses a link to a file elsewhere, other than those by which the Hub's cache holds a repository's files."""
+        """Refuse a link to a file elsewhere, other than those by which the Hub's cache holds a repository's files."""
         folder, real = self.path.resolve(), (self.path / name).resolve()
         in_cache = folder.parent.name == "snapshots" and real.is_relative_to((folder.parents[1] / "blobs").resolve())
         if not in_cache and not real.is_relative_to(folder):
@@ -222,7 +217,7 @@ def _what_it_is(path: Path) -> str:
 
 
 def format_version(model: dict[str, Any], config: dict[str, Any], *, quantized: bool) -> int:
-    """The oldest version whose readers can honour the artifact of a model, given as its manifest has it and its config."""
+    """Return the oldest version that can honour an artifact of this model and config, both as a manifest has them."""
     if config.get("activations"):
         return 6
     if quantized:

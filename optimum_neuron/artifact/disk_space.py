@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a disk an export takes, and whether it is there."""
+"""Disk space that an export takes, checked before it is taken."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..config import NeuronConfig
 from .weights import untie
 
 
-# Compiled graphs and tokenizer files beside the weights, generously.
+# More than compiled graphs and tokenizer files take.
 _MARGIN = 64 << 20
-# By kind of codes; their scales and the weights that stay plain come on top.
+# Bytes by kind of codes; their scales and the weights that stay plain come on top.
 _BYTES_OF_A_CODE = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}
 # transformers joins the weights of experts that a checkpoint has one by one.
 _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """Raises OSError where a folder's disk has less than so many bytes free, and some more for what goes with weights."""
+    """Raise OSError where a folder's disk has less than so many bytes free, and a margin for files apart from weights."""
     free = shutil.disk_usage(folder).free
     if free < needed + _MARGIN:
         raise OSError(
@@ -37,15 +37,15 @@ def check_disk(folder: Path, needed: int) -> None:
 
 
 def written_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the file of weights that holds tensors, tied ones once."""
+    """Return the bytes of the file of weights with these tensors, tied ones once."""
     unique, _ = untie(tensors)
     return sum(tensor.nbytes for tensor in unique.values())
 
 
 def expected_bytes(checkpoint: Checkpoint, config: NeuronConfig) -> int:
-    """At least so many bytes an export of a checkpoint takes at a time, told by the headers of its files; 0 where these do not tell.
+    """Return a lower bound of the bytes that an export takes at a time, from the headers of its files; 0 where they are not enough.
 
-    They are those of the artifact, and of what lies in files meanwhile: weights that are cast, joined or rounded to codes.
+    It counts the artifact, and files with weights that are cast, joined or rounded to codes meanwhile.
 
     Raises:
         FileNotFoundError: there are no weights, or a file of them is missing.

@@ -1,35 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a file system: to swap two folders in one step, to keep what is written, to tell of changes, to name a full disk."""
+"""Files and folders: swapped in one step, synced, hashed, and checked for where they lie; and errors of a full disk."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
+from .. import progress
 
+
+_PIECE = 4 << 20
+# A larger file may take a second or more, which is shown.
+_LONG = 256 << 20
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # A C library, kernel or file system without it (NFS has none), and sandboxes that forbid what they do not know.
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
 _MOUNTS = Path("/proc/self/mountinfo")
-# As in linux/magic.h: ext2 to ext4, XFS, Btrfs, F2FS, tmpfs, overlayfs; and ZFS, bcachefs.
+# linux/magic.h: ext2 to ext4, XFS, Btrfs, F2FS, tmpfs, overlayfs; and ZFS, bcachefs.
 _LOCAL = (0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x794C7630, 0x2FC12FC1, 0xCA451A4E)
 _STATFS_LONGS = 32  # at least what struct statfs takes
 
 
 def exchange(left: Path, right: Path) -> bool:
-    """Swaps what two paths name, so that at no time either names nothing; False, and nothing is done, where that is not to be had.
+    """Swap the names of two paths in one step; return False, and do nothing, where the system cannot.
 
     Raises:
-        OSError: one of them is not there, or may not be moved.
+        OSError: a path does not exist, or may not be moved.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
@@ -43,11 +49,7 @@ def exchange(left: Path, right: Path) -> bool:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to read it; one that is none, such as a pipe that nothing writes to, is not waited for.
-
-    Raises:
-        OSError: it is no regular file, or cannot be opened.
-    """
+    """Open a file to read it, without waiting for a pipe; raise OSError for one that is not regular, or cannot be opened."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -56,7 +58,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, would survive a crash of the machine."""
+    """Wait until a file, or the names in a folder, would survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -68,21 +70,21 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a text file, whole or not at all: who reads it meanwhile has the one before. A link there is replaced by the file."""
+    """Write a text file, whole or not at all: a reader meanwhile has the one before. The file replaces a link."""
     descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(unfinished, _mode(path))
+        os.chmod(unfinished, _file_mode(path))
         os.replace(unfinished, path)
     except BaseException:
         os.unlink(unfinished)
         raise
 
 
-def _mode(path: Path) -> int:
+def _file_mode(path: Path) -> int:
     try:
         return path.stat().st_mode & 0o777
     except FileNotFoundError:
@@ -92,9 +94,9 @@ def _mode(path: Path) -> int:
 
 
 def is_local(descriptor: int) -> bool:
-    """Whether an open file changes through this machine's kernel alone, which gives it a new ctime whenever it is written to.
+    """Return whether only this machine's kernel changes an open file, and gives it a new ctime with each write.
 
-    False where that is not known: network file systems, FUSE, and other systems than Linux.
+    It is False for network file systems, FUSE, and other systems than Linux.
     """
     if sys.platform != "linux":
         return False
@@ -103,7 +105,7 @@ def is_local(descriptor: int) -> bool:
 
 
 def is_mount_point(folder: Path) -> bool:
-    """Whether something is mounted at a real path, be it a folder of the same file system."""
+    """Return whether something is mounted at a real path, be it a folder of the same file system."""
     if os.path.ismount(folder):
         return True
     if not _MOUNTS.is_file():
@@ -117,7 +119,7 @@ def is_mount_point(folder: Path) -> bool:
 
 @contextmanager
 def explained_full_disk(folder: Path, remedy: str) -> Iterator[None]:
-    """Raises an OSError about a full disk again as one sentence that names the folder and ends with `remedy`."""
+    """Replace an OSError about a full disk by one sentence that names the folder and ends with `remedy`."""
     try:
         yield
     except OSError as error:
@@ -125,3 +127,16 @@ def explained_full_disk(folder: Path, remedy: str) -> Iterator[None]:
             raise
         # Without a number: the text of an OSError that has one is not its message alone.
         raise OSError(f"no space is left on the disk of {folder}; free some, or {remedy}") from error
+
+
+def file_sha256(path: Path) -> str:
+    """Return the hex digest of a file, which is read in pieces."""
+    size = path.stat().st_size
+    shown = progress.stage("Hashing", size) if size >= _LONG else nullcontext(None)
+    digest = hashlib.sha256()
+    with path.open("rb") as file, shown as advance:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            if advance is not None:
+                advance(path.name, len(piece))
+    return digest.hexdigest()

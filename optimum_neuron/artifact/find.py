@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.card_facts import CARD_NAME
 from ..checkpoints.hub import commit_of, download, hub_file, refuse_revision
+from ..checkpoints.origin import CARD_NAME
 from .artifact import GRAPHS_FOLDER, MANIFEST_NAME, Artifact, is_graph_file, read_manifest
-from .hub_cache import is_in_hub_cache
 
 
-# What the client leaves in a folder of the user's that it downloads a file into.
+# A trace of the Hub's client in a folder that it downloads a file into.
 _DOWNLOADED = f".cache/huggingface/download/{MANIFEST_NAME}.metadata"
+# A cache holds a folder per repository, and in it the files and folders of links to them.
+_REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
+_IN_REPOSITORY = ("snapshots", "blobs")
+# The system follows no more links.
+_MOST_LINKS = 40
 
 
 def find_artifact(
@@ -25,17 +33,17 @@ def find_artifact(
     token: str | bool | None,
     **hub: Any,
 ) -> tuple[Artifact, bool] | None:
-    """Returns the artifact and whether it came from the Hub, also where its folder is named; None where a checkpoint is to be exported instead.
+    """Return an artifact and whether it came from the Hub, also where its folder is named; None for a checkpoint to be exported.
 
     Args:
-        export: True wants a checkpoint, False an artifact, None whichever is there.
-        native_code: whether a Hub artifact's compiled graphs may be used, and are downloaded.
+        export: True wants a checkpoint, False an artifact, None takes either.
+        native_code: a Hub artifact's compiled graphs may be used, and are downloaded.
         hub: `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
 
     Raises:
-        ValueError: `export=True` names an artifact, or `revision` is one of a folder.
+        ValueError: `export=True` names an artifact, or `revision` is given for a folder.
         FileNotFoundError: `export=False` names no artifact, or there is no such revision.
-        RuntimeError: the Hub refuses or fails, as `hub_errors.told` says.
+        RuntimeError: the Hub refuses or fails, as `hub_errors.explained_errors` says.
     """
     path = Path(model_id).expanduser()
     if hub_file(model_id) is not None and export is not False:
@@ -59,7 +67,7 @@ def find_artifact(
         return None
     files = read_manifest(manifest.parent)["files"]
     wanted = [MANIFEST_NAME, *(name for name in files if native_code or not is_graph_file(name))]
-    # The files that this manifest lists, also where somebody pushes to the branch meanwhile.
+    # The files that this manifest lists, also if the branch changes meanwhile.
     commit = commit_of(manifest.parent, revision)
     folder = download(str(model_id), wanted, revision=commit, token=token, **hub)
     for name in wanted:
@@ -72,7 +80,7 @@ def find_artifact(
 
 
 def is_from_hub(folder: Path) -> bool:
-    """Whether an artifact's manifest or compiled graphs came from the Hub, wherever its cache is and whatever links lead there."""
+    """Return whether an artifact's manifest or compiled graphs came from the Hub, through any cache and links."""
     graphs = folder / GRAPHS_FOLDER
     files = [folder / MANIFEST_NAME, *(graphs.iterdir() if graphs.is_dir() else ())]
     return (folder / _DOWNLOADED).is_file() or any(map(is_in_hub_cache, files))
@@ -82,3 +90,23 @@ def _hub_manifest(repo_id: str, **options: Any) -> Path | None:
     """Return the manifest in the Hub's cache; None where the repository has none. A checkpoint needs the other two files."""
     path = download(repo_id, [MANIFEST_NAME, "config.json", CARD_NAME], **options) / MANIFEST_NAME
     return path if path.is_file() else None
+
+
+def is_in_hub_cache(path: Path) -> bool:
+    """Return whether a path, or one that a link on its way leads to, is in a repository's folder of a Hub cache."""
+    return any(
+        _REPOSITORY.fullmatch(parent) and name in _IN_REPOSITORY
+        for place in _follow_links(path)
+        for parent, name in pairwise(place.parts)
+    )
+
+
+def _follow_links(path: Path) -> Iterator[Path]:
+    """Yield an absolute path, and the paths that it becomes as each link on the way is followed."""
+    path = Path.cwd() / path
+    for _ in range(_MOST_LINKS):
+        yield path
+        link = next((part for part in (*reversed(path.parents), path) if part.is_symlink()), None)
+        if link is None:
+            return
+        path = link.parent / os.readlink(link) / path.relative_to(link)

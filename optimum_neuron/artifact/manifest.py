@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in an artifact's manifest, and whether its parts agree: all that can be told without other files."""
+"""The manifest of an artifact, and whether its parts agree; no other file is needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from ..checkpoints.card_facts import LANGUAGE, LICENSE, LICENSE_NAME, LINK
+from ..checkpoints.origin import LANGUAGE, LICENSE, LICENSE_NAME, LINK
 from ..config import TARGETS, NeuronConfig
 from ..step.model_spec import Compression, ConvolutionState, KeySelection, LayerCache, ModelSpec, RecurrentState
 from ..step.spec import GraphSpec, graph_specs
@@ -19,7 +19,7 @@ from .schema import TEXT, Check, choice, first_difference, flag, listed, named, 
 # A file's name and those of its folders are at most this long in common file systems.
 _LONGEST_NAME = 255
 _LARGEST_FILE = 2**63 - 1
-# Of artifacts whose graphs chose among so many of the best tokens at most, by fewer parameters: such graphs are compiled again.
+# In earlier artifacts graphs choose among this many of the best tokens at most, by fewer parameters: they are compiled again.
 _EARLIER_OPTION, _EARLIER_PARAMS = "max_topk", 3
 
 
@@ -43,7 +43,7 @@ _MODEL = record(
     },
     closed=True,
 )
-# Which of these a target wrote, it knows itself.
+# A target knows itself which of these it wrote.
 _TARGET_DATA = record(
     {},
     {
@@ -53,7 +53,7 @@ _TARGET_DATA = record(
         "graphs": named(record({"kind": TEXT, "argv": listed(TEXT)})),
     },
 )
-# As `export.origin` writes it.
+# As `checkpoints.origin` writes it.
 _ORIGIN = record(
     {},
     {
@@ -84,11 +84,7 @@ _MANIFEST = record(
 
 
 def check_manifest(manifest: Mapping[str, Any]) -> None:
-    """Checks types and ranges of all that is read from a manifest, and that its parts agree.
-
-    Raises:
-        TypeError, ValueError: something does not belong there.
-    """
+    """Check types and ranges of a manifest, and that its parts agree; raise TypeError or ValueError for another one."""
     _MANIFEST("the manifest", manifest)
     for name in manifest["files"]:
         check_member(name)
@@ -115,14 +111,14 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
 
 
 def config_of(manifest: Mapping[str, Any]) -> NeuronConfig:
-    """Raises TypeError or ValueError where the config of a manifest is none."""
+    """Return the config of a manifest; raise TypeError or ValueError where it is none."""
     config = {name: value for name, value in manifest["config"].items() if name != _EARLIER_OPTION}
     # An artifact that does not mention an option was made without it; the default of a new export is another.
     return NeuronConfig.from_dict({"mixed_step": False, "activations": None} | config)
 
 
 def describe_graph(graph: GraphSpec, model: ModelSpec) -> dict[str, Any]:
-    """A graph's record in the manifest: its own sizes, and its inputs and outputs for readers without this program."""
+    """Return a graph's record in the manifest: its sizes, and its inputs and outputs for readers without this program."""
     tensors = {"inputs": graph.inputs(), "outputs": graph.outputs(model.vocab_size)}
     return dataclasses.asdict(graph) | {
         name: [{"name": each.name, "shape": list(each.shape), "dtype": each.dtype} for each in members]
@@ -131,7 +127,7 @@ def describe_graph(graph: GraphSpec, model: ModelSpec) -> dict[str, Any]:
 
 
 def check_member(name: str) -> None:
-    """Raises ValueError for a path that leaves the artifact folder or lies deeper than one folder."""
+    """Raise ValueError for a path that leaves the artifact folder or lies deeper than one folder."""
     parts = PurePosixPath(name).parts
     if (
         not parts

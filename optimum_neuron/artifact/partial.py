@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders for unfinished work, each locked by who works there: what a killed process left is known by its free lock.
+"""Folders for unfinished work, each locked by its worker: a free lock shows that the work of a killed process is left.
 
-The lock is flock's, on a file in the folder. The system frees it however a process ends, and it holds between containers and, over
-NFS, between machines, where process ids say nothing.
+The lock is flock's, on a file in the folder. The system frees it however a process ends. It holds between containers and, over NFS,
+between machines, where process ids say nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ LOCK_NAME = "lock"
 
 @contextmanager
 def locked_folder(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Holds a folder, made if need be, for this one holder; at the end it goes, if nothing but its lock is left in it.
+    """Hold a folder, made if need be; at the end it is removed if nothing but its lock is left in it.
 
     Args:
-        wait: until whoever holds it is done.
+        wait: wait for another holder.
 
     Raises:
-        BlockingIOError: it is held, by another process or thread, and `wait` is not set.
+        BlockingIOError: another process or thread holds it, and `wait` is not set.
         OSError: its file system has no locks.
     """
-    lock = _acquire(folder, wait)
+    lock = _lock_folder(folder, wait)
     try:
         yield
     finally:
@@ -44,10 +44,7 @@ def locked_folder(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
 @contextmanager
 def partial_folder(parent: Path, stem: str) -> Iterator[Path]:
-    """Yields a new folder `parent/.<stem>.partial-<random>`; whatever is left of it is removed at the end.
-
-    Those that killed processes left are removed first.
-    """
+    """Yield a new folder `parent/.<stem>.partial-<random>`, and remove it at the end; remove those of killed processes first."""
     parent.mkdir(parents=True, exist_ok=True)
     for abandoned in parent.glob(f".{glob.escape(stem)}.partial-*"):
         with suppress(BlockingIOError), locked_folder(abandoned):
@@ -62,7 +59,7 @@ def partial_folder(parent: Path, stem: str) -> Iterator[Path]:
 
 
 def clear_folder(folder: Path) -> None:
-    """Removes what a locked folder holds beside its lock, as far as that is possible."""
+    """Remove the contents of a locked folder except its lock, as far as that is possible."""
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
@@ -70,8 +67,8 @@ def clear_folder(folder: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def _acquire(folder: Path, wait: bool) -> int:
-    """The descriptor of the folder's locked lock file."""
+def _lock_folder(folder: Path, wait: bool) -> int:
+    """Return the descriptor of the folder's locked lock file."""
     path = folder / LOCK_NAME
     while True:
         try:
@@ -85,7 +82,7 @@ def _acquire(folder: Path, wait: bool) -> int:
                 raise
             continue  # the same, after mkdir found it and before it looked what it is
         try:
-            _flock(lock, folder, wait)
+            _lock_file(lock, folder, wait)
             if _is_file(lock, path):
                 return lock
         except BaseException:
@@ -94,7 +91,7 @@ def _acquire(folder: Path, wait: bool) -> int:
         os.close(lock)
 
 
-def _flock(lock: int, folder: Path, wait: bool) -> None:
+def _lock_file(lock: int, folder: Path, wait: bool) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantization.json: which weights of an artifact's model are quantized, and how they are stored. Absent where none is."""
+"""quantization.json: the quantized weights of an artifact's model and their formats. A model without any has no such file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DOCUMENT = record(
 
 
 def write_formats(formats: Mapping[str, WeightFormat], folder: Path) -> None:
-    """Writes the file where a model has quantized weights, which are these by name."""
+    """Write the file if a model has quantized weights, given by name."""
     if formats:
         fields = {name: asdict(each).items() for name, each in formats.items()}
         given = {name: {key: value for key, value in pairs if value is not None} for name, pairs in fields.items()}
@@ -45,7 +45,7 @@ def write_formats(formats: Mapping[str, WeightFormat], folder: Path) -> None:
 
 
 def read_formats(folder: Path) -> Mapping[str, WeightFormat]:
-    """Return the quantized weights of a folder's model by name, or raise ValueError for a file that is none of these."""
+    """Return the quantized weights of a folder's model by name; raise ValueError for another file."""
     path = folder / QUANTIZATION_NAME
     if not path.is_file():
         return {}
@@ -58,10 +58,10 @@ def read_formats(folder: Path) -> Mapping[str, WeightFormat]:
 
 
 def make_room_for_weights(model: nn.Module, folder: Path) -> None:
-    """Gives a model without weights the quantized weights of a folder's model, to be filled.
+    """Give a model without weights the quantized weights of a folder's model, to be filled.
 
     Raises:
-        ValueError: the file is not one of these, or is of another model.
+        ValueError: the file is not one of these, or belongs to another model.
     """
     formats = read_formats(folder)
     try:

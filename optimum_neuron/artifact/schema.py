@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON that came from elsewhere: parsed strictly, and its values checked for types and ranges before any is used.
+"""JSON from elsewhere: parsed strictly, and its values checked for types and ranges before any is used.
 
-A check takes a value's name and the value, and raises a ValueError that says both and what belongs there.
+A check takes a value's name and the value, and raises a ValueError that says both and the allowed values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHOWN = 60
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Return a JSON object from a file.
 
     Raises:
         ValueError: it is too large to be one, or none.
@@ -41,7 +41,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Return a JSON object, or raise ValueError where a name occurs twice, a number is not finite, or it is none."""
+    """Return a JSON object; raise ValueError where a name occurs twice, a number is not finite, or it is none."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_members, parse_constant=_not_finite)
     except RecursionError:
@@ -65,9 +65,9 @@ def _not_finite(text: str) -> None:
 
 
 def first_difference(found: Any, expected: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """The first place at which two values differ, as JSON has them, with what stands there in both.
+    """Return the first place at which two JSON values differ, with both values there; None if they agree.
 
-    A field that only one of two objects has says nothing.
+    A field that only one of two objects has counts as equal.
     """
     if isinstance(found, dict) and isinstance(expected, dict):
         prefix = f"{name}." if name else ""
@@ -82,117 +82,117 @@ def first_difference(found: Any, expected: Any, name: str = "") -> tuple[str, An
 
 
 def shown(value: object) -> str:
-    """A value in one short line."""
+    """Return a value in one short line."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def whole(least: int, most: int = LARGEST) -> Check:
-    """A whole number of a range."""
+    """Check a whole number of a range."""
 
-    def check(name: str, value: object) -> None:
+    def check_whole(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{name} is {shown(value)}, not a whole number")
         if not least <= value <= most:
             raise ValueError(f"{name} is {shown(value)}, which is not within {least} and {most}")
 
-    return check
+    return check_whole
 
 
 def number(least: float | None = None) -> Check:
-    """A finite number, whole or not."""
+    """Check a finite number, whole or not."""
 
-    def check(name: str, value: object) -> None:
+    def check_number(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{name} is {shown(value)}, not a number")
         if not math.isfinite(value) or (least is not None and value < least):
             raise ValueError(f"{name} is {shown(value)}, which is not a finite number of at least {least}")
 
-    return check
+    return check_number
 
 
 def text(pattern: str = r"[^\x00-\x1f\x7f\ud800-\udfff]*") -> Check:
-    """A text that is all of a pattern; by default any without control characters."""
+    """Check a text that matches a pattern; by default any without control characters."""
     compiled = re.compile(pattern)
 
-    def check(name: str, value: object) -> None:
+    def check_text(name: str, value: object) -> None:
         if not isinstance(value, str):
             raise ValueError(f"{name} is {shown(value)}, not a text")
         if not compiled.fullmatch(value):
             raise ValueError(f"{name} is {shown(value)}, which is not of the form {pattern}")
 
-    return check
+    return check_text
 
 
 def choice(values: Collection[str]) -> Check:
-    """One of some texts."""
+    """Check one of some texts."""
 
-    def check(name: str, value: object) -> None:
+    def check_choice(name: str, value: object) -> None:
         if not isinstance(value, str) or value not in values:
             raise ValueError(f"{name} is {shown(value)}, not one of {', '.join(values)}")
 
-    return check
+    return check_choice
 
 
 def flag(name: str, value: object) -> None:
-    """True or false."""
+    """Check true or false."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {shown(value)}, neither true nor false")
 
 
 def optional(each: Check) -> Check:
-    """A value or null."""
+    """Check a value or null."""
 
-    def check(name: str, value: object) -> None:
+    def check_optional(name: str, value: object) -> None:
         if value is not None:
             each(name, value)
 
-    return check
+    return check_optional
 
 
 def listed(each: Check) -> Check:
-    """A list of alike values."""
+    """Check a list of alike values."""
 
-    def check(name: str, value: object) -> None:
+    def check_listed(name: str, value: object) -> None:
         if not isinstance(value, list):
             raise ValueError(f"{name} is {_a(value)}, not a list")
         for index, member in enumerate(value):
             each(f"{name}[{index}]", member)
 
-    return check
+    return check_listed
 
 
 TEXT: Check = text()
 
 
 def anything(name: str, value: object) -> None:
-    """Any value: one that is only compared."""
+    """Accept any value: one that is only compared."""
 
 
 def named(each: Check) -> Check:
-    """An object of alike values under names that are not known beforehand."""
+    """Check an object of alike values under any names."""
 
-    def check(name: str, value: object) -> None:
+    def check_named(name: str, value: object) -> None:
         if not isinstance(value, dict):
             raise ValueError(f"{name} is {_a(value)}, not an object")
         for member, inner in value.items():
             TEXT(f"a name in {name}", member)
             each(f"{name}[{shown(member)}]", inner)
 
-    return check
+    return check_named
 
 
 def record(required: Mapping[str, Check], others: Mapping[str, Check] | None = None, *, closed: bool = False) -> Check:
-    """An object with fields.
+    """Check an object with fields.
 
     Args:
         required: fields that it must have.
         others: fields that it may have.
-        closed: whether it may have no further ones.
+        closed: it may have no further ones.
     """
     known = {**required, **(others or {})}
 
-    def check(name: str, value: object) -> None:
+    def check_record(name: str, value: object) -> None:
         if not isinstance(value, dict):
             raise ValueError(f"{name} is {_a(value)}, not an object")
         for field in required:
@@ -204,7 +204,7 @@ def record(required: Mapping[str, Check], others: Mapping[str, Check] | None = N
             elif closed:
                 raise ValueError(f"{name} has {shown(field)}, which is none of {', '.join(known)}")
 
-    return check
+    return check_record
 
 
 def _a(value: object) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an artifact's folder back to a transformers model: its classes without memory, and tensors bound to them."""
+"""A transformers model from an artifact's folder: its classes without memory, and tensors bound to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..step.model_spec import ModelSpec
 from .artifact import MANIFEST_NAME, Artifact
 from .quantization import make_room_for_weights
 from .schema import first_difference, shown
-from .tensor_file import Stored
+from .tensor_file import TensorLike
 from .weights import named_tensors
 
 
@@ -32,10 +32,10 @@ _LONGEST_REASON = 400
 
 
 def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """Return a folder's config.json, or raise ValueError where transformers cannot read it."""
+    """Return a folder's config.json; raise ValueError where transformers cannot read it."""
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # of whatever class of transformers the file names
+    except Exception as error:  # any class of transformers may read the file
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ValueError(
                 f"{folder} brings the code of its model; pass trust_remote_code=True (--trust-remote-code) to run it"
@@ -47,12 +47,12 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def read_generation_config(artifact: Artifact, config: PreTrainedConfig) -> GenerationConfig:
-    """Return an artifact's defaults of generation, or raise ValueError where transformers cannot read them."""
+    """Return an artifact's defaults of generation; raise ValueError where transformers cannot read them."""
     if GENERATION_CONFIG_NAME not in artifact.manifest["files"]:
         return GenerationConfig.from_model_config(config)
     try:
         return GenerationConfig.from_pretrained(artifact.path)
-    except Exception as error:  # of whatever field it has
+    except Exception as error:  # any field may be wrong
         raise ValueError(
             f"{artifact.path / GENERATION_CONFIG_NAME} cannot be read: {_one_line(error)}; restore it or export the "
             f"model again"
@@ -60,13 +60,13 @@ def read_generation_config(artifact: Artifact, config: PreTrainedConfig) -> Gene
 
 
 def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool, coded: bool = True) -> nn.Module:
-    """The model of a folder's config.json without weights, to be filled by `assign`.
+    """Return the model of a folder's config.json without weights, to be filled by `assign`.
 
     Args:
         coded: its quantized weights are the folder's; otherwise they are plain.
 
     Raises:
-        ValueError: transformers cannot read the file, or not build the model, or its quantized layers are another model's.
+        ValueError: transformers cannot read the file or build the model, or its quantized layers belong to another model.
     """
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if not (trust_remote_code and hasattr(config, "auto_map")):
@@ -80,7 +80,7 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool, coded: boo
                 lambda name: AutoModelForCausalLM.from_config(config, attn_implementation=name, **options),
                 ATTENTION_NAME,
             )
-    except Exception as error:  # of whatever code of transformers the sizes reach
+    except Exception as error:  # the sizes may reach any code of transformers
         raise ValueError(
             f"{folder / 'config.json'} describes no model: {_one_line(error)}; restore it or export the model again"
         ) from error
@@ -93,7 +93,7 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool, coded: boo
 
 
 def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give tensors their types as transformers loads them: some stay in float32, such as what is added to a router's scores."""
+    """Give tensors their types as transformers loads them: some stay in float32, such as the correction of a router's scores."""
     names = re.compile(
         "|".join(re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype)) or "(?!)"
     )
@@ -102,14 +102,11 @@ def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.float()
 
 
-def model_for(artifact: Artifact, layout: Mapping[str, Stored], *, trust_remote_code: bool) -> nn.Module:
-    """The model of an artifact without weights.
+def model_for(artifact: Artifact, layout: Mapping[str, TensorLike], *, trust_remote_code: bool) -> nn.Module:
+    """Return the model of an artifact without weights; raise ValueError where its config.json describes no such model.
 
     Args:
-        layout: what its file of weights holds: each layer has a tensor of its own there, so no model is built that has more.
-
-    Raises:
-        ValueError: its config.json describes no such model.
+        layout: the tensors in its file of weights: each layer has one of its own there, so no model is built that has more.
     """
     config = read_config(artifact.path, trust_remote_code=trust_remote_code).get_text_config()
     layers = getattr(config, "num_hidden_layers", 0)
@@ -121,8 +118,8 @@ def model_for(artifact: Artifact, layout: Mapping[str, Stored], *, trust_remote_
     return empty_model(artifact.path, artifact.config.dtype, trust_remote_code=trust_remote_code)
 
 
-def check_tensors(model: nn.Module, tensors: Mapping[str, Stored], dtype: str) -> None:
-    """Compares tensors, named as in `weights.named_tensors`, with what a model of an artifact takes.
+def check_tensors(model: nn.Module, tensors: Mapping[str, TensorLike], dtype: str) -> None:
+    """Compare tensors, named as in `weights.named_tensors`, with those of an artifact's model.
 
     More may be in float32 than transformers keeps so, whatever the model's type is.
 
@@ -149,7 +146,7 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, Stored], dtype: str) -
 
 
 def check_spec(model: nn.Module, spec: ModelSpec) -> None:
-    """Compares what an artifact's manifest says of its model with the model.
+    """Compare the manifest's description of a model with the model.
 
     Raises:
         ValueError: it keeps something else per slot, has another number of logits, or looks up fewer tokens.
@@ -171,7 +168,7 @@ def check_spec(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def assign(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Binds tensors, named as in `weights.named_tensors`, to a model's parameters and buffers without copying.
+    """Bind tensors, named as in `weights.named_tensors`, to a model's parameters and buffers without copying.
 
     Names that share a tensor share a parameter: torch.export then gives it one input.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files: written so that they can be mapped; their headers checked before a byte of a tensor is used."""
+"""Safetensors files, written so that they can be mapped; headers are checked before a byte of a tensor is used."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .artifact import ArtifactError
 from .schema import TEXT, Check, choice, listed, named, parse_object, record, shown, whole
 
 
-# As in the safetensors library.
+# The limit of the safetensors library.
 _LARGEST_HEADER = 100_000_000
 _MOST_DIMENSIONS = 16
 _LENGTH_BYTES = 8
-# Of the bytes behind a header: a page, so that vectors of a mapped file lie within cache lines.
+# Alignment of the bytes after a header: a page, so that vectors of a mapped file lie within cache lines.
 _ALIGNMENT = 4096
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST = 2**63 - 1
@@ -36,8 +36,8 @@ class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-class Stored(Protocol):
-    """A tensor, or what a file of weights says of it."""
+class TensorLike(Protocol):
+    """A tensor, or its description in a file of weights."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -47,7 +47,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file; `start` and `stop` are offsets into the bytes behind the header."""
+    """A tensor in a file; `start` and `stop` are offsets into the bytes after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class StoredTensor:
 
 
 def file_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The bytes before those of tensors, in the order in which these will follow: of falling item size, so that all are aligned."""
+    """Return the bytes before those of tensors, given in the order of the file: the item size falls, so that all are aligned."""
     described: dict[str, object] = {}
     offset = 0
     for name, dtype, shape in tensors:
@@ -69,19 +69,19 @@ def file_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> by
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor as it stands in a file; in the tensor's own memory where that is contiguous."""
+    """Return a tensor's bytes in a file; in its own memory where that is contiguous."""
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return what a file's header says of its tensors, or raise ArtifactError where it is no safetensors file."""
+    """Return the tensors in a file's header; raise ArtifactError where it is no safetensors file."""
     with path.open("rb") as file:
         head = read_head(file, path)
     return parse_head(head, path)
 
 
 def read_head(file: Readable, path: Path) -> bytes:
-    """Return the header's length and the header, or raise ArtifactError where the file has fewer bytes."""
+    """Return the header's length and the header; raise ArtifactError where the file has fewer bytes."""
     head = file.read(_LENGTH_BYTES)
     length = int.from_bytes(head, "little")
     if len(head) < _LENGTH_BYTES or length > min(path.stat().st_size - _LENGTH_BYTES, _LARGEST_HEADER):
@@ -92,22 +92,22 @@ def read_head(file: Readable, path: Path) -> bytes:
 
 
 def parse_head(head: bytes, path: Path) -> dict[str, StoredTensor]:
-    """The tensors that a file's head describes.
+    """Return the tensors that a file's head describes.
 
     Raises:
-        ArtifactError: it is none, or its tensors are not all of the file's bytes, each of them once.
+        ArtifactError: it is no head, or its tensors are not all of the file's bytes, each of them once.
     """
     try:
         header = parse_object(head[_LENGTH_BYTES:])
         named(TEXT)("__metadata__", header.pop("__metadata__", {}))
-        tensors = {name: _tensor(name, entry) for name, entry in header.items()}
+        tensors = {name: _read_entry(name, entry) for name, entry in header.items()}
         _check_places(tensors, path.stat().st_size - len(head))
     except ValueError as error:
         raise ArtifactError(f"{path} has a header that cannot be read: {error}; export the model again") from error
     return tensors
 
 
-def _tensor(name: str, entry: object) -> StoredTensor:
+def _read_entry(name: str, entry: object) -> StoredTensor:
     what = f"tensor {shown(name)}"
     _ENTRY(what, entry)
     assert isinstance(entry, dict)

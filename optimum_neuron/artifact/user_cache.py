@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's cache: folders that are kept between runs, and believed only where nobody else can have written to them."""
+"""The user's cache: folders that are kept between runs, and trusted only where no other user can have written to them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CACHE_VARIABLE = "OPTIMUM_NEURON_CACHE"
 
 
 def cache_root() -> Path:
-    """OPTIMUM_NEURON_CACHE, or else a folder in the Hub's home; it need not exist."""
+    """Return OPTIMUM_NEURON_CACHE, or else a folder in the Hub's home; it need not exist."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path(huggingface_hub.constants.HF_HOME) / "optimum_neuron")
 
 
 def cache_folder(kind: str) -> Path:
-    """A folder that is kept between runs, made if need be, below `cache_root`.
+    """Return a folder below `cache_root` that is kept between runs, made if need be.
 
-    What is in it is run as native code, or believed: it has to belong to this user or to root, and nobody else may write to it.
+    Its contents run as native code, or are trusted: it has to belong to this user or to root, and no other user may write to it.
 
     Raises:
         OSError: it cannot be made.
@@ -45,7 +45,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def untrusted(status: os.stat_result) -> str | None:
-    """Why a file or folder is not to be trusted, or None."""
+    """Return why a file or folder is not to be trusted, or None."""
     if status.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {status.st_uid}"
     if stat.S_ISLNK(status.st_mode):

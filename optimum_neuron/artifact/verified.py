@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of large files, remembered in the user's cache: a file that was not written to since is not read again to hash it.
+"""Digests of large files, remembered in the user's cache: a file that was not written to since is not hashed again.
 
-verified/<device>-<inode>.json   what the system said of a file when it was hashed, and its sha256
+verified/<device>-<inode>.json   the system's facts about a file when it was hashed, and its sha256
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ _SETTLED_NS = 2_000_000_000
 
 
 def read_verified(descriptor: int, read: Callable[[], mmap], expected: str) -> tuple[mmap, str]:
-    """A file's content and the hex digest of it, which is computed only where no record says that it is the expected one.
+    """Return a file's content and its hex digest, which is computed only where no record says that it is the expected one.
 
     Args:
-        descriptor: of the open file, on a file system that gives what is written to a new ctime (`filesystem.is_local`).
+        descriptor: the open file, on a file system that gives a written file a new ctime (`filesystem.is_local`).
         read: copies or maps all of the file.
     """
     status, now = os.fstat(descriptor), time.time_ns()
-    record = _facts(status) | {"sha256": expected}
+    record = _file_facts(status) | {"sha256": expected}
     content = read()
-    if _has(status, record) and _facts(os.fstat(descriptor)) == _facts(status):
+    if _has_record(status, record) and _file_facts(os.fstat(descriptor)) == _file_facts(status):
         return content, expected
     digest = hashlib.sha256(content).hexdigest()
-    settled = now - status.st_ctime_ns > _SETTLED_NS and _facts(os.fstat(descriptor)) == _facts(status)
+    settled = now - status.st_ctime_ns > _SETTLED_NS and _file_facts(os.fstat(descriptor)) == _file_facts(status)
     if digest == expected and settled:
-        _keep(status, record)
+        _keep_record(status, record)
     return content, digest
 
 
-def _facts(status: os.stat_result) -> dict[str, int | str]:
-    """What changes with a file's content, whoever writes to it and whatever times are put back."""
+def _file_facts(status: os.stat_result) -> dict[str, int | str]:
+    """Return facts that change with a file's content, whoever writes to it and whatever times are put back."""
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
 
 
-def _path(status: os.stat_result) -> Path:
-    """Return where the record of a file is; OSError: there is no cache, or it is not to be trusted."""
+def _record_path(status: os.stat_result) -> Path:
+    """Return the path of a file's record; raise OSError where there is no cache, or it is not to be trusted."""
     return cache_folder(CACHE_KIND) / f"{status.st_dev:x}-{status.st_ino:x}.json"
 
 
-def _has(status: os.stat_result, record: dict[str, int | str]) -> bool:
+def _has_record(status: os.stat_result, record: dict[str, int | str]) -> bool:
     try:
-        path = _path(status)
+        path = _record_path(status)
         return untrusted(path.lstat()) is None and read_object(path) == record
     except (OSError, ValueError):
         return False
 
 
-def _keep(status: os.stat_result, record: dict[str, int | str]) -> None:
-    """Writes a record, or tells in the log why the file will be hashed again."""
+def _keep_record(status: os.stat_result, record: dict[str, int | str]) -> None:
+    """Write a record, or log why the file will be hashed again."""
     try:
-        path = _path(status)
+        path = _record_path(status)
         _remove_oldest(path.parent)
         descriptor, unfinished = tempfile.mkstemp(dir=path.parent)
         try:
@@ -84,7 +84,7 @@ def _keep(status: os.stat_result, record: dict[str, int | str]) -> None:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Makes room for a record; what killed processes left goes with the oldest."""
+    """Make room for a record; files of killed processes go with the oldest."""
     names = os.listdir(folder)
     if len(names) < _MOST_RECORDS:
         return

@@ -37,7 +37,7 @@ def write_tensor_files(
     head = file_head(tensors)
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in tensors]
     with ExitStack() as stack:
-        files = [stack.enter_context(_opened(path)) for path in paths]
+        files = [stack.enter_context(_open_file(path)) for path in paths]
         for file in files:
             file.write(head)
         advance = stack.enter_context(progress.stage("Writing", sum(sizes) * len(files)))
@@ -53,7 +53,7 @@ def write_tensor_files(
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file to write; an error names it, which that of a write does not."""
     try:
         with path.open("wb") as file:

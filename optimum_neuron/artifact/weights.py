@@ -21,7 +21,7 @@ from ..step.spec import TensorSpec
 from ..step.state_sizes import byte_count
 from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
 from .filesystem import is_local
-from .pages import copied, has_huge_pages, mapped, read_anew, zeroed
+from .pages import copied, mapped, zeroed
 from .tensor_file import StoredTensor, parse_head, read_head, stored_tensors
 from .verified import read_verified
 from .weight_file import write_tensor_files
@@ -37,17 +37,17 @@ Place = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers of a model under the names that its step graphs use, tied ones under every name."""
+    """Return a model's parameters and buffers under the names that its step graphs use, tied ones under every name."""
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
 def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What a file of weights holds of tensors, each once; and the tied names: alias to stored name.
+    """Return the tensors of a file of weights, each once; and the tied names: alias to stored name.
 
     Args:
-        tensors: as `named_tensors` gives them; of a model on the meta device, too.
+        tensors: as `named_tensors` returns them, also on the meta device.
     """
     stored: dict[Place, str] = {}
     unique, tied = {}, {}
@@ -62,16 +62,12 @@ def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
 
 
 def place(tensor: Tensor) -> Place:
-    """What tensors have in common that are one: their storage, which need have no memory, and how they lie in it."""
+    """Return the storage of a tensor, which need have no memory, and how the tensor lies in it: equal for tied tensors."""
     return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def write_weights(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
-    """Writes `weights/model.safetensors`; returns the tied names: alias to stored name.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write `weights/model.safetensors`; return the tied names: alias to stored name; raise OSError where it cannot be written."""
     unique, tied = untie(tensors)
     # Stable: within a type, tensors stand in the order of the model, in which steps read them.
     names = sorted(unique, key=lambda name: -unique[name].dtype.itemsize)
@@ -85,22 +81,21 @@ def rank_weights_name(rank: int, world_size: int) -> str:
 
 
 def read_weights(artifact: Artifact) -> dict[str, Tensor]:
-    """All tensors of an artifact's one file of weights by name, tied names included, as views of one block of memory.
+    """Return the tensors of an artifact's one file of weights by name, with tied names, as views of one block of memory.
 
-    The block is the file, mapped: processes share it, and what one writes to a tensor is its own. It is a copy of a file that
-    other machines may write to, and of one of up to 1 GiB that the system would map in small pages.
+    The block is the mapped file: processes share it, and a write to a tensor stays in its process. A file of up to 1 GiB is copied to huge
+    pages, and so is one that other machines may write to.
 
     Raises:
-        ArtifactError: the file was changed, or is no safetensors file, or weights are tied to what it lacks, or one of the small ones holds
-            NaN or infinity.
+        ArtifactError: the file was changed, or is no safetensors file, or lacks a tied weight, or a small tensor holds NaN or infinity.
     """
     path = artifact.file(WEIGHTS_NAME)
     with path.open("rb") as file:
-        memory, digest = _contents(file, artifact.sha256(WEIGHTS_NAME))
+        memory, digest = _read_contents(file, artifact.sha256(WEIGHTS_NAME))
     artifact.check_digest(WEIGHTS_NAME, digest)
     head = read_head(memory, path)
     block = torch.frombuffer(memory, dtype=torch.uint8)[len(head) :]
-    tensors = {name: _view(block, stored) for name, stored in parse_head(head, path).items()}
+    tensors = {name: _view_tensor(block, stored) for name, stored in parse_head(head, path).items()}
     # The export looks at all of them; to do so again would read a large file whole.
     for name, tensor in tensors.items():
         if tensor.nbytes <= _SMALL and (problem := nonfinite(name, tensor)):
@@ -108,8 +103,8 @@ def read_weights(artifact: Artifact) -> dict[str, Tensor]:
     return _with_tied(tensors, artifact)
 
 
-def _contents(file: BinaryIO, expected: str) -> tuple[mmap, str]:
-    """All bytes of a file, and their sha256."""
+def _read_contents(file: BinaryIO, expected: str) -> tuple[mmap, str]:
+    """Return all bytes of a file, and their sha256."""
     descriptor = file.fileno()
     size = os.fstat(descriptor).st_size
     if size and is_local(descriptor):
@@ -119,16 +114,14 @@ def _contents(file: BinaryIO, expected: str) -> tuple[mmap, str]:
 
 
 def _mapped_or_copied(file: BinaryIO, size: int) -> mmap:
-    read_anew(file.fileno(), size)
-    memory = mapped(file.fileno(), size)
-    return memory if size > _LARGEST_COPY or has_huge_pages(memory) else copied(file, size)
+    return copied(file, size) if size <= _LARGEST_COPY else mapped(file.fileno(), size)
 
 
 def read_layout(artifact: Artifact) -> dict[str, StoredTensor]:
-    """Type and shape of every tensor that `read_weights` returns.
+    """Return type and shape of every tensor that `read_weights` returns.
 
     Raises:
-        ArtifactError: the file is no safetensors file, or weights are tied to what it lacks.
+        ArtifactError: the file is no safetensors file, or lacks a tied weight.
     """
     return _with_tied(stored_tensors(artifact.file(WEIGHTS_NAME)), artifact)
 
@@ -144,9 +137,9 @@ def _with_tied(tensors: dict[str, _Stored], artifact: Artifact) -> dict[str, _St
 
 
 def check_memory(specs: Sequence[TensorSpec]) -> None:
-    """Raises ValueError where states are larger than all memory of this machine."""
+    """Raise ValueError where states are larger than all memory of this machine."""
     needed = byte_count(specs)
-    memory = _memory()
+    memory = _machine_memory()
     if needed > memory:
         raise ValueError(
             f"the artifact's KV cache takes {needed / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f} GB of memory; export "
@@ -154,8 +147,8 @@ def check_memory(specs: Sequence[TensorSpec]) -> None:
         )
 
 
-def _memory() -> int:
-    """Bytes of memory and swap, or what a process can address where the system does not tell."""
+def _machine_memory() -> int:
+    """Return bytes of memory and swap, or all that a process can address where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -165,11 +158,7 @@ def _memory() -> int:
 
 
 def allocate_states(specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-    """Zeroed KV state tensors by name, in one block.
-
-    Raises:
-        ValueError: they are larger than all memory of this machine.
-    """
+    """Return zeroed KV state tensors by name, in one block; raise ValueError where they exceed this machine's memory."""
     check_memory(specs)
     dtypes = [getattr(torch, spec.dtype) for spec in specs]
     sizes = [_aligned(math.prod(spec.shape) * dtype.itemsize) for spec, dtype in zip(specs, dtypes, strict=True)]
@@ -186,7 +175,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _view(block: Tensor, stored: StoredTensor) -> Tensor:
+def _view_tensor(block: Tensor, stored: StoredTensor) -> Tensor:
     piece = block[stored.start : stored.stop]
     # Files of other writers may have heads of any length, and tensors in any order.
     aligned = piece.storage_offset() % stored.dtype.itemsize == 0

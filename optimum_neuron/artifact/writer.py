@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes an artifact folder, all or nothing: files gather in a locked folder beside it, and take their place in one step.
+"""The writer of an artifact folder, all or nothing: files gather in a locked folder next to it, and take their place in one step.
 
 .<output>.partial/lock        held by the one process that writes to <output>
-.<output>.partial/new         what is being written; nobody misses it
+.<output>.partial/new         the artifact that is being written; it may be removed
 .<output>.partial/replaced    a whole artifact: the one that is being replaced, or is about to replace another
 """
 
@@ -17,13 +17,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.digest import file_sha256
+from ..checkpoints.files import INDEX_NAME
 from .artifact import FORMAT, MANIFEST_NAME, OWNED_FOLDERS, Artifact, format_version
-from .filesystem import exchange, explained_full_disk, is_mount_point, sync
+from .filesystem import exchange, explained_full_disk, file_sha256, is_mount_point, sync
 from .partial import LOCK_NAME, locked_folder
 from .quantization import QUANTIZATION_NAME
 
 
+# transformers takes an artifact for a checkpoint: the one file of this index is not there, and its name is the error.
+_MISSING = "this is an artifact - load it by optimum_neuron.NeuronModelForCausalLM.from_pretrained, for it has no model.safetensors"
 _NEW, _REPLACED, _PARTIAL = "new", "replaced", ".partial"
 
 
@@ -36,10 +38,10 @@ class ArtifactWriter:
         self._overwrite = overwrite
 
     def commit(self, manifest: dict[str, Any]) -> None:
-        """Writes the manifest with the digest of every file, last, and moves the folder to its place.
+        """Write the manifest with the digest of every file, last, and move the folder to its place.
 
         Raises:
-            FileExistsError: what may not be replaced has meanwhile appeared there.
+            FileExistsError: something that may not be replaced has meanwhile appeared there.
         """
         files = {
             path.relative_to(self.path).as_posix(): {"sha256": file_sha256(path), "size": path.stat().st_size}
@@ -52,7 +54,7 @@ class ArtifactWriter:
         for folder in OWNED_FOLDERS:
             if not any((self.path / folder).iterdir()):
                 (self.path / folder).rmdir()
-        # What is replaced is removed: until its successor is on the disk, a crash of the machine would lose both.
+        # The replaced artifact is removed: before its successor is on the disk, a crash of the machine would lose both.
         for path in (*self.path.rglob("*"), self.path):
             sync(path)
         _check_taken(self._output, overwrite=self._overwrite)
@@ -70,16 +72,16 @@ class ArtifactWriter:
                 self.path.rename(self._output)
         else:
             with _explained_files(self._output):
-                self.path.rename(self._output)  # which replaces an empty folder, and no other
+                self.path.rename(self._output)  # this replaces an empty folder, and no other
         with suppress(PermissionError):  # a folder that takes files but does not list them
             sync(self._output.parent)
 
 
 @contextmanager
 def write_artifact(output: Path, *, overwrite: bool = False) -> Iterator[ArtifactWriter]:
-    """Yields a writer; an artifact appears at `output` only when its `commit` returns.
+    """Yield a writer; an artifact appears at `output` only when its `commit` returns.
 
-    A folder keeps its permissions, and what it holds beside an artifact that is replaced.
+    A folder keeps its permissions, and the files that it holds apart from an artifact that is replaced.
 
     Raises:
         FileExistsError: `output` exists and may not be replaced, or another process writes to it; before anything is written.
@@ -87,13 +89,13 @@ def write_artifact(output: Path, *, overwrite: bool = False) -> Iterator[Artifac
         OSError: the disk is full.
     """
     check_output(output, overwrite=overwrite)
-    output = _real(output)
+    output = _real_path(output)
     with explained_full_disk(output.parent, "name an output folder on another disk"):
         output.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(output)
         with _work_folder(output) as work, ExitStack() as stack:
-            stack.callback(_clear, work)
-            stack.callback(_settle, work, output)
+            stack.callback(_clear_new, work)
+            stack.callback(_settle_work, work, output)
             _check_taken(output, overwrite=overwrite)
             for folder in (_NEW, *(f"{_NEW}/{owned}" for owned in OWNED_FOLDERS)):
                 (work / folder).mkdir()
@@ -101,14 +103,14 @@ def write_artifact(output: Path, *, overwrite: bool = False) -> Iterator[Artifac
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    """Raises where an artifact may not be written to `output`; puts back what a killed process was replacing there.
+    """Raise where an artifact may not be written to `output`; put back an artifact that a killed process was replacing there.
 
     Raises:
         FileExistsError: it is taken, or a mount point, or another process writes to it.
         NotADirectoryError: it is a file.
         PermissionError: its parent may not be written to.
     """
-    output = _real(output)
+    output = _real_path(output)
     if is_mount_point(output):
         raise FileExistsError(
             f"{output} is a mount point, which cannot be replaced as a whole; name a folder below it"
@@ -124,11 +126,17 @@ def check_output(output: Path, *, overwrite: bool) -> None:
         raise PermissionError(f"{parent} may not be written to; name another folder")
 
 
+def write_signpost(folder: Path) -> None:
+    """Write an index of weights by which transformers' error says how to load an artifact."""
+    index = {"metadata": {"format": "optimum-neuron-runtime"}, "weight_map": {"compiled": _MISSING}}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def copy_artifact(artifact: Artifact, folder: Path) -> None:
-    """Copies an artifact's files into a folder that has the owned folders.
+    """Copy an artifact's files into a folder that has the owned folders.
 
     Raises:
-        ArtifactError: a file is not the one that the manifest lists: it was changed, or the artifact replaced.
+        ArtifactError: a file is not the one in the manifest: it was changed, or the artifact replaced.
     """
     for name in artifact.manifest["files"]:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -136,8 +144,8 @@ def copy_artifact(artifact: Artifact, folder: Path) -> None:
         artifact.check_digest(name, file_sha256(folder / name))
 
 
-def _real(output: Path) -> Path:
-    """Where `output` is: a link stays, and what it leads to is replaced."""
+def _real_path(output: Path) -> Path:
+    """Return the real path of `output`: a link stays, and its destination is replaced."""
     return Path(os.path.realpath(output))
 
 
@@ -158,7 +166,7 @@ def _work_path(output: Path) -> Path:
 
 @contextmanager
 def _work_folder(output: Path) -> Iterator[Path]:
-    """Hold the one folder in which an artifact for `output` is made; settle and remove what a killed process left in it."""
+    """Hold the one folder in which an artifact for `output` is made; settle and remove the work of a killed process in it."""
     work = _work_path(output)
     with ExitStack() as stack:
         try:
@@ -170,13 +178,13 @@ def _work_folder(output: Path) -> Iterator[Path]:
         foreign = sorted({entry.name for entry in work.iterdir()} - {LOCK_NAME, _NEW, _REPLACED})
         if foreign:
             raise FileExistsError(f"{work / foreign[0]} is in the way of an export to {output}; move it")
-        _settle(work, output)
-        _clear(work)
+        _settle_work(work, output)
+        _clear_new(work)
         yield work
 
 
 def _remove_abandoned(output: Path) -> None:
-    """Settle and remove what killed exports to other names have left in an output's folder."""
+    """Settle and remove the work of killed exports to other names in an output's folder."""
     for work in output.parent.glob(f".?*{_PARTIAL}"):
         other = work.with_name(work.name[1:].removesuffix(_PARTIAL))
         if other != output and (work / LOCK_NAME).is_file():
@@ -184,8 +192,8 @@ def _remove_abandoned(output: Path) -> None:
                 pass
 
 
-def _settle(work: Path, output: Path) -> None:
-    """Puts back what was replaced where nothing has taken its place, and removes it where something has."""
+def _settle_work(work: Path, output: Path) -> None:
+    """Put back a replaced artifact where nothing has taken its place, and remove it where something has."""
     new, replaced = work / _NEW, work / _REPLACED
     if os.path.lexists(replaced):
         try:
@@ -199,12 +207,12 @@ def _settle(work: Path, output: Path) -> None:
             shutil.rmtree(new, ignore_errors=True)
 
 
-def _clear(work: Path) -> None:
+def _clear_new(work: Path) -> None:
     shutil.rmtree(work / _NEW, ignore_errors=True)
 
 
 def _own_names(folder: Path) -> set[str]:
-    """The files of an artifact, as far as its manifest can be read."""
+    """Return the files of an artifact, as far as its manifest can be read."""
     names = {MANIFEST_NAME, *OWNED_FOLDERS}
     with suppress(OSError, ValueError, TypeError, KeyError):
         names |= set(json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["files"])
@@ -212,7 +220,7 @@ def _own_names(folder: Path) -> set[str]:
 
 
 def _move_foreign(old: Path, new: Path, own: set[str], prefix: str = "") -> None:
-    """Moves what somebody put into a replaced artifact into its successor."""
+    """Move other files in a replaced artifact into its successor."""
     for entry in sorted(old.iterdir()):
         name, place = prefix + entry.name, new / entry.name
         if name in own:

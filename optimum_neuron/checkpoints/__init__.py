@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an export reads: checkpoints of Hugging Face models, from the Hub, a folder or a GGUF file."""
+"""Checkpoints of Hugging Face models, read whole from the Hub, a folder or a GGUF file; nothing of them runs."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a checkpoint: weights that are whole and run no code, and what an artifact takes over beside them."""
+"""Files of a checkpoint: weights that are whole and run no code, and the files that an artifact takes over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..errors import first_line
 
 
-# What an artifact takes over verbatim: configuration, tokenizer, chat templates; never weights.
+# Files that an artifact takes over verbatim: configuration, tokenizer, chat templates; never weights.
 VERBATIM = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
 NOT_VERBATIM = ("*.index.json", "neuron_config.json", "adapter_config.json")
 CODE_FILES = ("*.py",)
@@ -40,11 +40,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
+    """Return a file's JSON object; raise ValueError where the file holds something else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -57,23 +53,19 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def check_documents(folder: Path) -> None:
-    """Raises ValueError where a file of a checkpoint that transformers takes for a JSON object is none."""
+    """Raise ValueError where a file of a checkpoint that transformers takes for a JSON object is none."""
     for name in _OBJECTS:
         if (folder / name).is_file():
             read_object(folder / name)
 
 
 def read_generation_config(folder: Path, source: str) -> GenerationConfig | None:
-    """A checkpoint's defaults of generation, which it need not have.
-
-    Raises:
-        ValueError: they cannot be read.
-    """
+    """Return a checkpoint's defaults of generation, None without a file of them; raise ValueError for an unreadable one."""
     if not (folder / _GENERATION_CONFIG).is_file():
         return None
     try:
         return GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # of values that its code does not expect
+    except Exception as error:  # its code does not expect some values
         raise ValueError(
             f"{source}: its {_GENERATION_CONFIG} cannot be read ({first_line(error)}); correct or remove it"
         ) from error
@@ -81,7 +73,7 @@ def read_generation_config(folder: Path, source: str) -> GenerationConfig | None
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What a checkpoint's files hold: how many tensors, how many numbers they stand for at most, and of safetensors files their names."""
+    """Counts of a checkpoint's tensors and of the most numbers that they stand for, and the tensors' names in safetensors files."""
 
     tensors: int
     elements: int
@@ -89,7 +81,7 @@ class StoredWeights:
 
 
 def weight_files(folder: Path, source: str) -> list[Path]:
-    """The safetensors files of a checkpoint, by their names; raises as `shapes_by_file`."""
+    """Return the safetensors files of a checkpoint; raise as `shapes_by_file`."""
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
     if not (folder / INDEX_NAME).is_file():
@@ -102,7 +94,7 @@ def weight_files(folder: Path, source: str) -> list[Path]:
 
 
 def check_weight_files(folder: Path, source: str) -> StoredWeights:
-    """Looks at the headers of all safetensors files of a checkpoint; raises as `shapes_by_file`."""
+    """Read the headers of all safetensors files of a checkpoint; raise as `shapes_by_file`."""
     shapes = [each for described in shapes_by_file(folder, source).values() for each in described.items()]
     elements = sum(math.prod(shape) * (1 if "F" in dtype else _PACKED) for _, (shape, dtype) in shapes)
     return StoredWeights(len(shapes), elements, frozenset(name for name, _ in shapes))
@@ -128,13 +120,9 @@ def shapes_by_file(folder: Path, source: str) -> dict[Path, Shapes]:
 
 
 def read_shapes(path: Path) -> Shapes:
-    """Shape and type of each tensor of a safetensors file, by its header.
-
-    Raises:
-        ValueError: the file's size and its header contradict each other.
-    """
+    """Return shape and type of each tensor of a safetensors file; raise ValueError where size and header contradict each other."""
     try:
-        with safe_open(path, "np") as file:  # by which only the header is read
+        with safe_open(path, "np") as file:  # numpy reads only the header
             pieces = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {name: (piece.get_shape(), piece.get_dtype()) for name, piece in pieces.items()}
     except SafetensorError as error:
@@ -145,11 +133,7 @@ def read_shapes(path: Path) -> Shapes:
 
 
 def indexed(path: Path) -> dict[str, str]:
-    """The file of each tensor, by an index of weights.
-
-    Raises:
-        ValueError: it is none, or names files elsewhere.
-    """
+    """Return the file of each tensor; raise ValueError where the file is no index of weights, or names files elsewhere."""
     files = read_object(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"{path} is no index of weights: its weight_map names no files; download or copy it again")
@@ -160,7 +144,7 @@ def indexed(path: Path) -> dict[str, str]:
 
 
 def refuse_without_safetensors(names: Sequence[str], source: str) -> NoReturn:
-    """Raises by the names of a checkpoint's files, of which neither is `SINGLE_NAME` nor `INDEX_NAME`.
+    """Raise an error for a checkpoint with neither `SINGLE_NAME` nor `INDEX_NAME`.
 
     Raises:
         FileNotFoundError: there are no weights, or only some under other names.
@@ -178,18 +162,18 @@ def refuse_without_safetensors(names: Sequence[str], source: str) -> NoReturn:
 
 
 def copy_files(checkpoint: Path, folder: Path, *, with_code: bool) -> None:
-    """Copies configuration and tokenizer, and with `with_code` the modeling code."""
-    _copy(checkpoint, folder, VERBATIM + (CODE_FILES if with_code else ()), NOT_VERBATIM)
+    """Copy configuration and tokenizer, and with `with_code` the modeling code."""
+    _copy_matches(checkpoint, folder, VERBATIM + (CODE_FILES if with_code else ()), NOT_VERBATIM)
 
 
 def describes_another(folder: Path, model: PreTrainedModel) -> bool:
-    """Whether a folder's config.json is not that of `model`, but of a multimodal or a quantized one."""
+    """Return whether a folder's config.json belongs to another model than this one: a multimodal or quantized one."""
     document = read_object(folder / "config.json")
     return document.get("model_type") != model.config.model_type or bool(document.get("quantization_config"))
 
 
 def write_config(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the model's own config.json, and removes what tells how to prepare images and sound."""
+    """Write the model's own config.json, and remove settings for images and sound."""
     for path in folder.glob("*processor_config.json"):
         path.unlink()
     model.config.architectures = [type(model).__name__]  # GGUF has no word for it, and servers read it
@@ -197,16 +181,16 @@ def write_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def replace_tokenizer(adapter: Path, folder: Path) -> None:
-    """An adapter that was saved with a tokenizer was trained with it."""
+    """Take the tokenizer of an adapter that was trained with one of its own."""
     if not any(matches(path.name, TOKENIZER_FILES) for path in adapter.iterdir()):
         return
     for path in folder.iterdir():
         if matches(path.name, TOKENIZER_FILES):
             path.unlink()
-    _copy(adapter, folder, TOKENIZER_FILES, ())
+    _copy_matches(adapter, folder, TOKENIZER_FILES, ())
 
 
-def _copy(source: Path, folder: Path, patterns: tuple[str, ...], others: tuple[str, ...]) -> None:
+def _copy_matches(source: Path, folder: Path, patterns: tuple[str, ...], others: tuple[str, ...]) -> None:
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
         if not matches(name, patterns) or matches(name, others):
@@ -221,5 +205,5 @@ def _copy(source: Path, folder: Path, patterns: tuple[str, ...], others: tuple[s
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a name, which may be in a folder, is one of a pattern."""
+    """Return whether a name, which may be in a folder, matches one of the patterns."""
     return any(name.count("/") == pattern.count("/") and fnmatch.fnmatch(name, pattern) for pattern in patterns)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a checkpoint comes from: a Hub id, a folder or a GGUF file."""
+"""Find a checkpoint by a Hub id, a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .card_facts import CARD_NAME
 from .checkpoint import Checkpoint
 from .files import (
     CODE_FILES,
@@ -21,6 +20,7 @@ from .files import (
     refuse_without_safetensors,
 )
 from .hub import HubFile, commit_of, download, hub_file, refuse_revision, repository_files
+from .origin import CARD_NAME
 
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -31,16 +31,15 @@ _MERGE = "optimum-cli export neuron OUT --model {} --adapter {}"
 def find_checkpoint(
     model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool, **hub: Any
 ) -> Checkpoint:
-    """Resolves a Hub id, a folder or a .gguf file, local or as `org/repo:file.gguf`.
+    """Find a Hub id, a folder or a .gguf file, local or as `org/repo:file.gguf`.
 
-    Of a Hub repository only the weights that an export reads are downloaded, into the usual cache.
+    From a Hub repository it downloads only the weights that an export reads, into the usual cache.
 
     Args:
         hub: `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
 
     Raises:
-        ValueError: a revision of a local path, an adapter in the place of a checkpoint, or a repository of GGUF files without the name of
-            one.
+        ValueError: a revision of a local path, an adapter in the place of a checkpoint, or several GGUF files and the name of none.
         FileNotFoundError: nothing of that name exists, here or on the Hub.
     """
     path = Path(model).expanduser()
@@ -82,13 +81,7 @@ def find_checkpoint(
 def find_config(
     model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool
 ) -> Checkpoint:
-    """As `find_checkpoint`, but of a Hub repository no weights are downloaded: only the config can be loaded, and an index of weights.
-
-    The config of a GGUF file is in the file, which is downloaded.
-
-    Raises:
-        FileNotFoundError: nothing of that name exists, here or on the Hub.
-    """
+    """Find a checkpoint as `find_checkpoint` does, but download no weights from a Hub repository, except a GGUF file with its config."""
     path = Path(model).expanduser()
     if path.exists() or path.suffix == GGUF or hub_file(model) is not None:
         return find_checkpoint(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
@@ -98,7 +91,7 @@ def find_config(
 
 
 def _find_hub_file(named: HubFile, **options: Any) -> Checkpoint:
-    """The one GGUF file, and the card of its repository."""
+    """Download the one GGUF file, and the card of its repository."""
     folder = download(named.repo_id, [glob.escape(named.name), CARD_NAME], **options)
     if not named.name.endswith(GGUF) or not (folder / named.name).is_file():
         names = repository_files(named.repo_id, folder, **options)
@@ -107,12 +100,7 @@ def _find_hub_file(named: HubFile, **options: Any) -> Checkpoint:
 
 
 def _download_described(repo_id: str, patterns: list[str], options: dict[str, Any]) -> Path:
-    """Downloads files of a repository that has a config.json.
-
-    Raises:
-        FileNotFoundError: it has none.
-        ValueError: it has GGUF files in its place, or an adapter.
-    """
+    """Download files of a repository that has a config.json; raise FileNotFoundError or ValueError for another one."""
     folder = download(repo_id, patterns, **options)
     check_documents(folder)
     _refuse_adapter(folder, repo_id)
@@ -122,7 +110,7 @@ def _download_described(repo_id: str, patterns: list[str], options: dict[str, An
 
 
 def _refuse_files(source: str, names: Sequence[str], separator: str, problem: str = "holds GGUF files") -> NoReturn:
-    """Says what a folder or repository without a model's config or weights, or without a file, has in its place.
+    """Raise an error that names the files of a folder or repository without a model's config or weights.
 
     Raises:
         ValueError: there are GGUF files to choose from, or pickled weights.
@@ -138,7 +126,7 @@ def _refuse_files(source: str, names: Sequence[str], separator: str, problem: st
 
 
 def _refuse_adapter(folder: Path, source: str) -> None:
-    """Raise where transformers would load an adapter with the weights if PEFT is installed, and without it otherwise."""
+    """Refuse a folder with an adapter: transformers would load it with the weights only if PEFT is installed."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return
     if (folder / "config.json").is_file():

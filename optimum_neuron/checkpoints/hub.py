@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads from the Hub, with errors that tell what to do."""
+"""Downloads from the Hub, with errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from ..errors import first_line
-from .hub_errors import HTTP_ERROR, told
+from .hub_errors import HTTP_ERROR, explained_errors
 
 
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -36,7 +36,7 @@ class HubFile(NamedTuple):
 
 
 def hub_file(model: str | Path) -> HubFile | None:
-    """Return the file of a Hub repository that a name stands for; None for others, for a drive of Windows, and for a path that exists."""
+    """Return the Hub file that a name stands for; None for another name, a drive of Windows, and a path that exists."""
     repo_id, colon, name = str(model).partition(":")
     if not (colon and name) or len(repo_id) == 1 or name.startswith("/") or Path(model).expanduser().exists():
         return None
@@ -48,7 +48,7 @@ def hub_file(model: str | Path) -> HubFile | None:
 
 
 def commit_of(folder: Path, revision: str | None) -> str | None:
-    """The commit that a downloaded folder holds, so that further files come from the same one; where it is not known, `revision`."""
+    """Return the commit of a downloaded folder, so that further files come from the same one; `revision` if it is not known."""
     return folder.name if _COMMIT.fullmatch(folder.name) else revision
 
 
@@ -61,7 +61,7 @@ def repository_files(
     local_files_only: bool = False,
     **_: Any,
 ) -> list[str]:
-    """The names of a repository's files, sorted; where the Hub must not be asked or cannot answer, those in the downloaded `folder`. Further options of `download` change nothing."""
+    """Return the sorted names of a repository's files, or of the downloaded `folder` where the Hub does not answer."""
     try:
         if not local_files_only:
             names = HfApi(token=token).list_repo_files(repo_id, revision=commit_of(folder, revision))
@@ -72,7 +72,7 @@ def repository_files(
 
 
 def refuse_revision(path: Path, revision: str | None) -> None:
-    """Raises ValueError where a revision of what is a local path was asked for."""
+    """Raise ValueError where a revision of a local path was asked for."""
     if revision is not None:
         raise ValueError(
             f"revision={revision!r} names a state of a Hub repository, and {path} is a local path; leave --revision out, or "
@@ -91,13 +91,11 @@ def download(
 ) -> Path:
     """Download a Hub repository's files that match `patterns`, or find them in the cache where the Hub cannot be reached.
 
-    What an interrupted download has left is not downloaded again.
-
     Raises:
         FileNotFoundError: the name is neither a local path nor a repository that can be read, or has no such revision.
-        RuntimeError: the Hub refuses or fails, as `hub_errors.told` says.
+        RuntimeError: the Hub refuses or fails, as `hub_errors.explained_errors` says.
     """
-    with told(repo_id, revision or "main"):
+    with explained_errors(repo_id, revision or "main"):
         try:
             problem = "local_files_only is set" if local_files_only else _why_unreachable(repo_id, token)
             options = {"revision": revision, "token": token, "local_files_only": problem is not None, **hub}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong between this machine and the Hub: waited for where that helps, and else told in one sentence."""
+"""Errors between this machine and the Hub: tried again where that helps, and explained in one sentence otherwise."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ _TRIES, _LONGEST_WAIT = 4, 60  # the wait in seconds
 _AGAIN = "what was done stays, so run the command again"
 
 
-def patiently(call: Callable[[], _Value]) -> _Value:
-    """Calls what the Hub's client does not repeat by itself, again where the Hub is busy, fails or cannot be reached."""
+def try_again(call: Callable[[], _Value]) -> _Value:
+    """Call a function again where the Hub is busy, fails or cannot be reached, and its client does not repeat the call."""
     for wait in (2**tries for tries in range(_TRIES - 1)):
         try:
             return call()
         except (HfHubHTTPError, HTTP_ERROR, RuntimeError) as error:
             cause = cause_of(error)
-            if not _passes(cause):
+            if not _may_pass(cause):
                 raise
             time.sleep(min(_retry_after(cause) or wait, _LONGEST_WAIT))
     return call()
 
 
-def _passes(error: BaseException) -> bool:
+def _may_pass(error: BaseException) -> bool:
     status = status_of(error)
     return status == _TOO_MANY or status >= 500 if status is not None else isinstance(error, HTTP_ERROR)
 
 
 @contextmanager
-def told(repo: str, revision: str, *, other_way: str = "") -> Iterator[None]:
-    """Raises what the Hub's client raises as one sentence with the remedy.
+def explained_errors(repo: str, revision: str, *, other_way: str = "") -> Iterator[None]:
+    """Replace the errors of the Hub's client by one sentence with the remedy.
 
     Args:
-        revision: a branch, tag or commit, to be named where there is none such.
-        other_way: what else may be done where the Hub allows nothing of it, as an end of a sentence.
+        revision: a branch, tag or commit, which the error names where there is none such.
+        other_way: a remedy where the Hub allows none of it, as an end of a sentence.
 
     Raises:
         ValueError: `repo` is no name of a repository.
@@ -64,32 +64,25 @@ def told(repo: str, revision: str, *, other_way: str = "") -> Iterator[None]:
         yield
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is no name of a Hub repository; name it as in org/name") from error
-    except (
-        HfHubHTTPError,
-        HTTP_ERROR,
-        OfflineModeIsEnabled,
-        LocalEntryNotFoundError,
-        RuntimeError,
-        OSError,
-    ) as error:
+    except (HfHubHTTPError, HTTP_ERROR, OfflineModeIsEnabled, LocalEntryNotFoundError, RuntimeError, OSError) as error:
         cause = cause_of(error)
-        missing = _missing(cause, repo, revision)
+        missing = _missing_text(cause, repo, revision)
         if missing is not None:
             raise FileNotFoundError(missing) from error
-        problem = _problem(cause, repo, other_way)
+        problem = _problem_text(cause, repo, other_way)
         if problem is None:
             raise
         raise RuntimeError(problem) from error
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What is behind an error of the Hub's client, which wraps those of uploads and of first requests."""
+    """Return the cause that the Hub's client has wrapped in an error."""
     while isinstance(error, LocalEntryNotFoundError | RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-def _missing(error: BaseException, repo: str, revision: str) -> str | None:
+def _missing_text(error: BaseException, repo: str, revision: str) -> str | None:
     if isinstance(error, RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}; leave it out, or name a branch that it has"
     if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
@@ -97,7 +90,7 @@ def _missing(error: BaseException, repo: str, revision: str) -> str | None:
     return None
 
 
-def _problem(error: BaseException, repo: str, other_way: str) -> str | None:
+def _problem_text(error: BaseException, repo: str, other_way: str) -> str | None:
     if isinstance(error, OfflineModeIsEnabled):
         return f"HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to reach {repo}"
     status = status_of(error)
@@ -123,11 +116,11 @@ def _problem(error: BaseException, repo: str, other_way: str) -> str | None:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The status of the Hub's answer, where an error is one."""
+    """Return the status of the Hub's answer, None if an error has none."""
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
 def _retry_after(error: BaseException) -> int | None:
-    """Seconds that the Hub asks to wait."""
+    """Return the seconds that the Hub asks to wait."""
     text = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
     return int(text) if text.isdigit() else None

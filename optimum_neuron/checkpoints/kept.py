@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantized checkpoint's own codes in a model: put in the place of its dequantized weights, and compared with them."""
+"""Codes of a quantized checkpoint, put in the place of a model's dequantized weights and compared with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # A layer of a checkpoint that has each expert's weights by themselves, as transformers' modules before they were joined.
 _OF_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-# What of those is joined to a parameter of the layer of experts, in order along the outputs.
+# Parts of each parameter of a layer of experts, in order along the outputs.
 _JOINED = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",), ("w1",)),
@@ -47,10 +47,10 @@ def read_dequantized(
     dtype: torch.dtype,
     renamed: Mapping[str, str],
 ) -> ReadModel:
-    """A model of a checkpoint that transformers does not dequantize: its plain tensors, and the others dequantized, in a type.
+    """Return the model of a checkpoint that transformers does not dequantize, with plain tensors and dequantized ones in `dtype`.
 
     Args:
-        renamed: what to replace in the names of its tensors, by pattern.
+        renamed: replacements in the names of its tensors, by pattern.
 
     Raises:
         ValueError: transformers cannot load it, or the checkpoint is damaged.
@@ -71,17 +71,16 @@ def read_dequantized(
 def keep_codes(
     model: PreTrainedModel, form: CheckpointFormat, source: str, *, all_of_them: bool, without: Collection[str] = ()
 ) -> None:
-    """Replaces the linear layers and experts of a model whose weights a checkpoint has as codes.
+    """Replace the linear layers and experts of a model by the checkpoint's codes of their weights.
 
-    A table of embeddings gets codes of int8 without a shift, also one that the head shares; of other kinds it stays dequantized, and a head that
-    shares it gets the codes.
+    A table of embeddings gets codes of int8 without a shift; with other codes it stays dequantized. A head that shares it gets the codes.
 
     Args:
-        all_of_them: otherwise what cannot be kept stays plain, and is told in a warning.
-        without: names of the checkpoint's tensors that the model needs not, such as those of layers that predict further tokens.
+        all_of_them: raise an error for a weight that cannot be kept; otherwise it stays plain, with a warning.
+        without: names of tensors that the model does not need, such as those of layers that predict further tokens.
 
     Raises:
-        ValueError: codes are of no layer of the model, or do not stand for the weights that it has.
+        ValueError: codes belong to no layer of the model, or do not stand for the weights that it has.
         NotKeptError: codes cannot be kept, and all of them are to be.
     """
     reasons: list[NotKeptError] | None = None if all_of_them else []
@@ -91,13 +90,13 @@ def keep_codes(
     layers = [name for name in form.layers if not _is_among(name, without)]
     with one_thread(), progress.stage("Keeping the checkpoint's codes", len(layers)) as advance:
         for name in _without_experts(form, layers, modules, of_experts):
-            path = _path(name.removesuffix(".weight"), modules)
+            path = _module_path(name.removesuffix(".weight"), modules)
             module = modules[path]
             with _plain_unless_kept(reasons):
                 if module is table:
-                    _keep_table(model, modules, _compared(source, name, form.read(name), table.weight))
+                    _keep_table(model, modules, _compare_weight(source, name, form.read_codes(name), table.weight))
                 elif type(module) is nn.Linear:
-                    replace_linear(model, path, _compared(source, name, form.read(name), module.weight))
+                    replace_linear(model, path, _compare_weight(source, name, form.read_codes(name), module.weight))
                 else:
                     raise NotKeptError(
                         f"{source} has {name} as codes, and {type(model).__name__} has it in a {type(module).__name__}, which takes "
@@ -110,14 +109,14 @@ def keep_codes(
                 replace_weights(layer, dict(_of_experts(source, path, layer, parts)))
             advance(path)
     if reasons:
-        told = str(reasons[0]).removesuffix(f"; {PLAIN_REMEDY}")
+        reason = str(reasons[0]).removesuffix(f"; {PLAIN_REMEDY}")
         logger.warning(
-            "%s: %d of its quantized weights are exported as plain numbers (%s)", source, len(reasons), told
+            "%s: %d of its quantized weights are exported as plain numbers (%s)", source, len(reasons), reason
         )
 
 
 def _keep_table(model: PreTrainedModel, modules: Mapping[str, nn.Module], weight: QuantizedWeight) -> None:
-    """A table of embeddings, and the head where it is the same tensor."""
+    """Replace a table of embeddings, and the head where it is the same tensor."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     paths = {module: path for path, module in modules.items()}
     if isinstance(head, nn.Linear) and head.weight is table.weight:
@@ -128,7 +127,7 @@ def _keep_table(model: PreTrainedModel, modules: Mapping[str, nn.Module], weight
 
 @contextmanager
 def _plain_unless_kept(reasons: list[NotKeptError] | None) -> Iterator[None]:
-    """Collect why a weight stays plain: no codes and scales stand for it to the bit. Without a list, that is an error."""
+    """Collect the reasons why weights stay plain; without a list, such a weight is an error."""
     try:
         yield
     except NotKeptError as error:
@@ -140,7 +139,7 @@ def _plain_unless_kept(reasons: list[NotKeptError] | None) -> Iterator[None]:
 def _of_experts(
     source: str, path: str, layer: Any, parts: Mapping[str, Callable[[], QuantizedWeight]]
 ) -> Iterator[tuple[str, QuantizedWeight]]:
-    """The weights of a layer of experts, by parameter."""
+    """Yield the weights of a layer of experts by parameter."""
     plain = plain_weights(layer)
     if parts.keys() != plain.keys():
         lacking = ", ".join(sorted(plain.keys() - parts.keys()))
@@ -149,11 +148,11 @@ def _of_experts(
         )
     for own, read in parts.items():
         lying = plain[own].transpose(1, 2) if layer.is_transposed else plain[own]
-        yield own, _compared(source, f"{path}.{own}", read(), lying)
+        yield own, _compare_weight(source, f"{path}.{own}", read(), lying)
 
 
 def _is_among(name: str, left_over: Collection[str]) -> bool:
-    """Whether a weight is in a list of names, in which the weights of experts are joined."""
+    """Return whether a weight is in a list of names, which joins the weights of experts."""
     match = _OF_ONE_EXPERT.fullmatch(name)
     own = [each for each, parts in _JOINED.items() if match and match[3] in sum(parts, ())]
     return name in left_over or any(f"{name.rsplit('.', 3)[0]}.{each}" in left_over for each in own)
@@ -165,30 +164,34 @@ def _without_experts(
     modules: Mapping[str, nn.Module],
     of_experts: dict[str, dict[str, Callable[[], QuantizedWeight]]],
 ) -> list[str]:
-    """The names of linear layers; what belongs to experts is sorted by their module and parameter."""
+    """Return the names of linear layers; sort weights of experts by their module and parameter."""
     linear: list[str] = []
     apart: dict[str, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     for name in layers:
         layer, _, own = name.rpartition(".")
-        found = _path(layer, modules, needed=False)
+        found = _module_path(layer, modules, needed=False)
         match = _OF_ONE_EXPERT.fullmatch(name)
         if found is not None and is_experts(modules[found]):
-            of_experts[found][own] = partial(form.read, name)
-        elif match and _path(match[1], modules, needed=False) and is_experts(modules[_path(match[1], modules)]):
-            apart[_path(match[1], modules)][match[3]][int(match[2])] = name
+            of_experts[found][own] = partial(form.read_codes, name)
+        elif (
+            match
+            and _module_path(match[1], modules, needed=False)
+            and is_experts(modules[_module_path(match[1], modules)])
+        ):
+            apart[_module_path(match[1], modules)][match[3]][int(match[2])] = name
         else:
             linear.append(name)
     for path, parts in apart.items():
         for own in plain_weights(modules[path]):
             names = next((each for each in _JOINED.get(own, ()) if set(each) <= parts.keys()), None)
             if names is not None:
-                of_experts[path][own] = partial(_stacked, form, [parts[one] for one in names])
+                of_experts[path][own] = partial(_stack_experts, form, [parts[one] for one in names])
     return linear
 
 
-def _stacked(form: CheckpointFormat, parts: list[dict[int, str]]) -> QuantizedWeight:
-    """`[experts, outputs, inputs]`, from the weights of each expert, of which several are joined along the outputs."""
-    experts = [[form.read(part[number]) for part in parts] for number in sorted(parts[0])]
+def _stack_experts(form: CheckpointFormat, parts: list[dict[int, str]]) -> QuantizedWeight:
+    """Return `[experts, outputs, inputs]` from the weights of each expert; several are joined along the outputs."""
+    experts = [[form.read_codes(part[number]) for part in parts] for number in sorted(parts[0])]
     forms = {
         (each.kind, each.scale.dtype, each.group_size, each.shift is None) for expert in experts for each in expert
     }
@@ -204,8 +207,8 @@ def _stacked(form: CheckpointFormat, parts: list[dict[int, str]]) -> QuantizedWe
     return QuantizedWeight(first.kind, join("codes"), join("scale"), None if first.shift is None else join("shift"))
 
 
-def _path(name: str, modules: Mapping[str, nn.Module], *, needed: bool = True) -> Any:
-    """The module of a checkpoint's name, which may have parts before it that a part of a model has not, or lack its own first one."""
+def _module_path(name: str, modules: Mapping[str, nn.Module], *, needed: bool = True) -> Any:
+    """Return the module of a checkpoint's name, which may have further parts before it, or lack the first one."""
     parts = name.split(".")
     candidates = [".".join(parts[start:]) for start in range(len(parts))]
     candidates += [f"model.{each}" for each in candidates]
@@ -215,12 +218,8 @@ def _path(name: str, modules: Mapping[str, nn.Module], *, needed: bool = True) -
     return found
 
 
-def _compared(source: str, name: str, weight: QuantizedWeight, plain: Tensor) -> QuantizedWeight:
-    """The weight, where it stands for the plain numbers that the model was loaded with, but for their rounding.
-
-    Raises:
-        ValueError: it does not.
-    """
+def _compare_weight(source: str, name: str, weight: QuantizedWeight, plain: Tensor) -> QuantizedWeight:
+    """Return the weight; raise ValueError where it stands for other numbers than the model loaded, but for their rounding."""
     values = weight.dequantize()
     near = torch.finfo(plain.dtype).eps if plain.dtype != torch.float32 else 0.0
     if values.shape != plain.shape or not torch.allclose(values, plain.float(), rtol=near, atol=0):

@@ -30,7 +30,7 @@ _PROMPT = 6
 class TextModelForCausalLM(PreTrainedModel):
     """A text model that transformers has only as a part of multimodal ones, with a head of its own.
 
-    Subclasses, one per config class, are made by `register_language_model`.
+    `register_language_model` makes a subclass for each config class.
     """
 
     base_model_prefix = "model"
@@ -53,7 +53,7 @@ class TextModelForCausalLM(PreTrainedModel):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutput:
-        """`[rows, tokens, vocab]` logits of all tokens, or of those that `logits_to_keep` names."""
+        """Return `[rows, tokens, vocab]` logits of all tokens, or of those that `logits_to_keep` names."""
         hidden = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs
         ).last_hidden_state
@@ -62,7 +62,7 @@ class TextModelForCausalLM(PreTrainedModel):
 
 
 def find_text_config(config: PreTrainedConfig, source: str) -> PreTrainedConfig:
-    """The config of the causal language model: `config` itself, or a part of a multimodal one.
+    """Return the config of the causal language model: `config` itself, or a part of a multimodal one.
 
     Raises:
         ValueError: there is no such model, or transformers cannot run it alone.
@@ -76,33 +76,33 @@ def find_text_config(config: PreTrainedConfig, source: str) -> PreTrainedConfig:
     if config.is_encoder_decoder or text_config.is_encoder_decoder:
         raise ValueError(f"{source} is an encoder-decoder ({config.model_type}); only decoders can be exported")
     if text_config is config:
-        if _lookup(MODEL_FOR_CAUSAL_LM_MAPPING, config) is None:
+        if _look_up(MODEL_FOR_CAUSAL_LM_MAPPING, config) is None:
             raise ValueError(
                 f"{source} is a {config.model_type} model ({type(config).__name__}), and transformers has no causal language "
                 f"model of this kind; only decoders of text can be exported"
             )
         return config
-    if _lookup(MODEL_FOR_MULTIMODAL_LM_MAPPING, config) is _lookup(MODEL_FOR_CAUSAL_LM_MAPPING, config) is None:
+    if _look_up(MODEL_FOR_MULTIMODAL_LM_MAPPING, config) is _look_up(MODEL_FOR_CAUSAL_LM_MAPPING, config) is None:
         raise ValueError(
             f"{source} is a {config.model_type} model, which generates no text; only decoders of text can be exported"
         )
-    _register(text_config, config, source)
+    _register_config(text_config, config, source)
     return text_config
 
 
 def register_language_model(config: PreTrainedConfig) -> None:
-    """Makes AutoModelForCausalLM know the config of a text model that transformers has only inside of others."""
-    _register(config, config, config.model_type)
+    """Register the config of a text model that transformers has only inside of others with AutoModelForCausalLM."""
+    _register_config(config, config, config.model_type)
 
 
 def multimodal_class(config: PreTrainedConfig) -> Any:
-    """The auto class that loads a multimodal checkpoint as a whole."""
-    known = _lookup(MODEL_FOR_MULTIMODAL_LM_MAPPING, config) is not None
+    """Return the auto class that loads a multimodal checkpoint as a whole."""
+    known = _look_up(MODEL_FOR_MULTIMODAL_LM_MAPPING, config) is not None
     return AutoModelForMultimodalLM if known else AutoModelForCausalLM
 
 
 def text_prompt(config: PreTrainedConfig) -> Tensor:
-    """`[1, 6]` tokens that stand for text: the config names those that stand for images and the like."""
+    """Return `[1, 6]` tokens that stand for text; the config names those that stand for images and the like."""
     names = ("_token_id", "_token_index", "_id")
     ids = [value for name, value in config.to_dict().items() if name.endswith(names)]
     vocab_size = config.get_text_config(decoder=True).vocab_size
@@ -111,7 +111,7 @@ def text_prompt(config: PreTrainedConfig) -> Tensor:
 
 
 def take_text_part(whole: PreTrainedModel, source: str) -> PreTrainedModel:
-    """The language model of a multimodal one, as a model of its own with the very same weights.
+    """Return the language model of a multimodal one, as a model of its own with the very same weights.
 
     Raises:
         ValueError: its parts were not found, or it computes something else than the whole does on text.
@@ -120,16 +120,12 @@ def take_text_part(whole: PreTrainedModel, source: str) -> PreTrainedModel:
     model.generation_config = getattr(whole, "generation_config", None)
     model.eval()
     _check_result(model, whole, source)
-    _tell(model, whole, source)
+    _log_left_out(model, whole, source)
     return model
 
 
 def find_text_part(whole: PreTrainedModel, source: str) -> PreTrainedModel:
-    """The modules of `whole` that are its language model, which need have no weights; what they compute is not looked at.
-
-    Raises:
-        ValueError: they were not found.
-    """
+    """Return the modules of `whole` that are its language model, with or without weights; raise ValueError where there are none."""
     text_config = whole.config.get_text_config(decoder=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(text_config, dtype=whole.dtype)
@@ -137,14 +133,14 @@ def find_text_part(whole: PreTrainedModel, source: str) -> PreTrainedModel:
     if found:
         model = found[0]
     else:
-        _fill(model, whole, source)
+        _fill_model(model, whole, source)
     head: Any = model.get_output_embeddings()
     model.config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
     return model
 
 
-def _fill(model: PreTrainedModel, whole: PreTrainedModel, source: str) -> None:
-    """Puts the language modules of `whole` into `model`, which has none."""
+def _fill_model(model: PreTrainedModel, whole: PreTrainedModel, source: str) -> None:
+    """Put the language modules of `whole` into `model`, which has none."""
     own = [(name, module) for name, module in model.named_children() if isinstance(module, PreTrainedModel)]
     bodies = [module for module in whole.modules() if len(own) == 1 and type(module) is type(own[0][1])]
     head = whole.get_output_embeddings()
@@ -188,36 +184,40 @@ def _check_result(model: PreTrainedModel, whole: PreTrainedModel, source: str) -
         )
 
 
-def _tell(model: PreTrainedModel, whole: PreTrainedModel, source: str) -> None:
+def _log_left_out(model: PreTrainedModel, whole: PreTrainedModel, source: str) -> None:
     used = {id(tensor) for tensor in model.parameters()}
     counts: dict[str, int] = {}
-    for name, module in _parts(whole, used):
+    for name, module in _unused_parts(whole, used):
         counts[name] = sum(tensor.numel() for tensor in module.parameters() if id(tensor) not in used)
     left_out = ", ".join(f"{name} ({count / 1e6:.1f} M parameters)" for name, count in counts.items() if count)
-    told = left_out or "nothing that has weights"
-    logger.warning("%s: exporting its language model, %s; left out: %s", source, type(model).__name__, told)
+    logger.warning(
+        "%s: exporting its language model, %s; left out: %s",
+        source,
+        type(model).__name__,
+        left_out or "nothing that has weights",
+    )
 
 
-def _parts(module: nn.Module, used: set[int], prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """The largest modules without parameters in use, by name."""
+def _unused_parts(module: nn.Module, used: set[int], prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Return the largest modules without parameters in use, by name."""
     parts = []
     for name, child in module.named_children():
         members = {id(tensor) for tensor in child.parameters()}
         if members & used and not members <= used:
-            parts += _parts(child, used, f"{prefix}{name}.")
+            parts += _unused_parts(child, used, f"{prefix}{name}.")
         elif members and not members & used:
             parts.append((f"{prefix}{name}", child))
     return parts
 
 
-def _register(text_config: PreTrainedConfig, config: PreTrainedConfig, source: str) -> None:
-    if _lookup(MODEL_FOR_CAUSAL_LM_MAPPING, text_config) is not None:
+def _register_config(text_config: PreTrainedConfig, config: PreTrainedConfig, source: str) -> None:
+    if _look_up(MODEL_FOR_CAUSAL_LM_MAPPING, text_config) is not None:
         return
-    outer = _lookup(MODEL_FOR_CAUSAL_LM_MAPPING, config)
+    outer = _look_up(MODEL_FOR_CAUSAL_LM_MAPPING, config)
     if getattr(outer, "config_class", None) is type(text_config):
         model_class = outer
     else:
-        body = _lookup(MODEL_MAPPING, text_config)
+        body = _look_up(MODEL_MAPPING, text_config)
         if body is None:
             raise ValueError(
                 f"{source} is a {config.model_type} model, and transformers has no class for its language model alone "
@@ -230,8 +230,8 @@ def _register(text_config: PreTrainedConfig, config: PreTrainedConfig, source: s
     )  # otherwise it leaves out its own configs
 
 
-def _lookup(mapping: Any, config: PreTrainedConfig) -> Any:
-    """The class of a config in a mapping of transformers, or None."""
+def _look_up(mapping: Any, config: PreTrainedConfig) -> Any:
+    """Return the class of a config in a mapping of transformers, or None."""
     try:
         found = mapping[type(config)]
     except (KeyError, ValueError):

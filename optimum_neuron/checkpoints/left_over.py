@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a checkpoint that its model has no place for: each is without effect for a reason that is listed, or the export refuses it."""
+"""Tensors of a checkpoint that its model has no place for: each has no effect for a listed reason, or the export refuses it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Read = Callable[[str], Tensor]
 # Names that programs for training put around a model's own, wherever they stand, and before all names of a file.
 _WRAPPERS = r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 _OF_ALL = "module."
-# What no logit of the language model depends on.
+# Tensors that no logit of the language model depends on.
 _WITHOUT_EFFECT = {
     r"(?:^|\.)(?:model\.)?mtp(?:_\w+)?\.": "layers that predict further tokens",
     r"\._extra_state$": "notes of a library for training",
@@ -49,7 +49,7 @@ _OF_FURTHER_TOKENS = "eh_proj.weight"
 
 
 def renamed_by_wrappers(names: Collection[str]) -> dict[str, str]:
-    """What to replace in a file's names, by pattern, so that they are the model's own; empty where they are."""
+    """Return replacements by pattern that make a file's names the model's own; none where they are."""
     found = {_WRAPPERS: ""} if any(re.search(_WRAPPERS, name) for name in names) else {}
     if names and all(re.sub(_WRAPPERS, "", name).startswith(_OF_ALL) for name in names):
         found[rf"^{re.escape(_OF_ALL)}"] = ""
@@ -57,10 +57,10 @@ def renamed_by_wrappers(names: Collection[str]) -> dict[str, str]:
 
 
 def check_unique(names: Collection[str], prefix: str, source: str) -> None:
-    """Raises ValueError where two names of a file mean one tensor, of which transformers would take either.
+    """Raise ValueError where two names of a file mean one tensor, of which transformers would take either.
 
     Args:
-        prefix: what transformers takes a name with and without.
+        prefix: a part that transformers accepts and omits.
     """
     found: dict[str, str] = {}
     for name in sorted(names):
@@ -72,33 +72,32 @@ def check_unique(names: Collection[str], prefix: str, source: str) -> None:
             )
 
 
-def reading(folder: Path, source: str) -> Read:
-    """Reads tensors of a checkpoint's files, which are opened when the first is asked for, also by names with or without a part before."""
+def make_reader(folder: Path, source: str) -> Read:
+    """Return a reader of a checkpoint's tensors that opens the files for the first one, and finds names with or without a part before."""
 
     files = cache(partial(TensorFiles, folder, source))
 
-    def read(name: str) -> Tensor:
+    def read_tensor(name: str) -> Tensor:
         names = files().names
         alike = (each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}"))
         found = name if name in names else next(alike, None)
-        return torch.empty(0) if found is None else files().read(found)
+        return torch.empty(0) if found is None else files().read_tensor(found)
 
-    return read
+    return read_tensor
 
 
 class LeftOver:
-    """The judge of tensors that a model has no place for: which of them no logit depends on.
+    """A judge of tensors that a model has no place for: does a logit depend on one?
 
     Args:
-        model: the one that was read.
-        of_part: names of its tensors that are exported.
+        of_part: names of the model's tensors that are exported.
         others: names of its other tensors.
         read: a tensor of the checkpoint by name.
     """
 
     def __init__(self, model: PreTrainedModel, of_part: Collection[str], others: Collection[str], read: Read) -> None:
-        self._of_part, self._others, self._read = _modules(of_part), _modules(others), read
-        self._patterns = re.compile("|".join(f"(?:{each})" for each in (*_WITHOUT_EFFECT, *_trusted(model))))
+        self._of_part, self._others, self._read = _modules_of(of_part), _modules_of(others), read
+        self._patterns = re.compile("|".join(f"(?:{each})" for each in (*_WITHOUT_EFFECT, *_ignored_names(model))))
         self._buffers = dict(model.named_buffers())
         self._frequencies = [each for name, each in self._buffers.items() if name.endswith("inv_freq")]
         config = model.config.get_text_config(decoder=True)
@@ -108,7 +107,7 @@ class LeftOver:
         self._bases = [each["rope_theta"] for each in (parameters, *nested) if "rope_theta" in each]
 
     def without_a_reason(self, names: Collection[str]) -> list[str]:
-        """Those of some names without a place that the model may need, sorted."""
+        """Return the names without a place that the model may need, sorted."""
         further = {match[1] for name in names if name.endswith(_OF_FURTHER_TOKENS) and (match := _LAYER.match(name))}
 
         def is_explained(name: str) -> bool:
@@ -125,7 +124,7 @@ class LeftOver:
         return sorted(name for name in names if not is_explained(name))
 
     def _is_of_another_part(self, name: str) -> bool:
-        """Whether the innermost module around it that has tensors is none of the exported part."""
+        """Return whether the innermost module of a name that has tensors lies outside of the exported part."""
         parts = name.split(".")
         for count in range(len(parts) - 1, 0, -1):
             module = ".".join(parts[:count])
@@ -134,24 +133,24 @@ class LeftOver:
         return False
 
     def _is_computed(self, name: str) -> bool | None:
-        """Whether a tensor of a name that models use no tensor for is what its name says; None for every other name."""
+        """Return whether a tensor that models compute is what its name says; None for every other name."""
         if name in self._buffers:
-            return _near(self._read(name), self._buffers[name])
+            return _is_near(self._read(name), self._buffers[name])
         if _FREQUENCIES.search(name):
             found = self._read(name)
             plain = [base ** -torch.linspace(0, 1, len(found) + 1)[:-1] for base in self._bases] if found.dim() else []
-            return any(_near(found, each) for each in (*self._frequencies, *plain))
+            return any(_is_near(found, each) for each in (*self._frequencies, *plain))
         is_right = next((each for pattern, each in _COMPUTED.items() if re.search(pattern, name)), None)
         return None if is_right is None else is_right(self._read(name))
 
 
-def _modules(names: Collection[str]) -> set[str]:
-    """The modules that hold tensors, at any depth."""
+def _modules_of(names: Collection[str]) -> set[str]:
+    """Return the modules that hold tensors, at any depth."""
     return {name[: match.start()] for name in names for match in re.finditer(r"\.", name)}
 
 
-def _trusted(model: PreTrainedModel) -> set[str]:
-    """Patterns by which the model's code says that names have no use. The number of a layer in a class is meant for one checkpoint."""
+def _ignored_names(model: PreTrainedModel) -> set[str]:
+    """Return patterns of names that the model's code ignores; a class's pattern with the number of a layer fits one checkpoint only."""
     classes = [type(each) for each in model.modules() if isinstance(each, PreTrainedModel)]
     fixed = {
         name for each in classes for name in each._keys_to_ignore_on_load_unexpected or () if _NUMBERED.search(name)
@@ -159,8 +158,8 @@ def _trusted(model: PreTrainedModel) -> set[str]:
     return set(model._keys_to_ignore_on_load_unexpected or ()) - fixed
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
-    """Whether numbers are the same, but for their rounding."""
+def _is_near(found: Tensor, expected: Tensor) -> bool:
+    """Return whether numbers are the same, but for their rounding."""
     if found.shape != expected.shape:
         return False
     eps = torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0

@@ -7,10 +7,13 @@ is larger than all memory, however little of it is ever touched.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import mmap
+import os
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +22,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import modeling_utils
-
-from .writable import WritableWhereWritten, map_read_only
 
 
 DTYPES = {
@@ -29,16 +31,19 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
-# By the names that configs give them.
+# By configs' names.
 NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _LENGTH_BYTES = 8
+_IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__ipow__"})  # fmt: skip
+# Address and size of each mapping, while it is there.
+_mappings: dict[int, int] = {}
 
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, whose header others have checked. Who writes to one outside of `WritableWhereWritten` is ended by the system.
+    """Return the tensors of a safetensors file with a checked header. Outside of `WritableWhereWritten` a write to one ends the process.
 
     Raises:
-        KeyError: one is of a type that is none of `DTYPES`.
+        KeyError: a type is none of `DTYPES`.
         OSError: the file cannot be mapped.
     """
     with path.open("rb") as file:
@@ -46,15 +51,15 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
         entries = json.loads(file.read(length))
         memory = map_read_only(file.fileno())
     entries.pop("__metadata__", None)
-    return {name: _view(memory, _LENGTH_BYTES + length, entry) for name, entry in entries.items()}
+    return {name: _view_tensor(memory, _LENGTH_BYTES + length, entry) for name, entry in entries.items()}
 
 
-def _view(memory: mmap.mmap, first: int, entry: dict[str, Any]) -> Tensor:
+def _view_tensor(memory: mmap.mmap, first: int, entry: dict[str, Any]) -> Tensor:
     dtype, shape, start = DTYPES[entry["dtype"]], entry["shape"], first + entry["data_offsets"][0]
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch tells that the memory cannot be written to
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the memory is read-only
         size = math.prod(shape) * dtype.itemsize
         piece = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
     # Files of other writers may have heads of any length.
@@ -62,7 +67,7 @@ def _view(memory: mmap.mmap, first: int, entry: dict[str, Any]) -> Tensor:
 
 
 class _MappedSlice:
-    """What `safe_open(...).get_slice` gives, of one of these tensors."""
+    """A mapped tensor, as `safe_open(...).get_slice` gives it."""
 
     def __init__(self, described: Any, tensor: Tensor) -> None:
         self._described, self._tensor = described, tensor
@@ -78,7 +83,7 @@ class _MappedSlice:
 
 
 class _MappedFile:
-    """What `safe_open` gives, with these tensors."""
+    """A file of mapped tensors, as `safe_open` gives it."""
 
     def __init__(self, path: Path, tensors: dict[str, Tensor]) -> None:
         self._file, self._tensors = safe_open(path, framework="np"), tensors
@@ -100,7 +105,7 @@ class _MappedFile:
 
 
 def _open(path: Any, framework: str = "pt", **options: Any) -> Any:
-    """As `safe_open`, which opens what has types that are not known here."""
+    """Open a file as `safe_open` does; it opens files with types that are not known here."""
     if framework == "pt":
         try:
             return _MappedFile(path, map_tensors(Path(path)))
@@ -111,10 +116,7 @@ def _open(path: Any, framework: str = "pt", **options: Any) -> Any:
 
 @contextmanager
 def reading_mapped_files() -> Iterator[None]:
-    """Within it, transformers reads the safetensors files of checkpoints as `map_tensors` does.
-
-    Tensors that a model takes as they are then lie in the files.
-    """
+    """Have transformers read safetensors files as `map_tensors` does; unchanged tensors then lie in the files."""
     original = modeling_utils.safe_open
     modeling_utils.safe_open = _open
     try:
@@ -122,3 +124,48 @@ def reading_mapped_files() -> Iterator[None]:
             yield
     finally:
         modeling_utils.safe_open = original
+
+
+def map_read_only(descriptor: int) -> mmap.mmap:
+    """Map a file's content, which stays as it is whatever is written to this memory."""
+    memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the memory is read-only
+        address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+    _mappings[address] = len(memory)
+    weakref.finalize(memory, _mappings.pop, address, None)
+    return memory
+
+
+class WritableWhereWritten(TorchFunctionMode):
+    """A mode in which code of a model may write to mapped weights: their pages become the process's own first."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            _make_writable(args[0] if args else kwargs.get("input"))
+        if "out" in kwargs:
+            _make_writable(kwargs["out"])
+        return func(*args, **kwargs)
+
+
+def _make_writable(tensor: Any) -> None:
+    if not isinstance(tensor, Tensor) or not _mappings:
+        return
+    storage = tensor.untyped_storage()
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    if not any(address <= start < address + size for address, size in _mappings.items()):
+        return
+    page = mmap.PAGESIZE
+    first = start // page * page
+    done = _load_libc().mprotect(
+        ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.PROT_READ | mmap.PROT_WRITE
+    )
+    if done:
+        number = ctypes.get_errno()
+        raise OSError(number, f"a mapped weight cannot be written to: {os.strerror(number)}")
+
+
+def _load_libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

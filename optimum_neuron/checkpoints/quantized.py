@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of quantized weights in safetensors files: which formats are read, and by what."""
+"""Formats of quantized checkpoints in safetensors files, and their readers."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ from .formats.format import CheckpointFormat
 from .formats.fp8 import Fp8
 from .formats.gptq import Gptq
 from .formats.mxfp4 import Mxfp4
-from .formats.settings import Document, part, text
+from .formats.settings import Document, take_part, take_text
 from .formats.tensors import TensorFiles
 
 
-# By the config's quant_method.
+# Readers by the config's quant_method.
 READERS: dict[str, Callable[[Document, TensorFiles], CheckpointFormat]] = {
     "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": Fp8, "gptq": Gptq, "mxfp4": Mxfp4,
 }  # fmt: skip
-# Those that transformers dequantizes too; a number and its scale have room in the types that checkpoints are exported in.
+# Methods that transformers dequantizes too: a number and its scale have room in the types of exports.
 DEQUANTIZED = ("fp8", "mxfp4")
-# What may be asked for: to have all codes of the checkpoint in the artifact, or plain weights.
+# Wishes of a user: all codes of the checkpoint in the artifact, or plain weights.
 KEEP, DEQUANTIZE = "keep", "dequantize"
 _NAME = "quantization_config"
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 
 
 def quantization_of(config: Mapping[str, Any], source: str) -> Document:
-    """Return what a config.json says of quantized weights; nothing where they are plain.
-
-    Raises:
-        ValueError: their format is not read.
-    """
+    """Return the quantization that a config.json names, empty for plain weights; raise ValueError if its format is not read."""
     parts = (config, *(config[name] for name in _TEXT_CONFIGS if isinstance(config.get(name), Mapping)))
     holder = next((each for each in parts if each.get(_NAME) is not None), None)
     if holder is None:
         return {}
-    document = part(holder, _NAME)
-    method = text(document, "quant_method", "")
+    document = take_part(holder, _NAME)
+    method = take_text(document, "quant_method", "")
     if method not in READERS:
         raise ValueError(
             f"{source} is quantized by {method or 'a method without a name'}, which is not read; export the checkpoint that it was "
@@ -50,10 +46,7 @@ def quantization_of(config: Mapping[str, Any], source: str) -> Document:
 
 
 def open_quantized(config: Mapping[str, Any], folder: Path, source: str) -> CheckpointFormat:
-    """Return the reader of a checkpoint whose config.json names a quantization.
-
-    Args:
-        source: what the user named, for messages.
+    """Return the reader of a checkpoint with a quantization in its config.json.
 
     Raises:
         ValueError: its format is not read, or the checkpoint contradicts its config or itself.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's weights in a transformers model: all of them, and no number that transformers made up."""
+"""Weights of a checkpoint in a transformers model: all of them, and no number that transformers made up."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .mapped import reading_mapped_files
 
 logger = logging.getLogger(__name__)
 
-# What transformers comes to where weights are other than it expects.
+# Errors of transformers for weights that it does not expect.
 _FAILURES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError, SafetensorError)
 
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model, and what transformers tells of the tensors that it read.
+    """A model, and the report of transformers on the tensors that it read.
 
     Attributes:
         missing: names of tensors that the checkpoint lacks, and transformers filled with random numbers.
         mismatched: names of tensors of another shape, with the shape found and the one expected; filled likewise.
         unexpected: names of tensors that the model has no place for.
-        untied: names of two tensors that the config says are one, and that differ in the checkpoint.
+        untied: pairs of names that the config ties, with different tensors in the checkpoint.
     """
 
     model: PreTrainedModel
@@ -47,10 +47,10 @@ class ReadModel:
     untied: tuple[tuple[str, str], ...]
 
     def check_complete(self, tensors: Mapping[str, Tensor], model: PreTrainedModel, read: Read) -> None:
-        """Refuses tensors that transformers made up, and those that it left out and the model may need.
+        """Refuse tensors that transformers made up, and those that it left out and the model may need.
 
         Args:
-            tensors: of the model that was read, by name.
+            tensors: the tensors of the model that was read, by name.
             model: it, or the part of it that is exported.
             read: a tensor of the checkpoint by name.
 
@@ -62,9 +62,9 @@ class ReadModel:
         found = LeftOver(self.model, of_part, tensors.keys() - of_part, read).without_a_reason(self.unexpected)
         lacking = [name for name in self.missing if id(tensors[name]) in used]
         if lacking:
-            holding = f" and holds {_some(found)} without a place" if found else ""
+            holding = f" and holds {_some_names(found)} without a place" if found else ""
             raise ValueError(
-                f"{self.source} lacks {_some(lacking)}, which {type(model).__name__} needs{holding}; download the checkpoint again, or "
+                f"{self.source} lacks {_some_names(lacking)}, which {type(model).__name__} needs{holding}; download the checkpoint again, or "
                 f"correct its config.json"
             )
         for name, stored, expected in self.mismatched:
@@ -75,7 +75,7 @@ class ReadModel:
                 )
         if found:
             raise ValueError(
-                f"{self.source} holds {_some(found)}, for which {type(model).__name__} has no place by its config.json: without it this "
+                f"{self.source} holds {_some_names(found)}, for which {type(model).__name__} has no place by its config.json: without it this "
                 f"would be another model; correct config.json, or remove useless tensors from the file"
             )
         for name, other in self.untied:
@@ -98,21 +98,18 @@ def read_model(
     *,
     mapped: bool = False,
 ) -> ReadModel:
-    """Loads a checkpoint by a class of transformers, with the attention of a name.
+    """Load a checkpoint by a class of transformers, with the attention of a name; raise ValueError where transformers cannot.
 
     Args:
-        folder: the checkpoint's; None where `options` have its tensors.
+        folder: None where `options` have its tensors.
         config: the checkpoint's, as it was read; is not changed.
         options: further ones of its `from_pretrained`.
-        mapped: tensors that are taken as they are stay in the checkpoint's files, and cannot be written to.
-
-    Raises:
-        ValueError: transformers cannot load it.
+        mapped: unchanged tensors stay in the checkpoint's files, and cannot be written to.
     """
     report: dict[str, Any] = {}
     left_over: set[str] = set()
 
-    def read(name: str) -> PreTrainedModel:
+    def read_with(name: str) -> PreTrainedModel:
         left_over.clear()
         model: PreTrainedModel
         model, found = auto_class.from_pretrained(
@@ -124,12 +121,12 @@ def read_model(
             ignore_mismatched_sizes=True,
         )
         report.update(found)
-        report["untied"] = _untied(model)
+        report["untied"] = _untied_pairs(model)
         return model
 
     try:
         with _reporting_to(left_over), reading_mapped_files() if mapped else nullcontext():
-            model = with_attention(read, attention)
+            model = with_attention(read_with, attention)
     except _FAILURES as error:
         raise ValueError(f"{source}: {first_line(error)}") from error
     if hasattr(model.config, "quantization_config"):
@@ -139,8 +136,8 @@ def read_model(
     return ReadModel(model, source, missing, mismatched, unexpected, untied)
 
 
-def _untied(model: PreTrainedModel) -> set[tuple[str, str]]:
-    """Names of tensors, and of those that transformers was to tie them to, and did not because they differ."""
+def _untied_pairs(model: PreTrainedModel) -> set[tuple[str, str]]:
+    """Return pairs of names that transformers was to tie, and did not because their tensors differ."""
     asked = model.get_expanded_tied_weights_keys(all_submodels=True)
     return {(name, other) for name, other in asked.items() if name not in model.all_tied_weights_keys}
 
@@ -170,7 +167,7 @@ def _reporting_to(left_over: set[str]) -> Iterator[None]:
 
 
 def cast_model(model: PreTrainedModel, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model as transformers would load its weights in `dtype`, some of which stay float32, with another attention."""
+    """Return the model as transformers would load its weights in `dtype`, some of which stay float32, with another attention."""
     options: dict[str, Any] = {"config": model.config, "state_dict": model.state_dict(), "dtype": dtype}
     cast = with_attention(
         lambda name: type(model).from_pretrained(None, attn_implementation=name, **options), attention
@@ -179,6 +176,6 @@ def cast_model(model: PreTrainedModel, dtype: torch.dtype, attention: str) -> Pr
     return cast
 
 
-def _some(names: Sequence[str]) -> str:
+def _some_names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more tensors"

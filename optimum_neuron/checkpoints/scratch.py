@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large tensors that are made while a model is loaded, in files without a name: the system writes them out where memory is short.
+"""Files without a name for large tensors that are made while a model is loaded: the system writes them out where memory is short.
 
-A tensor that a model takes from a checkpoint's file as it is lies in that file. One that is cast, joined, dequantized or rounded to
-codes has memory of its own, and all of them would be a second copy of the model. Pages of files that were read are given back
-as soon as a module has run, or a tensor was written.
+An unchanged tensor lies in its checkpoint's file. One that is cast, joined, dequantized or rounded to codes has memory of its own, and all
+of them would be a second copy of the model. Pages of files are given back as soon as a module has run, or a tensor was written.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LEAST = 1 << 20
 _MAPPINGS = Path("/proc/self/maps")
 _OPEN_FILES = Path("/proc/self/fd")
 _FILE, _PRIVATE = "file", "private"
-# Tells transformers to make one tensor after another, in place of all at once by other threads.
+# Makes transformers make one tensor after another, in place of all at once by other threads.
 _IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
 
 _folder: ContextVar[Path | None] = ContextVar("where files for large tensors are", default=None)
@@ -35,7 +34,7 @@ _folder: ContextVar[Path | None] = ContextVar("where files for large tensors are
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[None]:
-    """Within it, `in_file` and `tensors_in_files` put large tensors into files in a folder, where nobody sees them."""
+    """Have `in_file` and `tensors_in_files` put large tensors into hidden files of a folder."""
     token = _folder.set(folder if _MAPPINGS.is_file() and _OPEN_FILES.is_dir() else None)
     try:
         yield
@@ -45,8 +44,7 @@ def scratch_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def tensors_in_files() -> Iterator[None]:
-    """Within it, whatever large tensors modules are given as parameters and buffers, their data lies in files; nothing is done where no
-    `scratch_folder` is."""
+    """Put large tensors that modules get as parameters and buffers into files; without a `scratch_folder` nothing changes."""
 
     def move(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         if tensor is not None:
@@ -76,7 +74,7 @@ def _in_turn() -> Iterator[None]:
 
 
 def in_file(tensor: Tensor) -> Tensor:
-    """The same numbers in a file that is gone when the tensor is; the tensor itself where it is small, or lies in a file already.
+    """Return the same numbers in a file that is gone when the tensor is; a small tensor or one in a file stays as it is.
 
     Raises:
         OSError: the disk is full.
@@ -97,7 +95,7 @@ def in_file(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def giving_back() -> Iterator[None]:
-    """Within it, whatever module has run, the pages of its large tensors are given back; nothing is done where no `scratch_folder` is."""
+    """Give back the pages of a module's large tensors after it has run; without a `scratch_folder` nothing changes."""
 
     def leave(module: nn.Module, *_: object) -> None:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -111,7 +109,7 @@ def giving_back() -> Iterator[None]:
 
 
 def give_back(tensor: Tensor) -> None:
-    """Takes the pages of a large tensor that lies in a file out of this process; the system keeps them as long as it has room for them."""
+    """Take the pages of a large tensor in a file out of this process; the system keeps them as long as it has room for them."""
     if _folder.get() is None or type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.nbytes < _LEAST:
         return
     storage = tensor.untyped_storage()
@@ -124,7 +122,7 @@ def give_back(tensor: Tensor) -> None:
 
 
 def _mapping_of(address: int) -> str | None:
-    """Whether the memory at an address is that of a file, or may have been written to since it was; None where it is of none."""
+    """Return the kind of file that memory belongs to: unchanged, or perhaps written to; None for memory of no file."""
     with _MAPPINGS.open("rb") as lines:
         for line in lines:
             bounds, flags, _, _, inode, *_ = line.split(None, 5)

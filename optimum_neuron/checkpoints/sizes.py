@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and types that a checkpoint names, checked before anything is built by them: those that no model has, or its weights have not."""
+"""Sizes and types that a checkpoint names, checked before anything is built by them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..options import LARGEST_SIZE
+from ..config import LARGEST_SIZE
 from .files import StoredWeights
 from .mapped import NAMED
 
@@ -31,7 +31,7 @@ _TIMES_STORED = 2
 
 
 def check_sizes(document: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError where a document names a size that no model has, or a type of weights that is none.
+    """Raise ValueError where a document names a size that no model has, or an unknown type of weights.
 
     Args:
         document: sizes by name, as in a config.json or a GGUF header; parts of it may be documents again.
@@ -58,7 +58,7 @@ def check_sizes(document: Mapping[str, Any], where: str) -> None:
 
 
 def check_layers(config: PreTrainedConfig, stored: StoredWeights, source: str) -> None:
-    """Raises ValueError where a config names more layers than its checkpoint has tensors; before a model is built by it."""
+    """Raise ValueError where a config names more layers than its checkpoint has tensors; before a model is built by it."""
     layers = getattr(config, "num_hidden_layers", None) or 0
     if layers > stored.tensors:
         raise ValueError(
@@ -68,7 +68,7 @@ def check_layers(config: PreTrainedConfig, stored: StoredWeights, source: str) -
 
 
 def check_parameters(model: PreTrainedModel, stored: StoredWeights, source: str) -> None:
-    """Raises ValueError where a model is several times as large as what its checkpoint holds; it may be without memory."""
+    """Raise ValueError where a model is several times as large as its checkpoint's weights; it may be without memory."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > _TIMES_STORED * stored.elements:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer that an artifact takes over: read once before anything is written, so that no server finds it unreadable."""
+"""The tokenizer of an artifact: read once before anything is written, so that no server finds it unreadable."""
 
 from __future__ import annotations
 
@@ -20,30 +20,27 @@ from .files import matches, read_object
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "tokenizer_config.json"
-# Vocabularies; what stands beside them only tells how they are used.
+# Vocabularies; other files only say how they are used.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
 _SENTENCEPIECE = "*.model"
 _GGUF = "tokenizer.ggml"
-# Kinds of byte-level vocabularies that llama.cpp begins texts of.
+# Byte-level vocabularies with texts that llama.cpp begins with a token.
 _BEGINNING = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken", "chameleon",
 )  # fmt: skip
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer's vocabulary."""
+    """Return whether a folder holds a tokenizer's vocabulary."""
     return any(matches(path.name, _VOCABULARIES) for path in folder.iterdir())
 
 
 def load_tokenizer(folder: Path, source: str, *, trust_remote_code: bool, gguf_file: str | None = None) -> Any:
-    """The tokenizer of an artifact or checkpoint.
+    """Return the tokenizer of an artifact or checkpoint; raise ValueError where its files cannot be read.
 
     Args:
-        source: what the user named, for the message.
-        gguf_file: its name in `folder`, where the tokenizer is in one.
-
-    Raises:
-        ValueError: its files cannot be read.
+        source: the name that the user gave, for the message.
+        gguf_file: its name in `folder`, if the tokenizer is in one.
     """
     try:
         if gguf_file is not None:  # AutoTokenizer would make a config of the file first, which it can of few
@@ -61,10 +58,10 @@ def load_tokenizer(folder: Path, source: str, *, trust_remote_code: bool, gguf_f
 
 
 def begin_as_in_gguf(tokenizer: Any, values: Mapping[str, Any]) -> None:
-    """Has a GGUF file's tokenizer begin texts with its token for that where llama.cpp does; transformers leaves it out.
+    """Have a GGUF file's tokenizer begin texts with a token where llama.cpp does; transformers leaves it out.
 
     Args:
-        values: of the file, by key; without a key of its own, the kind of vocabulary decides (llama.cpp's `llama-vocab.cpp`).
+        values: the file's, by key; without a key of its own, the kind of vocabulary decides (llama.cpp's `llama-vocab.cpp`).
     """
     usual = values.get(f"{_GGUF}.model") == "llama" or values.get(f"{_GGUF}.pre") in _BEGINNING
     if not values.get(f"{_GGUF}.add_bos_token", usual) or tokenizer.bos_token is None:
@@ -77,11 +74,7 @@ def begin_as_in_gguf(tokenizer: Any, values: Mapping[str, Any]) -> None:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes a tokenizer's files.
-
-    Raises:
-        OSError: they cannot be written, as where the disk is full.
-    """
+    """Write a tokenizer's files; raise OSError where they cannot be written."""
     try:
         tokenizer.save_pretrained(folder)
     except OSError:
@@ -93,7 +86,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def fit_tokenizer(folder: Path, longest: int) -> None:
-    """Has a folder's tokenizer name no more tokens than an artifact holds: `truncation=True` and pipelines cut a text by that."""
+    """Lower the length of a folder's tokenizer to an artifact's tokens: `truncation=True` and pipelines cut a text by it."""
     if not has_tokenizer(folder):
         return
     path = folder / CONFIG_NAME
@@ -105,11 +98,7 @@ def fit_tokenizer(folder: Path, longest: int) -> None:
 
 
 def check_tokenizer(folder: Path, source: str, *, trust_remote_code: bool) -> None:
-    """Reads the tokenizer of a folder that holds what an artifact will hold; there may be none.
-
-    Raises:
-        ValueError: its files cannot be read.
-    """
+    """Read the tokenizer of a folder with the files of an artifact, if there is one; raise ValueError for an unreadable one."""
     if not has_tokenizer(folder):
         return
     config = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}

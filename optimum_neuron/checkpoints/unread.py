@@ -22,7 +22,7 @@ _COMPUTES = re.compile(
     r"(?<![a-z])act(?=ivation|_|$)|gat(?:e|ing)|glu|norm|bias|expert|moe|router|routed|scoring|top_?k|group|attention|attn|qkv?_|query|"
     r"tie_|sink|mup|softmax|logit|causal|bidirectional|parallel|ssm|conv|time_step|lora_rank|sparse|index_|compress|architecture$"
 )
-# What concerns training, other tasks, memory, kernels, or how a program runs: no logit depends on it.
+# Keys about training, other tasks, memory, kernels, or how a program runs: no logit depends on it.
 _HARMLESS = re.compile(
     r"drop|(?<!sink_)init|loss|jitter|aux|token|_ids?$|version|dtype|name|auto_map|(?<!_L_)cache|gradient|checkpointing|training|label|"
     r"summary|output_(?:router|hidden|attention)|implementation|mamba_kernels|fused?_|fusion|fp32|flash|quantization|finetuned|seq_?len|"
@@ -48,15 +48,15 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 
 def unread_keys(document: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """Keys that say how a model computes, and that the config's class does not read, with their values.
+    """Return the keys that say how a model computes, and that the config's class does not read, with their values.
 
-    A value that switches something off, or that a key of the same meaning has too, says nothing.
+    A value says nothing if it switches something off, or if a key of the same meaning has it too.
 
     Args:
         document: the JSON object that the config was made from.
-        config: of the language model.
+        config: the language model's.
     """
-    known = _Known(config)
+    known = _KnownKeys(config)
     as_computed = _AS_COMPUTED.get(config.model_type, {})
     found = {
         name: value
@@ -80,8 +80,8 @@ def _says_nothing(value: Any) -> bool:
     return value is None or value is False or (value is not True and value in (0, 1, "", [], {}))
 
 
-class _Known:
-    """What the class of a config reads."""
+class _KnownKeys:
+    """The keys that the class of a config reads."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
@@ -89,17 +89,17 @@ class _Known:
         self._words = {name: set(_COMPUTES.findall(name)) for name in self._fields}
         self._named = _named_by(type(config).__module__)
         has_rope = "rope_parameters" in self._fields | self._named
-        self._rope = _members(getattr(config, "rope_parameters", None)) if has_rope else []
+        self._rope = _flat_members(getattr(config, "rope_parameters", None)) if has_rope else []
         kinds = {each for key, each in self._rope if key == "rope_type"}
         functions = (inspect.getsource(each) for kind, each in ROPE_INIT_FUNCTIONS.items() if kind in kinds)
         self._named_of_rope = self._named.union(*map(_names_in, functions))
 
     def reads(self, name: str) -> bool:
-        """Whether the class defines a key, takes it out of what it is given, or its code or its model's names it."""
+        """Return whether the class or its model's code names a key, or takes it out of its input."""
         return name in self._fields or not hasattr(self._config, name) or name in self._named
 
     def has_alike(self, name: str, value: Any) -> bool:
-        """Whether a key that is read, of the same meaning by its words, has the value too."""
+        """Return whether a key that is read, of the same meaning by its words, has the value too."""
         config = self._config
         words = set(_COMPUTES.findall(name))
         read = {each: getattr(config, each, None) for each, own in self._words.items() if words & own}
@@ -112,9 +112,9 @@ class _Known:
         return any(type(each) is type(value) and each == value for each in read.values())
 
     def unread_rope(self, document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Members of the document's rope that are not in the config's, or that its type of rope does not read."""
+        """Yield members of the document's rope that the config lacks, or that its type of rope does not read."""
         given = [("rope_theta", "rope_theta", document.get("rope_theta"))]
-        given += [(f"{part}.{key}", key, each) for part in _ROPE for key, each in _members(document.get(part))]
+        given += [(f"{part}.{key}", key, each) for part in _ROPE for key, each in _flat_members(document.get(part))]
         for name, key, value in given:
             if value is None:
                 continue
@@ -129,17 +129,17 @@ class _Known:
                 yield name, value
 
 
-def _members(document: object) -> list[tuple[str, Any]]:
-    """An object's keys and values, those of objects inside of it in the place of the objects; none where it is no object."""
+def _flat_members(document: object) -> list[tuple[str, Any]]:
+    """Return an object's keys and values, with those of inner objects in the place of the objects."""
     found: list[tuple[str, Any]] = []
     for key, value in document.items() if isinstance(document, Mapping) else ():
-        found += _members(value) if isinstance(value, Mapping) else [(key, value)]
+        found += _flat_members(value) if isinstance(value, Mapping) else [(key, value)]
     return found
 
 
 @cache
 def _named_by(module: str) -> frozenset[str]:
-    """Keys that the code of a config's module names, or that of the models in its folder, in which `self` is no config."""
+    """Return keys in the code of a config's module and of the models in its folder, in which `self` is no config."""
     path = Path(str(sys.modules[module].__file__))
     own = path.read_text(encoding="utf-8").replace("self.", "config.")
     models = path.parent.glob(path.name.replace("configuration_", "modeling_"))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..artifact.filesystem import file_sha256
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.digest import file_sha256
 from ..checkpoints.files import TOKENIZER_FILES, check_documents, read_object, read_shapes
 from ..checkpoints.find import ADAPTER_CONFIG as CONFIG_NAME
 from ..checkpoints.hub import download
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLED_NAME = "adapter_model.bin"
-# Logits of the merged model against those of the model with its adapter beside it, as a part of their range, in float32.
+# Largest difference of the merged model's logits from those with the adapter apart, as a part of their range, in float32.
 _TOLERANCE = 1e-3
 
 
@@ -36,9 +36,9 @@ class PeftAdapter:
     """An adapter on the local disk; made by `find_adapters`.
 
     Attributes:
-        source: what the user named, kept for the record.
+        source: the name that the user gave.
         peft_type: PEFT's name of the method, as LORA.
-        base: the name of the model that it was trained on, where it tells.
+        base: the name of the model that it was trained on, if it is known.
     """
 
     folder: Path
@@ -47,7 +47,7 @@ class PeftAdapter:
     base: str | None
 
     def warn_of_other_base(self, checkpoint: Checkpoint) -> None:
-        """The names may differ where the models do not; what does not fit at all is refused by `merge`."""
+        """Warn of another name of the base; the models may be the same, and `merge` refuses an adapter that does not fit."""
         if self.base is not None and Path(self.base).name != Path(checkpoint.source).name:
             logger.warning(
                 "adapter %s was trained on %s, and is merged into %s; make sure that these are the same model",
@@ -57,25 +57,25 @@ class PeftAdapter:
             )
 
     def record(self) -> dict[str, Any]:
-        """What the manifest tells of it."""
+        """Return the adapter's record in the manifest."""
         digests = {name: file_sha256(self.folder / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
         return {"source": self.source, "peft_type": self.peft_type, "sha256": digests}
 
     def merge(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The model with the adapter's changes in its weights; `model` is float32, has attention of its own, and is used up.
+        """Return the model with the adapter's changes in its weights; `model` is float32, has attention of its own, and is used up.
 
         Raises:
-            ValueError: the adapter does not fit the model, or what it computes cannot be written as weights.
+            ValueError: the adapter does not fit the model, or its results cannot be written as weights.
         """
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # what PEFT warns of is checked here
-            return self._merge(model)
+            warnings.simplefilter("ignore", UserWarning)  # PEFT's warnings are checked here
+            return self._merge_weights(model)
 
-    def _merge(self, model: PreTrainedModel) -> PreTrainedModel:
+    def _merge_weights(self, model: PreTrainedModel) -> PreTrainedModel:
         from peft import PeftModel
 
         self._resize_embeddings(model)
-        ties = Ties.of(model)
+        ties = Ties.find(model)
         try:
             adapted = PeftModel.from_pretrained(model, str(self.folder), autocast_adapter_dtype=False).eval()
         except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
@@ -83,7 +83,7 @@ class PeftAdapter:
                 f"adapter {self.source} does not fit {type(model).__name__}: {first_line(error)}"
             ) from error
         self._check_loaded(adapted, type(model).__name__)
-        ties.cut(adapted.get_base_model())
+        ties.cut_ties(adapted.get_base_model())
         prompt = text_prompt(model.config)
         with torch.inference_mode():
             expected = adapted(input_ids=prompt, use_cache=False).logits
@@ -94,11 +94,11 @@ class PeftAdapter:
                 f"adapter {self.source} ({self.peft_type}) cannot be merged: {first_line(error)}"
             ) from error
         self._check_merged(merged, prompt, expected)
-        ties.restore(merged)
+        ties.restore_ties(merged)
         return merged
 
     def _resize_embeddings(self, model: PreTrainedModel) -> None:
-        """Adapters trained with new tokens bring embeddings and head with as many rows."""
+        """Resize embeddings and head for an adapter that was trained with new tokens, and brings as many rows."""
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
         name, head_name = (
             next((name for name, module in model.named_modules() if module is wanted), "")
@@ -117,7 +117,7 @@ class PeftAdapter:
         model.resize_token_embeddings(max(rows), mean_resizing=False)
 
     def _check_loaded(self, adapted: Any, name: str) -> None:
-        """PEFT only warns of tensors that it did not find a place for, and of those that it made up."""
+        """Refuse an adapter where PEFT only warns: of tensors without a place, and of those that it made up."""
         from peft import get_peft_model_state_dict
         from peft.utils.save_and_load import load_peft_weights
 
@@ -159,19 +159,19 @@ class Ties:
 
     groups: tuple[tuple[str, ...], ...]
     shared: frozenset[int]
-    told: tuple[bool, ...]  # by the configs
+    tied_by_config: tuple[bool, ...]  # by the configs
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Ties:
+    def find(cls, model: PreTrainedModel) -> Ties:
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         tied = {key: tuple(group) for key, group in names.items() if len(group) > 1}
-        told = tuple(getattr(config, "tie_word_embeddings", False) for config in _configs(model))
-        return cls(tuple(tied.values()), frozenset(tied), told)
+        by_config = tuple(getattr(config, "tie_word_embeddings", False) for config in _model_configs(model))
+        return cls(tuple(tied.values()), frozenset(tied), by_config)
 
-    def cut(self, model: nn.Module) -> None:
-        """Gives each name a tensor of its own, in a model that adapters were put into."""
+    def cut_ties(self, model: nn.Module) -> None:
+        """Give each name a tensor of its own, in a model that adapters were put into."""
         seen = set()
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -180,8 +180,8 @@ class Ties:
                         module._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
                     seen.add(id(parameter))
 
-    def restore(self, model: PreTrainedModel) -> None:
-        """Ties again what is still equal, and has the config tell whether that is all."""
+    def restore_ties(self, model: PreTrainedModel) -> None:
+        """Tie equal tensors again, and have the config say whether those are all."""
         equal = True
         for group in self.groups:
             first, *others = (model.get_parameter(name) for name in group)
@@ -191,24 +191,24 @@ class Ties:
             for name in group[1:]:
                 owner, _, member = name.rpartition(".")
                 model.get_submodule(owner)._parameters[member] = first
-        for config, told in zip(_configs(model), self.told, strict=True):
-            config.tie_word_embeddings = told and equal
+        for config, was_tied in zip(_model_configs(model), self.tied_by_config, strict=True):
+            config.tie_word_embeddings = was_tied and equal
 
 
-def _configs(model: PreTrainedModel) -> tuple[Any, Any]:
+def _model_configs(model: PreTrainedModel) -> tuple[Any, Any]:
     return model.config, model.config.get_text_config(decoder=True)
 
 
 def find_adapters(
     adapter: str | Path | Sequence[str | Path] | None, *, token: str | bool | None, **hub: Any
 ) -> tuple[PeftAdapter, ...]:
-    """Resolves folders and Hub ids of adapters; before any weights are loaded.
+    """Find adapters by folders and Hub ids, before any weights are loaded.
 
     Args:
-        hub: `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
+        hub: `token`, `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
 
     Raises:
-        ValueError: an adapter is of a kind that cannot be merged, or is pickled.
+        ValueError: an adapter cannot be merged, or is pickled.
         FileNotFoundError: nothing of that name exists, or it is no adapter.
         RuntimeError: PEFT is not installed.
     """
@@ -222,10 +222,10 @@ def find_adapters(
         raise RuntimeError(
             "merging an adapter needs PEFT, which is not installed; pip install 'optimum-neuron-runtime[peft]'"
         ) from error
-    return tuple(_find(str(name), token=token, **hub) for name in names)
+    return tuple(_find_adapter(str(name), token=token, **hub) for name in names)
 
 
-def _find(name: str, *, token: str | bool | None, **hub: Any) -> PeftAdapter:
+def _find_adapter(name: str, *, token: str | bool | None, **hub: Any) -> PeftAdapter:
     folder = Path(name).expanduser()
     if not folder.exists():
         folder = download(name, [CONFIG_NAME, WEIGHTS_NAME, *TOKENIZER_FILES], revision=None, token=token, **hub)
@@ -245,7 +245,7 @@ def _find(name: str, *, token: str | bool | None, **hub: Any) -> PeftAdapter:
 
 
 def _check_rank(folder: Path) -> None:
-    """PEFT makes matrices of the ranks that the config names before it looks at the weights."""
+    """Refuse ranks above all sizes of the weights: PEFT makes matrices of the config's ranks before it looks at the weights."""
     config = read_object(folder / CONFIG_NAME)
     shapes = [shape for shape, _ in read_shapes(folder / WEIGHTS_NAME).values()]
     patterns = config.get("rank_pattern")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers.exporters import HfExporter, register_export_config, register_
 from transformers.exporters.configs import ExportConfigMixin
 
 from ..config import NeuronConfig
-from ..tools.certify import certify_export
+from ..targets import CompileJob
 from .recipe import export_model
 
 
@@ -27,12 +27,11 @@ _INPUTS = ("input_ids", "attention_mask")
 
 @register_export_config(FORMAT)
 class NeuronExportConfig(ExportConfigMixin):
-    """Where an artifact is written, and the sizes and options of its graphs.
+    """The output folder of an artifact, and the sizes and options of its graphs.
 
     Args:
         output_path: the folder to create.
         overwrite: replace an artifact that is already there.
-        certify: execute the graphs of the hlo and Neuron targets on this CPU beside the model, and record the result.
         export_format: "neuron"; a dict of these arguments names it.
         options: fields of `NeuronConfig`.
 
@@ -45,27 +44,20 @@ class NeuronExportConfig(ExportConfigMixin):
     """
 
     def __init__(
-        self,
-        output_path: str | PathLike[str],
-        *,
-        overwrite: bool = False,
-        certify: bool = False,
-        export_format: str = FORMAT,
-        **options: Any,
+        self, output_path: str | PathLike[str], *, overwrite: bool = False, export_format: str = FORMAT, **options: Any
     ) -> None:
         if export_format != FORMAT:
             raise ValueError(f"export_format={export_format!r} is not {FORMAT!r}; use the config of that format")
         self.export_format = FORMAT
         self.output_path = fspath(output_path)
         self.overwrite = overwrite
-        self.certify = certify
         self.neuron_config = NeuronConfig.from_dict(options)
         self._options = options | ({"dtype": self.neuron_config.dtype} if "dtype" in options else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` makes an equal config of; JSON-serializable. Options that were left out stay so."""
+        """Return a JSON-serializable dict that `from_dict` turns into an equal config; options that were left out stay so."""
         named = {name: list(value) if isinstance(value, tuple) else value for name, value in self._options.items()}
-        own = {name: getattr(self, name) for name in ("export_format", "output_path", "overwrite", "certify")}
+        own = {name: getattr(self, name) for name in ("export_format", "output_path", "overwrite")}
         return copy.deepcopy(own | named)
 
     def __repr__(self) -> str:
@@ -80,17 +72,25 @@ class NeuronExportConfig(ExportConfigMixin):
 
 @register_exporter(FORMAT)
 class NeuronExporter(HfExporter):
-    """Exports a `PreTrainedModel` as it is in memory, in its own dtype.
+    """An exporter of a `PreTrainedModel` as it is in memory, in its own dtype.
 
     Args:
         tokenizer: goes into the artifact, for the commands and the servers, which need one.
         trust_remote_code: run modeling code that the model brings, which an export loads once more.
+        certify: the `certify` of `export_model`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        trust_remote_code: bool = False,
+        *,
+        certify: Callable[[PreTrainedModel, CompileJob], None] | None = None,
+    ) -> None:
         super().__init__()
         self.tokenizer = tokenizer
         self.trust_remote_code = trust_remote_code
+        self.certify = certify
 
     def export(
         self,
@@ -100,10 +100,10 @@ class NeuronExporter(HfExporter):
         *,
         generation_config: GenerationConfig | None = None,
     ) -> Path:
-        """Writes the artifact of a causal language model. The weights are written twice, the first time to a temporary folder.
+        """Write the artifact of a causal language model. The weights are written twice, the first time to a temporary folder.
 
         Args:
-            model: with its weights; it is not changed.
+            model: a model with its weights; it is not changed.
             sample_inputs: `input_ids` and `attention_mask`, both `[rows, tokens]`, of a call that the artifact has to take; None for
                 none. Graphs are traced by the sizes of `config`.
             config: a `NeuronExportConfig`, or its dict.
@@ -113,7 +113,7 @@ class NeuronExporter(HfExporter):
             The absolute path of the artifact, for `NeuronModelForCausalLM.from_pretrained`: it may be for another machine.
 
         Raises:
-            TypeError: `model` or `config` is of another kind.
+            TypeError: `model` or `config` has another type.
             ValueError: the model or the sizes cannot be exported, or `sample_inputs` does not fit them.
             FileExistsError: the output folder is taken.
             RuntimeError: compiling failed.
@@ -122,7 +122,7 @@ class NeuronExporter(HfExporter):
             raise TypeError(
                 f"the model is a {type(model).__name__}; give a transformers model, and of a PEFT model what merge_and_unload() returns"
             )
-        settings = _settings(config)
+        settings = _read_settings(config)
         wanted = settings.neuron_config
         _check_inputs(sample_inputs, wanted)
         with tempfile.TemporaryDirectory(prefix="optimum-neuron-") as folder:
@@ -136,7 +136,7 @@ class NeuronExporter(HfExporter):
                 settings.output_path,
                 config=wanted,
                 trust_remote_code=self.trust_remote_code,
-                certify=certify_export if settings.certify else None,
+                certify=self.certify,
                 overwrite=settings.overwrite,
             )
 
@@ -148,11 +148,11 @@ class NeuronExporter(HfExporter):
         generation_config: GenerationConfig | None = None,
         multi_token_decode: bool = False,
     ) -> dict[str, Path]:
-        """The same; every artifact is for generation.
+        """Export a model as `export` does; every artifact is for generation.
 
         Args:
-            model, sample_inputs, config, generation_config: as of `export`; or `config` by component, of which there is one, "model".
-            multi_token_decode: either way there are graphs that decode a token, and others that take in a chunk behind any context.
+            model, sample_inputs, config, generation_config: as in `export`; or `config` by component, of which there is one, "model".
+            multi_token_decode: an artifact always has graphs that decode a token, and others that take in a chunk after any context.
 
         Returns:
             The artifact's path by component.
@@ -167,7 +167,7 @@ class NeuronExporter(HfExporter):
         return {COMPONENT: self.export(model, sample_inputs, config, generation_config=generation_config)}
 
 
-def _settings(config: object) -> NeuronExportConfig:
+def _read_settings(config: object) -> NeuronExportConfig:
     if isinstance(config, NeuronExportConfig):
         return config
     if isinstance(config, Mapping):
@@ -193,7 +193,7 @@ def _check_inputs(inputs: Mapping[str, Any] | None, config: NeuronConfig) -> Non
 
 
 def _of_slots(generation_config: GenerationConfig, config: NeuronConfig) -> GenerationConfig:
-    """Without the size of a static cache, which is what slots are: `generate` would refuse to be given another."""
+    """Return a config without the size of a static cache, which slots are: `generate` would refuse another one."""
     kind, length = generation_config.cache_implementation, generation_config.max_cache_len
     if kind not in (None, "static"):
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user names in the place of an artifact: one that is there, or a checkpoint, which is exported into the user's cache once.
+"""Artifacts by name: one that exists, or one that a named checkpoint becomes, which is exported into the user's cache once.
 
 Nothing here imports torch before a checkpoint has to be read: a wrong name is refused at once.
 """
@@ -26,9 +26,11 @@ from ..artifact.find import find_artifact
 from ..artifact.partial import locked_folder
 from ..artifact.user_cache import cache_folder
 from ..checkpoints.hub import hub_file
-from ..config import NeuronConfig
+from ..checkpoints.origin import read_origin
+from ..command_options import hub_options
+from ..config import ExportOptions, NeuronConfig
 from ..version import __version__
-from .export_command import option_words
+from .export_command import option_words, reading_words
 
 
 if TYPE_CHECKING:
@@ -37,23 +39,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE_KIND = "exports"
-# Of an export that nobody gave sizes for: some requests at a time, each of an answer's usual length.
+# Sizes of an export without any in its options: some requests at a time, each with an answer of usual length.
 DEFAULT_ROWS, LONGEST_DEFAULT = 4, 4096
 _LONGEST_STEM = 60
 _OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
-# As `cli.add_named_model` has them.
+# The options of `command_options.add_named_model`.
 _OWN_OPTIONS = {"--batch-size", "--sequence-length", "--revision", "--token", "--trust-remote-code"}
 _REMEDY = "name an artifact, a checkpoint folder, a .gguf file, or a Hub id as in org/name"
-
-
-@dataclass(frozen=True)
-class Source:
-    """What was named, and how the Hub is asked for it."""
-
-    model: str
-    revision: str | None = None
-    token: str | bool | None = None
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,41 +56,41 @@ class Opened:
     trust_native_code: bool
 
 
-def open_or_export(source: Source, sizes: Mapping[str, int]) -> Opened:
-    """Open the artifact that `source` names, or the one that the checkpoint of that name becomes on first use.
+def open_or_export(model: str, reading: ExportOptions, sizes: Mapping[str, int]) -> Opened:
+    """Open the artifact of a name, or the one that the checkpoint of that name becomes on first use.
 
     Args:
-        sizes: the `batch_size` and `sequence_length` that were asked for, of which an artifact has to have the same.
+        sizes: the `batch_size` and `sequence_length` that were asked for; an artifact has to have the same.
 
     Raises:
         FileNotFoundError: nothing of that name exists, here or on the Hub.
         ValueError: the checkpoint cannot be exported, or an artifact has other sizes.
         ArtifactError: the artifact is corrupt.
     """
-    _check_name(source.model)
-    found = open_artifact(source, sizes)
+    _check_name(model)
+    found = open_artifact(model, reading, sizes)
     if found is not None:
         return found
-    return export_once(source, lambda checkpoint: _default_config(checkpoint, sizes))
+    return export_once(model, reading, lambda checkpoint: _default_config(checkpoint, sizes))
 
 
 def open_named(args: Namespace) -> Artifact:
     """Open the artifact that a command's words name, as `open_or_export`."""
     sizes = {name: getattr(args, name) for name in ("batch_size", "sequence_length")}
-    source = Source(args.model, args.revision, args.token, args.trust_remote_code)
-    return open_or_export(source, {name: size for name, size in sizes.items() if size is not None}).artifact
+    reading = ExportOptions(**hub_options(args))
+    return open_or_export(
+        args.model, reading, {name: size for name, size in sizes.items() if size is not None}
+    ).artifact
 
 
-def open_artifact(source: Source, options: Mapping[str, Any]) -> Opened | None:
-    """Opens the artifact that `source` names; returns None where it names a checkpoint.
+def open_artifact(model: str, reading: ExportOptions, options: Mapping[str, Any]) -> Opened | None:
+    """Open the artifact of a name; return None where it names a checkpoint.
 
     Raises:
         TypeError, ValueError: `options`, fields of NeuronConfig, are wrong or differ from the artifact's.
         ArtifactError: the artifact is corrupt.
     """
-    found = find_artifact(
-        source.model, export=None, native_code=source.trust_remote_code, revision=source.revision, token=source.token
-    )
+    found = find_artifact(model, export=None, native_code=reading.trust_remote_code, **reading.hub)
     if found is None:
         return None
     artifact, from_hub = found
@@ -106,17 +98,19 @@ def open_artifact(source: Source, options: Mapping[str, Any]) -> Opened | None:
         from ..runtime.arguments import refuse_other_options
 
         refuse_other_options(artifact, NeuronConfig.from_dict(options), options)
-    return Opened(artifact, source.trust_remote_code or not from_hub)
+    return Opened(artifact, reading.trust_remote_code or not from_hub)
 
 
 def export_once(
-    source: Source, options: Callable[[Checkpoint], NeuronConfig], tell: Callable[[str], None] = logger.warning
+    model: str,
+    reading: ExportOptions,
+    choose_config: Callable[[Checkpoint], NeuronConfig],
+    notify: Callable[[str], None] = logger.warning,
 ) -> Opened:
-    """Exports a checkpoint into the cache, or finds it there. Processes that ask for the same one wait for each other.
+    """Export a checkpoint into the cache, or find it there. Processes that ask for the same one wait for each other.
 
     Args:
-        options: what a checkpoint is exported with.
-        tell: gets one line before an export, and one before a wait.
+        notify: gets one line before an export, and one before a wait.
 
     Raises:
         ValueError: the checkpoint cannot be exported.
@@ -127,18 +121,16 @@ def export_once(
     from ..targets import resolve_target
     from .recipe import export_model
 
-    checkpoint = find_checkpoint(
-        source.model, revision=source.revision, token=source.token, trust_remote_code=source.trust_remote_code
-    )
-    config = options(checkpoint)
+    checkpoint = find_checkpoint(model, trust_remote_code=reading.trust_remote_code, **reading.hub)
+    config = choose_config(checkpoint)
     config = replace(config, target=resolve_target(config.target))
-    output = cache_folder(CACHE_KIND) / _name(checkpoint, config)
+    output = cache_folder(CACHE_KIND) / _cache_name(checkpoint, config)
     with ExitStack() as held:
         lock = output.with_name(f".{output.name}.awaited")
         try:
             held.enter_context(locked_folder(lock))
         except BlockingIOError:
-            tell(f"{source.model} is exported by another process; waiting for it")
+            notify(f"{model} is exported by another process; waiting for it")
             held.enter_context(locked_folder(lock, wait=True))
         if output.is_symlink():
             raise PermissionError(f"{output} is a link, which may lead out of the cache; remove it")
@@ -146,19 +138,19 @@ def export_once(
             return Opened(Artifact.open(output), True)
         except (FileNotFoundError, ArtifactError):
             pass  # not there yet, or damaged: export_model replaces what is no whole artifact
-        tell(
-            f"{source.model} is a checkpoint: exporting it once, for {config.batch_size} requests of up to "
-            f"{config.sequence_length:,} tokens, to {output}; for other options: {export_command(source, config)}"
+        notify(
+            f"{model} is a checkpoint: exporting it once, for {config.batch_size} requests of up to "
+            f"{config.sequence_length:,} tokens, to {output}; for other options: {_export_command(model, reading, config)}"
         )
         named = checkpoint.folder / (checkpoint.gguf_file or "")
-        with _naming(export_command(source, config)):
+        with _with_command(_export_command(model, reading, config)):
             export_model(named, output, config=config, trust_remote_code=checkpoint.trust_remote_code, overwrite=True)
         return Opened(Artifact.open(output), True)
 
 
 @contextmanager
-def _naming(command: str) -> Iterator[None]:
-    """Add to an error that names options of an export the command that takes them."""
+def _with_command(command: str) -> Iterator[None]:
+    """Add a command to an error that names options of an export: the one that takes them."""
     try:
         yield
     except ValueError as error:
@@ -167,18 +159,14 @@ def _naming(command: str) -> Iterator[None]:
         raise ValueError(f"{error}; the command that takes such options: {command}") from error
 
 
-def export_command(source: Source, config: NeuronConfig) -> str:
-    """Returns the command that exports the same artifact to the folder OUT, as a line for a shell."""
-    words = ["optimum-cli", "export", "neuron", "OUT", "--model", source.model]
-    if source.revision is not None:
-        words += ["--revision", source.revision]
-    if source.trust_remote_code:
-        words += ["--trust-remote-code"]
-    return shlex.join([*words, *option_words(config)])
+def _export_command(model: str, reading: ExportOptions, config: NeuronConfig) -> str:
+    """Return the command that exports the same artifact to the folder OUT, as a line for a shell."""
+    words = ["optimum-cli", "export", "neuron", "OUT", "--model", model]
+    return shlex.join([*words, *reading_words(reading), *option_words(config)])
 
 
 def _check_name(model: str) -> None:
-    """Raise FileNotFoundError where a name is neither of a file or folder of a right kind, nor a possible Hub id."""
+    """Raise FileNotFoundError for a name of no file or folder of a right kind, and of no possible Hub id."""
     path, problem = Path(model).expanduser(), None
     if not model:
         problem = "the name of the model is empty"
@@ -202,7 +190,7 @@ def _is_hub_name(model: str) -> bool:
 
 
 def _default_config(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> NeuronConfig:
-    """Return an export's options by default. Graphs return logits, so that a request may ask for any sampling."""
+    """Return the default options of an export. Graphs return logits, so that a request may ask for any sampling."""
     longest = checkpoint.longest_text(checkpoint.load_config())
     options: dict[str, Any] = {
         "batch_size": DEFAULT_ROWS,
@@ -214,14 +202,12 @@ def _default_config(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> NeuronC
     return NeuronConfig.from_dict(options | dict(sizes))
 
 
-def _name(checkpoint: Checkpoint, config: NeuronConfig) -> str:
-    """Returns a name for a checkpoint's present content, exported with a config by this version."""
-    from .origin import origin_of
-
-    origin, identity = origin_of(checkpoint), checkpoint.identity()
+def _cache_name(checkpoint: Checkpoint, config: NeuronConfig) -> str:
+    """Return a name for a checkpoint's present content, exported with a config by this version."""
+    origin, identity = read_origin(checkpoint.folder), checkpoint.identity()
     if "revision" in origin:
         content: Any = [origin["repo"], origin["revision"], checkpoint.gguf_file]
-    else:  # size and time of each file: a device's number changes where a disk is mounted anew
+    else:  # size and time of each file: a device's number changes where a disk is mounted again
         content = {name: numbers[2:4] for name, numbers in identity["files"].items()}
     facts = json.dumps([content, identity["trust_remote_code"], config.to_dict(), __version__])
     called = checkpoint.gguf_file or origin.get("repo") or str(checkpoint.folder.resolve())

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""export_model: from a checkpoint to an artifact. Checks everything it can before it writes anything."""
+"""export_model: from a checkpoint to an artifact. It checks everything it can before it writes anything."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,21 @@ from ..artifact.disk_space import check_disk, expected_bytes, written_bytes
 from ..artifact.filesystem import explained_full_disk
 from ..artifact.manifest import describe_graph
 from ..artifact.quantization import write_formats
-from ..artifact.signpost import write_signpost
 from ..artifact.weights import check_memory, named_tensors
-from ..artifact.writer import check_output, write_artifact
+from ..artifact.writer import check_output, write_artifact, write_signpost
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.find import find_checkpoint
 from ..checkpoints.hub import refuse_revision
+from ..checkpoints.mapped import WritableWhereWritten
+from ..checkpoints.origin import read_origin
 from ..checkpoints.quantize.activations import round_activations, settle_activations
 from ..checkpoints.quantize.calibration import Calibration, read_calibration
 from ..checkpoints.quantize.quantize import quantize
 from ..checkpoints.quantized import DEQUANTIZE, KEEP
 from ..checkpoints.scratch import giving_back, scratch_folder, tensors_in_files
 from ..checkpoints.tokenizer import fit_tokenizer
-from ..checkpoints.writable import WritableWhereWritten
-from ..config import ACTIVATIONS, HLO_TARGETS, NeuronConfig
+from ..checkpoints.verbatim import check_verbatim, write_verbatim
+from ..config import ACTIVATIONS, HLO_TARGETS, TASKS, ExportOptions, NeuronConfig, takes_options
 from ..parity.fixed_shapes import check_fixed_shapes
 from ..parity.inspect import (
     check_blocks,
@@ -49,152 +51,142 @@ from ..runtime.defaults import follow_defaults
 from ..step.family import check_every_step_has_a_graph
 from ..step.features.codes.formats import weight_formats
 from ..step.model_spec import ModelSpec
-from ..step.spec import GraphSpec, graph_specs
+from ..step.spec import graph_specs
 from ..step.state_specs import snapshot_specs, state_specs
 from ..targets import CompileJob, Target, get_target, resolve_target
 from ..targets.threads import fit_threads
 from ..version import __version__
 from .adapters import PeftAdapter, find_adapters
-from .origin import origin_of
 
 
 logger = logging.getLogger(__name__)
 
-TASKS = ("text-generation",)
+Certify = Callable[[PreTrainedModel, CompileJob], None]
 
 
+@takes_options(ExportOptions)
 def export_model(
     model: str | Path,
     output: str | Path,
     *,
     config: NeuronConfig | None = None,
-    task: str = "text-generation",
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    force_download: bool = False,
-    local_files_only: bool = False,
-    trust_remote_code: bool = False,
-    adapter: str | Path | Sequence[str | Path] | None = None,
-    dequantize: bool = False,
-    quantization_calibration: str | Path | None = None,
-    certify: Callable[[PreTrainedModel, CompileJob], None] | None = None,
+    certify: Certify | None = None,
     overwrite: bool = False,
+    **options: Any,
 ) -> Path:
-    """Exports a checkpoint of a causal language model to an artifact folder.
+    """Export a checkpoint of a causal language model to an artifact folder.
 
     Args:
-        model: a Hub id, a checkpoint folder, or a .gguf file, which of a Hub repository is named as `org/repo:file.gguf`.
+        model: a Hub id, a checkpoint folder, a .gguf file, or `org/repo:file.gguf` for a file of a Hub repository.
         output: the folder to create.
         config: sizes and options of the graphs; default `NeuronConfig()`.
-        task: only "text-generation".
-        revision, token, cache_dir, force_download, local_files_only: of a Hub repository, as in transformers.
-        trust_remote_code: run modeling code that the checkpoint brings.
-        adapter: a folder or Hub id of a PEFT adapter that is merged into the weights, in float32; or several, in turn.
-            `revision` is not theirs.
-        dequantize: export the weights of a quantized checkpoint as plain numbers; its codes are kept otherwise.
-        quantization_calibration: a text in UTF-8 on which the model runs, so that weights of int4 are nearest where their inputs are large.
-            Its digest alone goes to the artifact.
-        certify: of the hlo and Neuron targets: called with the model and its lowered graphs before the artifact is whole; may write files
-            into the job's folder, and raises where the graphs are wrong. `targets.neuron.certificate.certify_export` is one.
+        certify: for the hlo and Neuron targets, a function of the model and its lowered graphs, called before the artifact is whole. It may
+            write files into the job's folder, and raises where the graphs are wrong; such as `optimum_neuron.tools.certify.certify_export`.
         overwrite: replace an artifact that is already at `output`.
+        options: fields of `ExportOptions`.
 
     Returns:
         The absolute path of the artifact.
 
     Raises:
         ValueError: the checkpoint or the options cannot be exported; the message names the values and the remedy.
-        FileNotFoundError: there is no such checkpoint.
-        FileExistsError: `output` is taken.
+        FileNotFoundError, FileExistsError: there is no such checkpoint; `output` is taken.
         OSError: the disk is full.
         RuntimeError: compiling failed, or there is no compiler, or an adapter was named and PEFT is not installed.
-        TypeError: `certify` is no function.
+        TypeError: an option is unknown, or `certify` is no function.
     """
-    config = NeuronConfig() if config is None else config
-    if task not in TASKS:
-        raise ValueError(f"task={task!r} is not supported; choose one of {', '.join(TASKS)}")
+    reading = ExportOptions.from_dict(options)
+    config, target = _choose_target(NeuronConfig() if config is None else config, certify)
+    fit_threads()
+    output = Path(output).expanduser().absolute()
+    check_output(output, overwrite=overwrite)
+    source = _find_source(model, reading, config)
+    config = source.fit_config(config)
+    text = reading.quantization_calibration
+    calibration = None if text is None else read_calibration(text, source.checkpoint, config)
+    folder = next(parent for parent in output.parents if parent.is_dir())
+    check_disk(folder, expected_bytes(source.checkpoint, config))
+    with scratch_folder(folder), explained_full_disk(folder, "name an output folder on another disk"):
+        loaded, config = _load_model(source, config)
+        check_every_step_has_a_graph(config, graph_specs(config))
+        with tensors_in_files():
+            quantize(loaded, config, calibration)
+        config = settle_activations(loaded, config, by_default=target.rounds_activations())
+        spec = _check_model(loaded, config)
+        # After the check: with activations that differ in a last bit, codes can be others.
+        round_activations(loaded, config)
+        check_disk(folder, written_bytes(named_tensors(loaded)))
+        with write_artifact(output, overwrite=overwrite) as writer:
+            own_code = source.checkpoint.trust_remote_code
+            job = CompileJob(writer.path, config, spec, graph_specs(config), {}, own_code)
+            job = _write_files(source, loaded, job, target)
+            target_data = _compile(loaded, job, target, certify)
+            with progress.stage("Hashing files"):
+                writer.commit(_describe(source, job, target_data, calibration))
+    return output
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint, and the adapters that are merged into its weights."""
+
+    checkpoint: Checkpoint
+    adapters: tuple[PeftAdapter, ...]
+
+    def fit_config(self, config: NeuronConfig) -> NeuronConfig:
+        """Return the config with the defaults that follow from the checkpoint, once all its files but the weights are checked."""
+        checkpoint, model_config = self.checkpoint, self.checkpoint.load_config()
+        config = config.fitted(checkpoint.longest_text(model_config))
+        checkpoint.check_length(model_config, config.sequence_length)
+        defaults = check_verbatim(checkpoint, self.adapters)
+        checkpoint.warn_of_unread_keys()
+        return follow_defaults(defaults, model_config, config, checkpoint.source)
+
+
+def _choose_target(config: NeuronConfig, certify: Certify | None) -> tuple[NeuronConfig, Target]:
     config = dataclasses.replace(config, target=resolve_target(config.target))
     target = get_target(config.target)
     target.check(config)
     if certify is not None and not callable(certify):
         raise TypeError(
-            f"certify={certify!r} is no function; pass targets.neuron.certificate.certify_export, or leave it out"
+            f"certify={certify!r} is no function; pass optimum_neuron.tools.certify.certify_export, or leave it out"
         )
     if certify is not None and config.target not in HLO_TARGETS:
         raise ValueError(
             f"target={config.target!r} has no graphs in HLO to certify, as {', '.join(HLO_TARGETS)} have; leave out --certify (certify)"
         )
-    fit_threads()
-    output = Path(output).expanduser().absolute()
-    check_output(output, overwrite=overwrite)
-    hub: dict[str, Any] = {
-        "cache_dir": cache_dir,
-        "force_download": force_download,
-        "local_files_only": local_files_only,
-    }
+    return config, target
+
+
+def _find_source(model: str | Path, reading: ExportOptions, config: NeuronConfig) -> _Source:
     if (Path(model).expanduser() / MANIFEST_NAME).is_file():
-        refuse_revision(Path(model), revision)
+        refuse_revision(Path(model), reading.revision)
         raise ValueError(f"{model} is an artifact already; name the checkpoint that it was exported from")
-    checkpoint = find_checkpoint(
-        model,
-        revision=revision,
-        token=token,
-        trust_remote_code=trust_remote_code,
-        **hub,
-    )
-    checkpoint = dataclasses.replace(checkpoint, codes=_what_of_codes(checkpoint, config, dequantize=dequantize))
-    adapters = find_adapters(adapter, token=token, **hub)
-    config = config.fitted(checkpoint.longest_text(checkpoint.load_config()))
-    checkpoint.check_length(checkpoint.load_config(), config.sequence_length)
-    defaults = checkpoint.check_verbatim(adapters)
-    checkpoint.warn_of_unread_keys()
-    config = follow_defaults(defaults, checkpoint.load_config(), config, checkpoint.source)
-    calibration = (
-        None if quantization_calibration is None else read_calibration(quantization_calibration, checkpoint, config)
-    )
-    folder = next(parent for parent in output.parents if parent.is_dir())
-    check_disk(folder, expected_bytes(checkpoint, config))
-    with scratch_folder(folder), explained_full_disk(folder, "name an output folder on another disk"):
-        loaded, config = _load(checkpoint, adapters, config)
-        graphs = graph_specs(config)
-        check_every_step_has_a_graph(config, graphs)
-        with tensors_in_files():
-            quantize(loaded, config, calibration)
-        config = settle_activations(loaded, config, by_default=target.rounds_activations())
-        with progress.stage("Checking that step graphs compute what the model does"), giving_back():
-            spec = _inspect(loaded, config)
-        if config.target in ("cpu", "eager"):  # which run here, and a device has memory of its own
-            check_memory((*state_specs(config, spec), *snapshot_specs(config, spec)))
-        # Behind the check: of activations that differ in a last bit, codes can be others.
-        round_activations(loaded, config)
-        check_disk(folder, written_bytes(named_tensors(loaded)))
-        return _write(
-            checkpoint,
-            adapters,
-            loaded,
-            config,
-            spec,
-            graphs,
-            target,
-            output,
-            certify,
-            overwrite,
-            calibration,
-        )
+    checkpoint = find_checkpoint(model, trust_remote_code=reading.trust_remote_code, **reading.hub)
+    codes = _choose_codes(checkpoint, config, dequantize=reading.dequantize)
+    hub = {name: value for name, value in reading.hub.items() if name != "revision"}
+    return _Source(dataclasses.replace(checkpoint, codes=codes), find_adapters(reading.adapter, **hub))
 
 
-def _load(
-    checkpoint: Checkpoint, adapters: Sequence[PeftAdapter], config: NeuronConfig
-) -> tuple[PreTrainedModel, NeuronConfig]:
-    """The model, and the config with the type and the codes that it has."""
+def _load_model(source: _Source, config: NeuronConfig) -> tuple[PreTrainedModel, NeuronConfig]:
+    """Return the model, and the config with the type and the codes that it has."""
     with progress.stage("Loading the checkpoint"), tensors_in_files():
-        for each in adapters:
-            each.warn_of_other_base(checkpoint)
-        loaded = checkpoint.load_model(config.dtype, adapters)
+        for each in source.adapters:
+            each.warn_of_other_base(source.checkpoint)
+        loaded = source.checkpoint.load_model(config.dtype, source.adapters)
     config = dataclasses.replace(config, dtype=str(loaded.dtype).removeprefix("torch."))
     if config.quantization is None and weight_formats(loaded):
         config = dataclasses.replace(config, quantization="checkpoint")
     return loaded, config
+
+
+def _check_model(model: PreTrainedModel, config: NeuronConfig) -> ModelSpec:
+    """Return the spec of a model, once its step graphs compute what it does and its states fit into memory."""
+    with progress.stage("Checking that step graphs compute what the model does"), giving_back():
+        spec = _inspect(model, config)
+    if config.target in ("cpu", "eager"):  # a device has memory of its own
+        check_memory((*state_specs(config, spec), *snapshot_specs(config, spec)))
+    return spec
 
 
 def _inspect(model: PreTrainedModel, config: NeuronConfig) -> ModelSpec:
@@ -215,7 +207,7 @@ def _inspect(model: PreTrainedModel, config: NeuronConfig) -> ModelSpec:
     return spec
 
 
-def _what_of_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: bool) -> str | None:
+def _choose_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: bool) -> str | None:
     keep = config.quantization == "checkpoint"
     if keep and dequantize:
         raise ValueError(
@@ -246,50 +238,51 @@ def _what_of_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: 
     return KEEP if keep else DEQUANTIZE if dequantize else None
 
 
-def _write(
-    checkpoint: Checkpoint,
-    adapters: Sequence[PeftAdapter],
-    model: PreTrainedModel,
-    config: NeuronConfig,
-    spec: ModelSpec,
-    graphs: tuple[GraphSpec, ...],
-    target: Target,
-    output: Path,
-    certify: Callable[[PreTrainedModel, CompileJob], None] | None,
-    overwrite: bool,
-    calibration: Calibration | None,
-) -> Path:
-    with write_artifact(output, overwrite=overwrite) as writer:
-        checkpoint.write_verbatim(model, writer.path, adapters)
-        fit_tokenizer(writer.path, config.sequence_length)
-        write_formats(weight_formats(model), writer.path)
-        write_signpost(writer.path)
-        with progress.stage("Writing weights"):
-            tied = target.write_model(model, config, writer.path)
-        job = CompileJob(writer.path, config, spec, graphs, tied, checkpoint.trust_remote_code)
-        target_data = target.compile(job)
-        if config.target in HLO_TARGETS:
-            with progress.stage("Recording golden tokens"):
-                golden.record(model, config, spec).write(writer.path)
-        if certify is not None:
-            certify(model, job)
-        with progress.stage("Hashing files"):
-            writer.commit(
-                {
-                    "config": config.to_dict(),
-                    "model": spec.to_dict(),
-                    "source": checkpoint.source,
-                    "origin": origin_of(checkpoint, calibration),
-                    "adapters": [adapter.record() for adapter in adapters],
-                    "target": config.target,
-                    "target_data": target_data,
-                    "task": TASKS[0],
-                    "tied_weights": tied,
-                    "versions": _versions(),
-                    "graphs": {graph.name: describe_graph(graph, spec) for graph in graphs},
-                }
-            )
-    return output
+def _write_files(source: _Source, model: PreTrainedModel, job: CompileJob, target: Target) -> CompileJob:
+    """Write all files but graphs; return the job with the names of tied weights."""
+    write_verbatim(source.checkpoint, model, job.folder, source.adapters)
+    fit_tokenizer(job.folder, job.config.sequence_length)
+    write_formats(weight_formats(model), job.folder)
+    write_signpost(job.folder)
+    with progress.stage("Writing weights"):
+        tied = target.write_model(model, job.config, job.folder)
+    return dataclasses.replace(job, tied_weights=tied)
+
+
+def _compile(model: PreTrainedModel, job: CompileJob, target: Target, certify: Certify | None) -> dict[str, Any]:
+    """Write the graphs and the golden tokens; return the target's part of the manifest."""
+    target_data = target.compile(job)
+    if job.config.target in HLO_TARGETS:
+        with progress.stage("Recording golden tokens"):
+            golden.record(model, job.config, job.model).write(job.folder)
+    if certify is not None:
+        certify(model, job)
+    return target_data
+
+
+def _describe(
+    source: _Source, job: CompileJob, target_data: dict[str, Any], calibration: Calibration | None
+) -> dict[str, Any]:
+    """Return the manifest, but for the digests of files."""
+    checkpoint = source.checkpoint
+    sha256 = None if calibration is None else calibration.sha256
+    return {
+        "config": job.config.to_dict(),
+        "model": job.model.to_dict(),
+        "source": checkpoint.source,
+        "origin": read_origin(checkpoint.folder, dequantized=checkpoint.codes == DEQUANTIZE, calibration=sha256),
+        "adapters": [adapter.record() for adapter in source.adapters],
+        "target": job.config.target,
+        "target_data": target_data,
+        "task": TASKS[0],
+        "tied_weights": job.tied_weights,
+        "versions": {
+            "optimum_neuron": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "graphs": {graph.name: describe_graph(graph, job.model) for graph in job.graphs},
+    }
 
 
 def _warn_of_gathered_blocks(model: PreTrainedModel, config: NeuronConfig, spec: ModelSpec) -> None:
@@ -314,7 +307,3 @@ def _tell_of_selections(model: PreTrainedModel, config: NeuronConfig, spec: Mode
             min(each.always for each in spec.selections if each.layer_idx in without),
             config.sequence_length,
         )
-
-
-def _versions() -> dict[str, str]:
-    return {"optimum_neuron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .. import options as check
+from ..config import read_dtype
 from ..runtime.refused import warn_once
 
 
@@ -64,6 +64,6 @@ def own_options(given: Mapping[str, Any]) -> dict[str, Any]:
     other = options.pop("torch_dtype", None)
     if other is not None:
         dtype = options.setdefault("dtype", other)
-        if check.dtype(dtype) != check.dtype(other):
+        if read_dtype(dtype) != read_dtype(other):
             raise ValueError(f"torch_dtype={other} and dtype={dtype} differ; give one of them")
     return {name: value for name, value in options.items() if name != "dtype" or value is not None}

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +21,13 @@ from transformers.utils import PushToHubMixin
 from .. import progress
 from ..artifact.artifact import Artifact, is_graph_file
 from ..artifact.find import find_artifact
-from ..artifact.measurements import MEASUREMENTS_NAME
 from ..artifact.skeleton import read_config, read_generation_config
 from ..artifact.writer import copy_artifact, write_artifact
-from ..checkpoints.card_facts import CARD_NAME
-from ..config import NeuronConfig
+from ..checkpoints.origin import CARD_NAME
+from ..config import ExportOptions, NeuronConfig, refuse_unknown, takes_options
 from ..engine.continuous_batching.surface import ContinuousBatching
 from ..engine.engine import Engine
+from ..hub.measurements import MEASUREMENTS_NAME
 from ..runtime.arguments import refuse_other_options
 from ..runtime.defaults import in_vocabulary, usable
 from ..runtime.process import OwnProcess, end_idle_workers
@@ -79,21 +79,13 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         self._served = False  # a service has the slots
 
     @classmethod
+    @takes_options(ExportOptions, NeuronConfig)
     def from_pretrained(
         cls,
         model_id: str | Path,
         *,
         export: bool | None = None,
         config: NeuronConfig | None = None,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        force_download: bool = False,
-        local_files_only: bool = False,
-        trust_remote_code: bool = False,
-        adapter: str | Path | Sequence[str | Path] | None = None,
-        dequantize: bool = False,
-        quantization_calibration: str | Path | None = None,
         deterministic: bool = False,
         rank_python: str | Path | None = None,
         rank_timeout: float | None = None,
@@ -106,12 +98,6 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             model_id: an artifact (folder or Hub id) or, with `export=True`, a checkpoint (folder, Hub id or .gguf file).
             export: True exports, False never does; None exports where `model_id` holds no artifact.
             config: sizes and options of an export; `options` may name them one by one instead.
-            revision, token, cache_dir, force_download, local_files_only: as in transformers.
-            trust_remote_code: run native or modeling code from the Hub. Without it, the compiled graphs of a Hub
-                artifact are compiled again on this machine.
-            adapter: for an export, a folder or Hub id of a PEFT adapter to merge into the weights, or several.
-            dequantize: for an export of a quantized checkpoint, have plain weights in the place of its codes.
-            quantization_calibration: for an export with `quantization="int4"`, a text in UTF-8 to round weights on.
             deterministic: run every step in the largest mixed graph, so that a request's results are the same to the bit
                 whatever else is served, also where graphs of different shapes round differently (the cpu target's do
                 not, as a rule); every step then costs as much as the largest.
@@ -121,8 +107,9 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
                 says, or 600.
             profile: collects each step and each run of a graph, and names where a Neuron device's runtime writes its own
                 profile; its context has to be open.
-            options: fields of `NeuronConfig`, for an export. `torch_dtype` is `dtype`; keywords of transformers that change nothing here
-                (`device_map`, `low_cpu_mem_usage`, `attn_implementation` and their like) are logged once.
+            options: fields of `ExportOptions`, and of `NeuronConfig` for an export. `trust_remote_code` also runs compiled graphs from the
+                Hub as they are; without it they are compiled again on this machine. `torch_dtype` is `dtype`; keywords of transformers
+                that change nothing here (`device_map`, `low_cpu_mem_usage`, `attn_implementation` and their like) are logged once.
 
         Raises:
             TypeError: an option that NeuronConfig does not know.
@@ -131,87 +118,41 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             ArtifactError: the artifact is corrupt.
         """
         options = own_options(options)
+        named = ExportOptions.option_names()
+        reading = ExportOptions(**{name: options.pop(name) for name in named if name in options})
         if not isinstance(config, NeuronConfig | None):
             raise TypeError(
                 f"config is a NeuronConfig, not a {type(config).__name__}: the model brings its own; leave it out"
             )
         if config is not None and options:
             raise TypeError(f"pass config or single options, not both: {', '.join(sorted(options))}")
+        refuse_unknown(options, (*NeuronConfig.option_names(), *named))
         ranks = RankOptions(None if rank_python is None else str(rank_python), rank_timeout)
         wanted = NeuronConfig.from_dict(options) if config is None else config
-        hub: dict[str, Any] = {
-            "revision": revision,
-            "token": token,
-            "cache_dir": cache_dir,
-            "force_download": force_download,
-            "local_files_only": local_files_only,
+        loading: dict[str, Any] = {
+            "trust_remote_code": reading.trust_remote_code,
+            "deterministic": deterministic,
+            "ranks": ranks,
+            "profile": profile,
         }
-        found = find_artifact(model_id, export=export, native_code=trust_remote_code, **hub)
+        found = find_artifact(model_id, export=export, native_code=reading.trust_remote_code, **reading.hub)
         if found is None:
-            return cls._export(
-                model_id,
-                wanted,
-                trust_remote_code=trust_remote_code,
-                adapter=adapter,
-                dequantize=dequantize,
-                quantization_calibration=quantization_calibration,
-                deterministic=deterministic,
-                ranks=ranks,
-                profile=profile,
-                **hub,
-            )
+            return cls._export(model_id, wanted, reading, **loading)
         artifact, from_hub = found
-        if adapter is not None:
-            raise ValueError(
-                f"adapter={adapter!r} can be merged by an export only, and {model_id} is an artifact; export its checkpoint "
-                f"with the adapter"
-            )
-        if dequantize:
-            raise ValueError(
-                f"dequantize=True is for an export, and {model_id} is an artifact; export its checkpoint with it"
-            )
-        if quantization_calibration is not None:
-            raise ValueError(
-                f"quantization_calibration={str(quantization_calibration)!r} is for an export, and {model_id} is an artifact; export its "
-                f"checkpoint with it"
-            )
+        reading.refuse_for_artifact(model_id)
         refuse_other_options(artifact, wanted, options if config is None else NeuronConfig.option_names())
-        return cls._load(
-            artifact,
-            trust_native_code=trust_remote_code or not from_hub,
-            trust_remote_code=trust_remote_code,
-            deterministic=deterministic,
-            ranks=ranks,
-            profile=profile,
-        )
+        return cls._load(artifact, trust_native_code=reading.trust_remote_code or not from_hub, **loading)
 
     @classmethod
     def _export(
-        cls,
-        model_id: str | Path,
-        config: NeuronConfig,
-        *,
-        trust_remote_code: bool,
-        deterministic: bool,
-        ranks: RankOptions,
-        profile: Profile | None,
-        **options: Any,
+        cls, model_id: str | Path, config: NeuronConfig, reading: ExportOptions, **loading: Any
     ) -> NeuronModelForCausalLM:
         from ..export.recipe import export_model
 
         folder = Path(tempfile.mkdtemp(prefix="optimum-neuron-"))
         try:
-            path = export_model(
-                model_id, folder / "artifact", config=config, trust_remote_code=trust_remote_code, **options
-            )
-            model = cls._load(
-                Artifact.open(path),
-                trust_native_code=True,
-                trust_remote_code=trust_remote_code,
-                deterministic=deterministic,
-                ranks=ranks,
-                profile=profile,
-            )
+            path = export_model(model_id, folder / "artifact", config=config, **vars(reading))
+            model = cls._load(Artifact.open(path), trust_native_code=True, **loading)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -301,7 +242,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             ArtifactError: a file was changed after the export.
             ValueError, FileNotFoundError, RuntimeError: the Hub refuses, fails, or cannot be reached; each in one sentence.
         """
-        from ..tools.hub.push import push_artifact
+        from ..hub.push import push_artifact
 
         with self._as_it_is() as artifact:
             return push_artifact(

@@ -14,8 +14,8 @@ from vllm.config import CacheConfig, CompilationMode, KVTransferConfig, ModelCon
 from ..artifact.artifact import Artifact
 from ..artifact.find import is_from_hub
 from ..artifact.skeleton import read_generation_config
-from ..config import NeuronConfig
-from ..export.first_use import Opened, Source, export_once, open_artifact
+from ..config import ExportOptions, NeuronConfig
+from ..export.first_use import Opened, export_once, open_artifact
 from ..runtime.defaults import left_to_requests, settings_of_host, usable, vllm_sampling
 from .engine_args import given
 from .options import FITTED, refuse_options
@@ -82,24 +82,26 @@ def _check_logprobs(mode: str, config: NeuronConfig) -> None:
 
 def _exported(vllm_config: VllmConfig) -> Opened:
     config = _export_config(vllm_config)
-    return export_once(_source(vllm_config), lambda checkpoint: config, logger.warning)
+    return export_once(*_source(vllm_config), lambda checkpoint: config, logger.warning)
 
 
 def find_served(vllm_config: VllmConfig) -> Opened | None:
     """Return the artifact of a configuration; None where it names a checkpoint that is still to be exported."""
     options = dict(vllm_config.additional_config or {})
     fitted = options.pop(FITTED, None)
-    source = _source(vllm_config)
+    model, reading = _source(vllm_config)
     if fitted is not None:
-        source = Source(fitted, None, None, source.trust_remote_code)
-    return open_artifact(source, options)
+        model, reading = fitted, ExportOptions(trust_remote_code=reading.trust_remote_code)
+    return open_artifact(model, reading, options)
 
 
-def _source(vllm_config: VllmConfig) -> Source:
+def _source(vllm_config: VllmConfig) -> tuple[str, ExportOptions]:
     model = vllm_config.model_config
     # Offline, vLLM puts the folder of the asked revision in the place of the Hub id.
     revision = None if is_from_hub(Path(model.model)) else model.revision
-    return Source(model.model, revision, model.hf_token, model.trust_remote_code)
+    return model.model, ExportOptions(
+        revision=revision, token=model.hf_token, trust_remote_code=model.trust_remote_code
+    )
 
 
 def _export_config(vllm_config: VllmConfig) -> NeuronConfig:

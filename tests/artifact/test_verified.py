@@ -32,7 +32,7 @@ TENSORS = {"model.a": torch.arange(4096.0), "model.b": torch.ones(5, dtype=torch
 @pytest.fixture(params=["mapped", "copied"])
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
     """Where records are; a file settles at once."""
-    monkeypatch.setattr(weights, "has_huge_pages", lambda memory: request.param == "mapped")
+    monkeypatch.setattr(weights, "_LARGEST_COPY", 0 if request.param == "mapped" else 1 << 30)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(verified, "_SETTLED_NS", SETTLED_NS)
     monkeypatch.setattr(weights, "is_local", lambda descriptor: True)  # wherever the tests' files are
@@ -177,13 +177,13 @@ def test_a_record_counts_for_a_file_that_did_not_change_while_it_was_read(
     artifact: Artifact, hashed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(artifact)
-    has = verified._has
+    has = verified._has_record
 
     def look_and_change(status: os.stat_result, record: dict[str, int | str]) -> bool:
         os.utime(artifact.path / WEIGHTS_NAME)
         return has(status, record)
 
-    monkeypatch.setattr(verified, "_has", look_and_change)
+    monkeypatch.setattr(verified, "_has_record", look_and_change)
     check(artifact)
     assert len(hashed) == 2
 

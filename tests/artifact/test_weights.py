@@ -96,11 +96,11 @@ def test_a_head_of_odd_length_leaves_no_tensor_unaligned(tmp_path: Path) -> None
     assert all(tensor.data_ptr() % tensor.dtype.itemsize == 0 for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("huge", [True, False], ids=["mapped", "copied"])
+@pytest.mark.parametrize("largest", [0, 1 << 30], ids=["mapped", "copied"])
 def test_what_is_written_to_a_tensor_stays_in_this_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, huge: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int
 ) -> None:
-    monkeypatch.setattr(weights, "has_huge_pages", lambda memory: huge)
+    monkeypatch.setattr(weights, "_LARGEST_COPY", largest)
     artifact = written(tmp_path, TENSORS)
     data = (tmp_path / WEIGHTS_NAME).read_bytes()
     read_weights(artifact)["model.a"].fill_(7)
@@ -108,11 +108,11 @@ def test_what_is_written_to_a_tensor_stays_in_this_load(
     assert torch.equal(read_weights(artifact)["model.a"], TENSORS["model.a"])
 
 
-@pytest.mark.parametrize("huge", [True, False], ids=["mapped", "copied"])
+@pytest.mark.parametrize("largest", [0, 1 << 30], ids=["mapped", "copied"])
 def test_loaded_weights_outlive_an_artifact_that_takes_the_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, huge: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int
 ) -> None:
-    monkeypatch.setattr(weights, "has_huge_pages", lambda memory: huge)
+    monkeypatch.setattr(weights, "_LARGEST_COPY", largest)
     tensors = read_weights(written(tmp_path, TENSORS))
     (tmp_path / "other").write_bytes(b"x")
     (tmp_path / "other").replace(tmp_path / WEIGHTS_NAME)
@@ -136,117 +136,14 @@ def test_a_file_system_that_is_not_known_is_not_local(monkeypatch: pytest.Monkey
         assert not is_local(file.fileno())
 
 
-@pytest.mark.parametrize(
-    ("spared", "huge", "copies"), [(0, False, 1), (0, True, 0), (1, False, 0)], ids=["small", "huge", "large"]
-)
-def test_a_small_file_that_would_lie_in_small_pages_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spared: int, huge: bool, copies: int
-) -> None:
+@pytest.mark.parametrize(("spared", "copies"), [(0, 1), (1, 0)], ids=["small", "large"])
+def test_a_small_file_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spared: int, copies: int) -> None:
     artifact, made = written(tmp_path, TENSORS), []
     monkeypatch.setattr(weights, "is_local", lambda descriptor: True)
     monkeypatch.setattr(weights, "_LARGEST_COPY", (tmp_path / WEIGHTS_NAME).stat().st_size - spared)
-    monkeypatch.setattr(weights, "has_huge_pages", lambda memory: huge)
     monkeypatch.setattr(weights, "copied", lambda *arguments: made.append(1) or pages.copied(*arguments))
     assert torch.equal(read_weights(artifact)["model.a"], TENSORS["model.a"])
     assert len(made) == copies
-
-
-def test_a_large_file_is_not_read_to_tell_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    artifact = written(tmp_path, TENSORS)
-    monkeypatch.setattr(weights, "is_local", lambda descriptor: True)
-    monkeypatch.setattr(weights, "_LARGEST_COPY", 0)
-    monkeypatch.delattr(weights, "has_huge_pages")
-    assert torch.equal(read_weights(artifact)["model.a"], TENSORS["model.a"])
-
-
-@pytest.mark.parametrize(("becomes_huge", "copies"), [(True, 0), (False, 1)])
-def test_a_file_in_small_pages_is_read_anew_before_it_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes_huge: bool, copies: int
-) -> None:
-    artifact, made, anew = written(tmp_path, TENSORS), [], []
-    monkeypatch.setattr(weights, "is_local", lambda descriptor: True)
-    monkeypatch.setattr(weights, "read_anew", lambda descriptor, size: anew.append(size))
-    monkeypatch.setattr(weights, "has_huge_pages", lambda memory: becomes_huge and bool(anew))
-    monkeypatch.setattr(weights, "copied", lambda *arguments: made.append(1) or pages.copied(*arguments))
-    assert torch.equal(read_weights(artifact)["model.a"], TENSORS["model.a"])
-    assert anew == [(tmp_path / WEIGHTS_NAME).stat().st_size]
-    assert len(made) == copies
-
-
-@pytest.mark.parametrize(
-    ("huge", "can_be", "limit_s", "forgotten"),
-    [
-        ([], [0, 1, 2], 60, [0, 1, 2]),
-        ([1], [0, 1, 2], 60, [0, 2]),
-        ([0, 1, 2], [0, 1, 2], 60, []),
-        ([0], [2], 60, [1]),
-        ([], [], 60, [0]),
-        ([], [0, 1, 2], -1, [0]),
-        ([0], [0, 1, 2], -1, []),
-    ],
-    ids=["none", "some", "all", "no memory for one", "not to be had", "a slow disk", "a slow disk, huge"],
-)
-def test_pieces_in_small_pages_are_read_anew(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    huge: list[int],
-    can_be: list[int],
-    limit_s: float,
-    forgotten: list[int],
-) -> None:
-    piece, now, asked = pages._HUGE_PAGE, set(huge), []
-
-    def forget(descriptor: int, begin: int, size: int, advice: int) -> None:
-        assert (size, advice) == (piece, os.POSIX_FADV_DONTNEED)
-        asked.append(begin // piece)
-        now.update({begin // piece} & set(can_be))
-
-    monkeypatch.setattr(pages, "_PIECE", piece)
-    monkeypatch.setattr(pages, "_LONGEST_S", limit_s)
-    monkeypatch.setattr(pages, "_is_huge", lambda descriptor, size, offset: offset // piece in now)
-    monkeypatch.setattr(os, "posix_fadvise", forget)
-    pages.read_anew(0, 3 * piece + 1)
-    assert asked == forgotten
-
-
-def test_a_file_that_cannot_be_forgotten_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: int) -> None:
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "posix_fadvise", refuse)
-    monkeypatch.setattr(pages, "_is_huge", lambda descriptor, size, offset: False)
-    pages.read_anew(0, pages._HUGE_PAGE)
-    monkeypatch.delattr(os, "posix_fadvise")  # a system that has no such call
-    pages.read_anew(0, pages._HUGE_PAGE)
-
-
-def test_a_file_that_is_read_anew_keeps_its_bytes(tmp_path: Path) -> None:
-    """Those that the disk has not yet, and those that another process has mapped, too."""
-    data = torch.randint(0, 255, (5 << 20,), dtype=torch.uint8).numpy().tobytes()
-    with (tmp_path / "file").open("w+b") as file:
-        for begin in range(0, len(data), 4096):
-            os.write(file.fileno(), data[begin : begin + 4096])
-        other = pages.mapped(file.fileno(), len(data))
-        for _ in range(2):
-            assert other[:] == data
-            pages.read_anew(file.fileno(), len(data))
-            assert pages.mapped(file.fileno(), len(data))[:] == data
-            os.fsync(file.fileno())
-
-
-def test_most_of_the_mapping_itself_has_to_be_in_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = pages.zeroed(2 << 20)
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    heads = [f"{address + shift:x}-{address + shift + 4096:x} rw-p 0 0:0 0 /a file" for shift in (-4096, 0, 4096)]
-    listing = [
-        f"{head}\nRss: 4 kB\nFilePmdMapped: {size} kB\n" for head, size in zip(heads, (7, 1536, 9), strict=True)
-    ]
-    monkeypatch.setattr(pages, "_MAPPINGS", tmp_path / "smaps")
-    assert not pages.has_huge_pages(memory)
-    (tmp_path / "smaps").write_text("".join(listing))
-    assert pages.has_huge_pages(memory)
-    (tmp_path / "smaps").write_text("".join([listing[0], listing[1].replace("1536", "1532"), listing[2]]))
-    assert not pages.has_huge_pages(memory)
 
 
 def test_states_and_copies_are_private_memory() -> None:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optimum_neuron import NeuronModelForCausalLM, export_model
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.checkpoints.digest import file_sha256
+from optimum_neuron.artifact.filesystem import file_sha256
 
 
 # How much farther from float64 than the model's own float32 logits an artifact's may be, whose sums are others.
@@ -172,7 +172,7 @@ def test_from_pretrained_merges_at_an_export_and_refuses_an_adapter_for_an_artif
     model = NeuronModelForCausalLM.from_pretrained(tiny_checkpoint, export=True, adapter=adapter, **options)
     assert model.artifact.manifest["adapters"][0]["source"] == str(adapter)
     model.save_pretrained(tmp_path / "artifact")
-    with pytest.raises(ValueError, match=r"adapter=.* can be merged by an export only, and .*artifact is an artifact"):
+    with pytest.raises(ValueError, match=r"adapter=.* is an option of an export, and .*artifact is an artifact"):
         NeuronModelForCausalLM.from_pretrained(tmp_path / "artifact", adapter=adapter)
 
 

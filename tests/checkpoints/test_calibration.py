@@ -262,7 +262,7 @@ def test_a_checkpoint_without_a_tokenizer_or_with_anothers_is_refused(
 
 def test_an_artifact_takes_no_text(tiny_checkpoint: Path, text: Path, tmp_path: Path) -> None:
     artifact = _export(tiny_checkpoint, tmp_path / "out", None)
-    with pytest.raises(ValueError, match=r"is for an export, and .* is an artifact"):
+    with pytest.raises(ValueError, match=r"is an option of an export, and .* is an artifact"):
         NeuronModelForCausalLM.from_pretrained(artifact, quantization_calibration=text)
     found = NeuronModelForCausalLM.from_pretrained(
         tiny_checkpoint, export=True, quantization_calibration=text, **SIZES

@@ -342,7 +342,7 @@ def test_fp8_weights_are_kept_as_those_that_transformers_dequantizes(checkpoint:
     exact = quantize_to_fp8(checkpoint)
     found = open_quantized(read_object(checkpoint / "config.json"), checkpoint, "tiny")
     assert found.layers and {*found.layers, *found.plain} == exact.keys()
-    assert all(torch.equal(found.read(name).dequantize(), exact[name]) for name in found.layers)
+    assert all(torch.equal(found.read_codes(name).dequantize(), exact[name]) for name in found.layers)
     assert all(torch.equal(found.read_plain(name), exact[name]) for name in found.plain)
 
 
@@ -354,7 +354,7 @@ def test_mxfp4_experts_are_multiplied_by_their_scales(
     exact = quantize_to_mxfp4(checkpoint)
     kept = open_quantized(read_object(checkpoint / "config.json"), checkpoint, "tiny")
     assert {*kept.layers} == exact.keys()
-    assert all(torch.equal(kept.read(name).dequantize().transpose(1, 2), exact[name]) for name in kept.layers)
+    assert all(torch.equal(kept.read_codes(name).dequantize().transpose(1, 2), exact[name]) for name in kept.layers)
     artifact = export_tiny(checkpoint, output, dtype=dtype, dequantize=True)
     found = read_weights(Artifact.open(artifact))
     assert exact

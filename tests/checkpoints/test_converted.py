@@ -12,7 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from converted import convert
@@ -40,10 +39,7 @@ def rope(kind: str = "default", theta: float = 12345.0, **more: Any) -> dict[str
 def both_ropes(theta: float, near: float, **more: Any) -> dict[str, Any]:
     full = {"rope_type": "default", "rope_theta": theta} | more
     return {
-        "rope_parameters": {
-            "full_attention": full,
-            "sliding_attention": {"rope_type": "default", "rope_theta": near},
-        }
+        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": near}}
     }
 
 
@@ -57,12 +53,7 @@ LATENT = {
     "v_head_dim": 12, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_routed_experts": 8,
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.7,
 }  # fmt: skip
-SCALES = {
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.3,
-    "logits_scaling": 1.6,
-}
+SCALES = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 1.6}
 # The converter leaves the base of their rotary embedding out, which is llama.cpp's in all published ones.
 USUAL_BASE = rope(theta=10000.0)
 FALCON = {
@@ -304,23 +295,3 @@ def test_codes_of_a_file_are_kept_in_the_order_of_the_model(
     model = open_file(write(make_model(title), tmp_path, kind="MOSTLY_Q8_0")).load_model("auto")
     assert "exported as plain numbers" not in caplog.text  # nor is any other than the numbers that they stand for
     assert len(weight_formats(model)) >= 8
-
-
-# llama.cpp leaves out the window of Phi 3, rounds gpt-oss's correction range, and reads no attention factor and no groups of experts.
-KNOWN_BY_LLAMA_CPP = (
-    "llama llama3 odd", "llama linear", "llama yarn", "mixtral", "qwen2 yarn", "qwen3 moe", "phi3 longrope", "minimax-m2", "gemma2 27b",
-    "gemma3 linear", "stablelm norms", "starcoder2", "deepseek2", "granite bias", "olmo3", "falcon 40b", "bloom", "nemotron", "lfm2",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("title", KNOWN_BY_LLAMA_CPP)
-def test_llama_cpp_computes_the_same_of_the_file(title: str, tmp_path: Path) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp")
-    path = write(make_model(title), tmp_path)
-    peer = llama_cpp.Llama(str(path), n_ctx=128, n_batch=128, logits_all=True, verbose=False, type_k=0, type_v=0)
-    peer.eval(tokens(100)[0].tolist())
-    expected = torch.from_numpy(np.array(peer.scores[:100]))
-    with torch.no_grad():
-        found = with_own_attention(open_file(path).load_model("auto"))(tokens(100)).logits[0]
-    # Its activation functions read tables in float16.
-    assert (found - expected).abs().max() < 2e-3 * (expected.max() - expected.min())

@@ -78,7 +78,11 @@ REFUSED = [
     ("llama.rope.scaling.type", "yarn", "rope.scaling.type=yarn and rope.scaling.factor=0.0"),
     ("llama.rope.scaling.attn_factor", 0.5, "llama.rope.scaling.attn_factor=0.5: it is known of files with"),
     ("tokenizer.ggml.eos_token_id", 300, "tokenizer.ggml.eos_token_id=300: the model has 300 tokens"),
-    ("general.architecture", "rwkv6", "is of the architecture rwkv6, and GGUF files are read of bloom, deepseek2"),
+    (
+        "general.architecture",
+        "rwkv6",
+        "has the architecture rwkv6, and GGUF files are read only with bloom, deepseek2",
+    ),
 ]
 
 

@@ -81,7 +81,7 @@ def test_blocks_of_a_gguf_file_that_no_codes_stand_for_become_plain_with_a_warni
     tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     exact = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "IQ4_NL")
-    with pytest.raises(ValueError, match="IQ4_NL, whose values are no codes times scales; pass --dequantize"):
+    with pytest.raises(ValueError, match="IQ4_NL, which holds no codes times scales; pass --dequantize"):
         export_tiny(tmp_path / "tiny.gguf", tmp_path / "out", **KEEP)
     assert not (tmp_path / "out").exists()
     artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "out")
@@ -199,13 +199,13 @@ def test_codes_that_stand_for_other_numbers_than_the_model_s_are_refused(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "fp8")
-    read = SafetensorsFormat.read
+    read = SafetensorsFormat.read_codes
 
     def other(form: SafetensorsFormat, name: str) -> QuantizedWeight:
         weight = read(form, name)
         return replace(weight, scale=weight.scale * 1.01)
 
-    monkeypatch.setattr(SafetensorsFormat, "read", other)
+    monkeypatch.setattr(SafetensorsFormat, "read_codes", other)
     with pytest.raises(ValueError, match="stand for other numbers than transformers loads; pass --dequantize"):
         export_tiny(checkpoint, tmp_path / "out", **KEEP)
     assert not (tmp_path / "out").exists()

@@ -24,9 +24,8 @@ import optimum_neuron.export.recipe
 from optimum_neuron.artifact import weight_file
 from optimum_neuron.checkpoints import scratch
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
-from optimum_neuron.checkpoints.mapped import map_tensors, reading_mapped_files
+from optimum_neuron.checkpoints.mapped import WritableWhereWritten, map_tensors, reading_mapped_files
 from optimum_neuron.checkpoints.scratch import give_back, in_file, scratch_folder, tensors_in_files
-from optimum_neuron.checkpoints.writable import WritableWhereWritten
 from optimum_neuron.targets.eager import EagerTarget
 
 

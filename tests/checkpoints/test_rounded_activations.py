@@ -27,12 +27,12 @@ from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact, ArtifactEr
 from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
 from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 from optimum_neuron.export import recipe as export
+from optimum_neuron.hub.card import make_card
 from optimum_neuron.kernels.host.instruction_sets import choose_instruction_set
 from optimum_neuron.step.features.codes.modules import reference_product
 from optimum_neuron.step.features.codes.weight import QuantizedWeight
 from optimum_neuron.step.features.experts.experts import dequantized_experts
 from optimum_neuron.targets import cpu
-from optimum_neuron.tools.hub.card import make_card
 from optimum_neuron.tools.inspect.collect import collect_facts
 from optimum_neuron.tools.inspect.html import render_page
 
@@ -106,9 +106,7 @@ def test_cuts_slots_and_neighbours_change_no_bit(target: str, mixed: Callable[[s
     assert torch.equal(prefill_pieces(runner, 2, prompt, [5, 8, 8]), expected)
 
 
-def test_experts_multiply_with_rounded_activations_on_both_targets(
-    tmp_path: Path,
-) -> None:
+def test_experts_multiply_with_rounded_activations_on_both_targets(tmp_path: Path) -> None:
     checkpoint = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
     prompt, logits = random_tokens(13), {}
     for target in TARGETS:

@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from optimum_neuron import targets
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.artifact.partial import locked_folder
+from optimum_neuron.config import ExportOptions
 from optimum_neuron.export import first_use
 from optimum_neuron.export import recipe as export
-from optimum_neuron.export.first_use import Source, open_or_export
+from optimum_neuron.export.first_use import open_or_export
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -45,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> None:
 
 
 def opened(model: str | Path, **sizes: int) -> Artifact:
-    return open_or_export(Source(str(model)), sizes).artifact
+    return open_or_export(str(model), ExportOptions(), sizes).artifact
 
 
 def test_a_checkpoint_answers_after_one_export_with_sizes_of_its_own(

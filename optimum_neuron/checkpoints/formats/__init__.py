@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized checkpoints as they are: from a format's own tensors to `QuantizedWeight`, to the bit."""
+"""Formats of quantized checkpoints: from a format's own tensors to `QuantizedWeight`, to the bit."""

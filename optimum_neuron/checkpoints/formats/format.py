@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantized checkpoint is asked: which weights it has quantized, and each of them."""
+"""The interface of a quantized checkpoint: the names of its quantized weights, and each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...step.features.codes.weight import QuantizedWeight
-from .stored import StoredWeight
+from .stored import FormatWeight
 from .tensors import TensorFiles
 
 
@@ -19,7 +19,7 @@ class CheckpointFormat(ABC):
     Attributes:
         layers: names of the quantized weights.
         plain: names of all other tensors, as the checkpoint calls them.
-        notices: what of the checkpoint is not followed, a sentence each, for the user.
+        notices: a sentence for the user about each setting that is not followed.
     """
 
     layers: tuple[str, ...]
@@ -27,8 +27,8 @@ class CheckpointFormat(ABC):
     notices: tuple[str, ...] = ()
 
     @abstractmethod
-    def read(self, name: str) -> QuantizedWeight:
-        """A weight whose `dequantize()` is `self.dequantize(name)` to the bit.
+    def read_codes(self, name: str) -> QuantizedWeight:
+        """Return a weight: its `dequantize()` is `self.dequantize(name)` to the bit.
 
         Raises:
             NotKeptError: there is none; the weight can be dequantized.
@@ -37,23 +37,19 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def dequantize(self, name: str) -> Tensor:
-        """`[..., outputs, inputs]` float32: what the format says that a weight stands for.
-
-        Raises:
-            ValueError: the checkpoint is damaged.
-        """
+        """Return `[..., outputs, inputs]` float32 by the definition of the format; raise ValueError for a damaged checkpoint."""
 
     @abstractmethod
     def read_plain(self, name: str) -> Tensor:
-        """A tensor that is not quantized."""
+        """Return a tensor that is not quantized."""
 
 
 class SafetensorsFormat(CheckpointFormat):
-    """One whose tensors are in safetensors files, which stay mapped.
+    """A quantized checkpoint in safetensors files, which stay mapped.
 
     Args:
-        parts: by name of a weight the names of its tensors, by part.
-        left_out: tensors that belong to quantized layers, and that nothing reads.
+        parts: names of a weight's tensors by part, by the weight's name.
+        left_out: tensors of quantized layers that nothing reads.
     """
 
     def __init__(
@@ -89,19 +85,19 @@ class SafetensorsFormat(CheckpointFormat):
                 f"config.json, or download the checkpoint again"
             )
 
-    def read(self, name: str) -> QuantizedWeight:
-        return self._stored(name).quantized()
+    def read_codes(self, name: str) -> QuantizedWeight:
+        return self._stored_weight(name).quantized()
 
     def dequantize(self, name: str) -> Tensor:
-        return self._stored(name).dequantize()
+        return self._stored_weight(name).dequantize()
 
     def read_plain(self, name: str) -> Tensor:
-        return self._files.read(name)
+        return self._files.read_tensor(name)
 
     @abstractmethod
-    def _stored(self, name: str) -> StoredWeight: ...
+    def _stored_weight(self, name: str) -> FormatWeight: ...
 
 
 def _is_coded(name: str, dtype: str) -> bool:
-    """Whether a tensor by its type is none of plain numbers."""
+    """Return whether a tensor's type is none of plain numbers."""
     return dtype.startswith(("F8", "F4", "F6")) or (name.endswith("weight") and "F" not in dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 checkpoints as DeepSeek-V3 has them: e4m3 weights with a scale for each block of outputs and inputs, or one for all.
 
-`weight_scale_inv` is what codes are multiplied by, as in `weight_dequant` of DeepSeek-V3's inference/kernel.py and in
-transformers' `Fp8Dequantize`. A block that reaches over the weight's edge has its scale too.
+`weight_scale_inv` multiplies codes, as in `weight_dequant` of DeepSeek-V3's inference/kernel.py and in transformers' `Fp8Dequantize`. A
+block that reaches over the weight's edge has its scale too.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from .format import SafetensorsFormat
 from .mxfp4 import power_of_two
-from .settings import Document, block_of, text
-from .stored import StoredWeight
+from .settings import Document, block_of, take_text
+from .stored import FormatWeight
 from .tensors import DOWNLOAD, FLOATS, TensorFiles
 
 
 CODES = "F8_E4M3"
-# What a scale is called beside `x.weight` or `x.gate_up_proj`.
+# Names of the scale of `x.weight` or `x.gate_up_proj`.
 _SCALES = ("{weight}_scale_inv", "{module}.scale", "{weight}_scale")
 # Scales of inputs, which stay unquantized.
 _OF_INPUTS = ("activation_scale", "input_scale")
@@ -28,11 +28,11 @@ _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 
 
 class Fp8(SafetensorsFormat):
-    """A checkpoint whose config names quant_method "fp8"."""
+    """A checkpoint with quant_method "fp8" in its config."""
 
     def __init__(self, document: Document, files: TensorFiles) -> None:
         self._block = _block_size(document)
-        static = text(document, "activation_scheme", "dynamic") == "static"
+        static = take_text(document, "activation_scheme", "dynamic") == "static"
         left_out = tuple(name for name in files.names if name.endswith(_OF_INPUTS))
         coded = [name for name in sorted(files.names) if files.dtype(name) == CODES]
         parts = {name: {"codes": name, "scale": _scale_of(name, files)} for name in coded}
@@ -45,25 +45,25 @@ class Fp8(SafetensorsFormat):
             files, parts, left_out=left_out, notices=(inputs_notice(files.source),) if static or left_out else ()
         )
 
-    def _stored(self, name: str) -> StoredWeight:
+    def _stored_weight(self, name: str) -> FormatWeight:
         parts = self._parts[name]
-        codes = self._files.read(parts["codes"], torch.float8_e4m3fn)
-        found = self._files.read(parts["scale"], *FLOATS, *_EXPONENTS)
+        codes = self._files.read_tensor(parts["codes"], torch.float8_e4m3fn)
+        found = self._files.read_tensor(parts["scale"], *FLOATS, *_EXPONENTS)
         if found.dtype in _EXPONENTS:
             found = power_of_two(f"{self._files.source}: {parts['scale']}", found)
         # A table of embeddings may have one scale where layers have blocks.
         block = None if found.numel() == 1 and found.dim() < 2 else self._block
-        scale, group = spread(f"{self._files.source}: {parts['scale']}", found, codes.shape, block)
-        return StoredWeight(f"{self._files.source}: {name}", "fp8", codes, scale, group=group)
+        scale, group = spread_scales(f"{self._files.source}: {parts['scale']}", found, codes.shape, block)
+        return FormatWeight(f"{self._files.source}: {name}", "fp8", codes, scale, group=group)
 
 
-def spread(
+def spread_scales(
     name: str, scale: Tensor, shape: Sequence[int], block: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales of blocks, as scales `[..., outputs, groups]` of a weight `shape`, and the group of each input.
+    """Return scales of blocks as scales `[..., outputs, groups]` of a weight `shape`, and the group of each input.
 
     Args:
-        block: outputs and inputs of a block; None where there is one scale for all, for an expert, or for each output.
+        block: outputs and inputs of a block; None for one scale for all, for an expert, or for each output.
 
     Raises:
         ValueError: there are not as many as there are blocks.
@@ -104,6 +104,6 @@ def _scale_of(name: str, files: TensorFiles) -> str:
     found = [scale.format(weight=name, module=module) for scale in _SCALES]
     found = [scale for scale in found if scale in files.names]
     if len(found) != 1:
-        told = " and ".join(found) if found else f"no {name}_scale_inv"
-        raise ValueError(f"{files.source} holds {name} in FP8 and {told}; {DOWNLOAD}")
+        scales = " and ".join(found) if found else f"no {name}_scale_inv"
+        raise ValueError(f"{files.source} holds {name} in FP8 and {scales}; {DOWNLOAD}")
     return found[0]

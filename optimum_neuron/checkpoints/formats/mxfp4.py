@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .format import SafetensorsFormat
 from .settings import Document
-from .stored import StoredWeight
+from .stored import FormatWeight
 from .tensors import DOWNLOAD, TensorFiles, check_parts
 
 
@@ -22,7 +22,7 @@ _NO_NUMBER = 255
 
 
 class Mxfp4(SafetensorsFormat):
-    """A checkpoint whose config names quant_method "mxfp4".
+    """A checkpoint with quant_method "mxfp4" in its config.
 
     Its weights are `[experts, outputs, inputs]`; the parameters of transformers' gpt-oss, which have the same names, are
     `[experts, inputs, outputs]`.
@@ -38,24 +38,24 @@ class Mxfp4(SafetensorsFormat):
             check_parts(files, weight, parts, tuple(_ENDINGS.values()))
         super().__init__(files, found)
 
-    def _stored(self, name: str) -> StoredWeight:
+    def _stored_weight(self, name: str) -> FormatWeight:
         parts = self._parts[name]
-        blocks = self._files.read(parts["blocks"], torch.uint8)
+        blocks = self._files.read_tensor(parts["blocks"], torch.uint8)
         if blocks.dim() < 3 or blocks.shape[-1] != _BLOCK_BYTES:
             raise ValueError(
                 f"{self._files.source}: {parts['blocks']} has the shape {list(blocks.shape)}, and is to be blocks of "
                 f"{_BLOCK_BYTES} bytes; {DOWNLOAD}"
             )
-        exponents = self._files.read(parts["scales"], torch.uint8, shape=tuple(blocks.shape[:-1]))
+        exponents = self._files.read_tensor(parts["scales"], torch.uint8, shape=tuple(blocks.shape[:-1]))
         scale = power_of_two(f"{self._files.source}: {parts['scales']}", exponents)
-        return StoredWeight(f"{self._files.source}: {name}", "fp4", blocks.flatten(-2), scale)
+        return FormatWeight(f"{self._files.source}: {name}", "fp4", blocks.flatten(-2), scale)
 
 
 def power_of_two(name: str, exponents: Tensor) -> Tensor:
-    """Scales 2 ** (exponent - 127), which bfloat16 holds all, of exponents as uint8 or float8_e8m0fnu.
+    """Return scales 2 ** (exponent - 127) in bfloat16, which holds all, of exponents as uint8 or float8_e8m0fnu.
 
     Raises:
-        ValueError: one of them is the number that stands for none.
+        ValueError: an exponent stands for no number.
     """
     if bool((exponents.view(torch.uint8) == _NO_NUMBER).any()):
         raise ValueError(f"{name} holds NaN; {DOWNLOAD}")

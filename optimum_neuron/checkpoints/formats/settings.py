@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config says of a quantization: values of the types that they must have, and patterns of names."""
+"""Settings of a quantization in a config: values of the right types, and patterns of names."""
 
 from __future__ import annotations
 
@@ -30,43 +30,39 @@ _MOST_COPIES = 10_000
 
 
 def _read(document: Document, name: str, kind: type[_Value], default: Any = None) -> _Value:
-    """Return a value; `default` where there is none. Raises ValueError where it is of another type."""
+    """Return a value; `default` where there is none; raise ValueError for a value of another type."""
     value: Any = default if document.get(name) is None else document[name]
     if type(value) is not kind:
         raise ValueError(f"quantization_config names {name}={value!r}, which is {_WRONG[kind]}; correct config.json")
     return value
 
 
-def whole(document: Document, name: str, default: Any = None) -> int:
+def take_whole(document: Document, name: str, default: Any = None) -> int:
     """Return a whole number; `default` where the document has no such name."""
     return _read(document, name, int, None if name in document else default)
 
 
-def switch(document: Document, name: str, *, default: bool) -> bool:
+def take_switch(document: Document, name: str, *, default: bool) -> bool:
     return _read(document, name, bool, default)
 
 
-def text(document: Document, name: str, default: str) -> str:
+def take_text(document: Document, name: str, default: str) -> str:
     """Return a word, in lower case."""
     return _read(document, name, str, default).lower()
 
 
-def texts(document: Document, name: str) -> tuple[str, ...]:
+def take_texts(document: Document, name: str) -> tuple[str, ...]:
     return tuple(_read({name: each}, name, str) for each in _read(document, name, list, []))
 
 
-def part(document: Document, name: str) -> Document:
+def take_part(document: Document, name: str) -> Document:
     """Return a document in a document, which may be missing."""
     return _read(document, name, dict, {})
 
 
 def group_size(document: Document, default: int | None = None) -> int | None:
-    """Inputs that share a scale; None where all of an output do (-1).
-
-    Raises:
-        ValueError: it is no such number.
-    """
-    size = whole(document, "group_size", default)
+    """Return the inputs that share a scale, None for all inputs of an output (-1); raise ValueError for another value."""
+    size = take_whole(document, "group_size", default)
     if size != -1 and not 1 <= size <= _LARGEST_GROUP:
         raise ValueError(
             f"quantization_config names group_size={size}, and a group has 1 to {_LARGEST_GROUP:,} inputs, or all of them (-1); "
@@ -76,7 +72,7 @@ def group_size(document: Document, default: int | None = None) -> int | None:
 
 
 def block_of(value: object, where: str) -> tuple[int, int]:
-    """Return outputs and inputs of a block. Raises ValueError, naming the setting, where the value is no two sizes."""
+    """Return outputs and inputs of a block; raise ValueError that names the setting for another value."""
     sizes = value if isinstance(value, list | tuple) else []
     if len(sizes) != 2 or not all(type(size) is int and 1 <= size <= _LARGEST_GROUP for size in sizes):
         raise ValueError(
@@ -85,13 +81,10 @@ def block_of(value: object, where: str) -> tuple[int, int]:
     return (sizes[0], sizes[1])
 
 
-def begins(pattern: str, name: str) -> bool:
-    """Return whether a name begins with what a regular expression describes.
+def begins_with(pattern: str, name: str) -> bool:
+    """Return whether a name begins with a match of a regular expression; raise ValueError for a wrong one, or one that takes too long.
 
-    Anybody may have written it: `re` would try exponentially many ways through some, where `regex` stops after a time.
-
-    Raises:
-        ValueError: it is no expression, or takes too long.
+    A stranger wrote the pattern: `re` would try exponentially many ways through some, and `regex` stops after a time.
     """
     where = f"quantization_config has the pattern {pattern[:100]!r}"
     # `regex` writes out what is repeated so often, whatever the limit of time.

@@ -21,20 +21,19 @@ PLAIN_REMEDY = "pass --dequantize to export its weights as plain numbers"
 
 
 class NotKeptError(ValueError):
-    """A layer's weights stand for numbers that no `QuantizedWeight` stands for to the bit; they can be dequantized."""
+    """A weight that no `QuantizedWeight` stands for to the bit; it can be dequantized."""
 
 
 @dataclass(frozen=True)
-class StoredWeight:
+class FormatWeight:
     """A weight `[..., outputs, inputs]`: value = (code - zero) * scale in float32, by the group of an input.
 
     Attributes:
-        name: for messages: what the weight is called.
-        codes: `[..., outputs, inputs]`, of int4 as uint8 0 to 15, of int8 as int8, of fp8 as float8_e4m3fn; of fp4 packed as
-            `QuantizedWeight` has them.
+        name: the weight's name in messages.
+        codes: `[..., outputs, inputs]`: int4 as uint8 0 to 15, int8 as int8, fp8 as float8_e4m3fn; fp4 packed as in `QuantizedWeight`.
         scale: `[..., outputs, groups]` float32, float16 or bfloat16.
-        zero: `[..., outputs, groups]` int16, where whole numbers are counted from others than 8 (int4) or 0 (int8).
-        group: `[inputs]` int64: the number of each input's group; None where groups are equal parts side by side.
+        zero: `[..., outputs, groups]` int16, where codes count from another number than 8 (int4) or 0 (int8).
+        group: `[inputs]` int64: the group of each input; None where groups are equal parts next to each other.
 
     Raises:
         ValueError: a scale is not finite, or so large that a value would not be; or a code of fp8 is no number.
@@ -58,7 +57,7 @@ class StoredWeight:
             raise ValueError(f"{self.name} holds NaN; download or copy the checkpoint again")
 
     def quantized(self) -> QuantizedWeight:
-        """The same weight to the bit, in as many bits, or in 8 where zero points and scales of float32 ask for it.
+        """Return the same weight to the bit, in as many bits, or in 8 where zero points and scales of float32 need them.
 
         Raises:
             NotKeptError: there is none.
@@ -79,7 +78,7 @@ class StoredWeight:
         return QuantizedWeight(kind, codes, scale.contiguous(), shift)
 
     def dequantize(self) -> Tensor:
-        """`[..., outputs, inputs]` float32, by the definition of the format."""
+        """Return `[..., outputs, inputs]` float32, by the definition of the format."""
         values = self._values()
         group = self.group
         if group is None:
@@ -93,13 +92,13 @@ class StoredWeight:
         return INT4_MIDDLE if self.kind == "int4" else 0
 
     def _values(self) -> Tensor:
-        """Codes as numbers `[..., outputs, inputs]` float32, less `_middle`."""
+        """Return codes as numbers `[..., outputs, inputs]` float32, less `_middle`."""
         if self.kind == "fp4":
             return QuantizedWeight("fp4", self.codes, torch.ones(*self.codes.shape[:-1], 1)).values()
         return self.codes.float() - self._middle
 
     def _side_by_side(self) -> tuple[Tensor, Tensor | None]:
-        """Scales and zero points of groups that are equal parts of the inputs; no zero points where they change nothing."""
+        """Return scales and zero points of groups that are equal parts of the inputs; no zero points where they change nothing."""
         scale, zero = self.scale, self.zero
         if zero is not None and bool((zero == self._middle).all()):
             zero = None
@@ -115,19 +114,19 @@ class StoredWeight:
         return scale[..., places], None if zero is None else zero[..., places]
 
     def _centred(self, zero: Tensor) -> Tensor:
-        """Codes less their zero points, where they have room in int8."""
+        """Return codes less their zero points, where they have room in int8."""
         size = self.codes.shape[-1] // zero.shape[-1]
         codes = (self.codes.short().unflatten(-1, (-1, size)) - zero[..., None]).flatten(-2)
         if codes.amin() < -128 or codes.amax() > 127:
             raise NotKeptError(
-                f"{self.name} has codes of 8 bits, zero points and scales of float32, whose values no 8 bits hold to the bit; "
+                f"{self.name} has codes of 8 bits, zero points and scales of float32, and no 8 bits hold their values to the bit; "
                 f"{PLAIN_REMEDY}"
             )
         return codes.to(torch.int8)
 
 
 def _exact_shift(kind: str, scale: Tensor) -> bool:
-    """Whether code * scale - zero * scale is (code - zero) * scale to the bit: all products have room in float32."""
+    """Return whether code * scale - zero * scale is (code - zero) * scale to the bit: all products have room in float32."""
     if scale.dtype != torch.float32:
         return True
     spare = (1 << (4 if kind == "int4" else 8)) - 1
@@ -135,17 +134,13 @@ def _exact_shift(kind: str, scale: Tensor) -> bool:
 
 
 def _run_length(group: Tensor) -> int:
-    """The largest number of inputs so that each part of as many has one group."""
+    """Return the largest length that divides the inputs into parts with one group each."""
     changes = (torch.nonzero(group[1:] != group[:-1]).flatten() + 1).tolist()
     return math.gcd(len(group), *changes)
 
 
 def check_group(name: str, group: Tensor, groups: int) -> Tensor:
-    """Numbers of groups `[inputs]`, as int64.
-
-    Raises:
-        ValueError: one is not of 0 to `groups` - 1.
-    """
+    """Return numbers of groups `[inputs]` as int64; raise ValueError for one outside of 0 to `groups` - 1."""
     low, high = int(group.amin()), int(group.amax())
     if low < 0 or high >= groups:
         raise ValueError(
@@ -155,7 +150,7 @@ def check_group(name: str, group: Tensor, groups: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Whole numbers of `bits` bits `[..., 32 / bits * words]` uint8, the first in the lowest bits of int32 words `[..., words]`."""
+    """Return numbers `[..., 32 / bits * words]` uint8 of int32 words `[..., words]`; the first number has the lowest bits."""
     pieces = words.contiguous().view(
         torch.uint8
     )  # little-endian: as safetensors stores them, and the machines that this runs on

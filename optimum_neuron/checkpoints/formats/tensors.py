@@ -20,13 +20,10 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class TensorFiles:
-    """A checkpoint's tensors by name. What is read lies in the mapped files, which stay open as long as this object."""
+    """A checkpoint's tensors by name. They lie in the mapped files, which stay open as long as this object."""
 
     def __init__(self, folder: Path, source: str) -> None:
-        """Opens all safetensors files of a folder.
-
-        Args:
-            source: what the user named, for messages.
+        """Open all safetensors files of a folder.
 
         Raises:
             FileNotFoundError: there are no weights, or a file that the index names is missing.
@@ -49,17 +46,13 @@ class TensorFiles:
         return self._described.keys()
 
     def dtype(self, name: str) -> str:
-        """The type of a tensor as safetensors calls it, such as F8_E4M3."""
+        """Return the type of a tensor as safetensors calls it, such as F8_E4M3."""
         return self._described[name][1]
 
-    def read(
+    def read_tensor(
         self, name: str, *dtypes: torch.dtype, shape: tuple[int, ...] | None = None, rank: int | None = None
     ) -> Tensor:
-        """A tensor, of one of some types where they are given.
-
-        Raises:
-            ValueError: it has another type, shape or number of dimensions, or no elements.
-        """
+        """Return a tensor; raise ValueError where it has another type, shape or number of dimensions, or no elements."""
         found = tuple(self._described[name][0])
         if not math.prod(found) or (shape is not None and found != shape) or rank not in (None, len(found)):
             wanted = list(shape) if shape is not None else "elements" if rank is None else f"{rank} dimensions"
@@ -75,7 +68,7 @@ class TensorFiles:
 def parts_by_weight(
     files: TensorFiles, needed: Collection[str], others: Collection[str] = ()
 ) -> dict[str, dict[str, str]]:
-    """Return by weight the names of the tensors that hold it, by part. Raises ValueError where a needed one is lacking."""
+    """Return the names of a weight's tensors by part, by weight; raise ValueError where a needed one is lacking."""
     found: dict[str, dict[str, str]] = {}
     for name in sorted(files.names):
         module, _, part = name.rpartition(".")
@@ -87,7 +80,7 @@ def parts_by_weight(
 
 
 def check_parts(files: TensorFiles, module: str, found: Collection[str], needed: Collection[str]) -> None:
-    """Raises ValueError where a layer lacks one of the tensors that its format has."""
+    """Raise ValueError where a layer lacks one of the tensors that its format has."""
     lacking = [part for part in needed if part not in found]
     if lacking:
         raise ValueError(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GGUF file of each architecture says in transformers' words, and what llama.cpp's code says that no file does.
+"""GGUF architectures in transformers' words, with the facts that stand in llama.cpp's code and in no file.
 
 Sources: llama.cpp's converter (its package `conversion`), its `src/models` and `src/llama-model.cpp`; transformers' config classes.
-An architecture that is not listed is refused.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .keys import NEEDED, Keys
+from .keys import NEEDED, GgufKeys
 
 
 _RMS_NORM, _LAYER_NORM = NORMS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-_RMS = {_RMS_NORM: "rms_norm_eps"}
-_SILU = {"hidden_act": "silu"}
+_RMS, _SILU = {_RMS_NORM: "rms_norm_eps"}, {"hidden_act": "silu"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 Fields = dict[str, Any]
@@ -24,22 +22,22 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a config is read from a file's keys.
+    """A translation of a file's keys to a config.
 
     Attributes:
         model_type: transformers' name.
         numbers: fields of the config by key; a file without such a key is refused.
-        defaults: what llama.cpp takes where a file lacks a key of `numbers`.
-        fixed: fields that no key tells.
-        same: keys that have one value in all files of it.
-        tensors: fields that are true where a file has a tensor whose name ends so.
-        more: what else the config needs, from keys and the fields so far, in turn.
-        names: what the config calls a size, where it is not the common name.
-        heads_vary: whether the class takes heads of another size than the hidden size over their number.
-        layers_vary: whether its layers may differ in heads.
-        is_latent: whether queries and keys have a part that is rotated, and a size of its own.
-        is_partial: whether the class can rotate a part of each head.
-        rope: parameters of the type "yarn" that no key tells; None where there is no rotary embedding.
+        defaults: llama.cpp's values where a file lacks a key of `numbers`.
+        fixed: fields that stand in no key.
+        same: keys that have one value in all files of the architecture.
+        tensors: fields that are true where a file has a tensor with this end of its name.
+        more: functions that add fields, from keys and the fields so far, in turn.
+        names: the config's names of sizes with other names than usual.
+        heads_vary: the class takes heads of another size than the hidden size over their number.
+        layers_vary: the class takes layers with different heads.
+        is_latent: queries and keys have a part that is rotated, and a size of its own.
+        is_partial: the class can rotate a part of each head.
+        rope: parameters of the type "yarn" that stand in no key; None without a rotary embedding.
     """
 
     model_type: str
@@ -48,7 +46,7 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     same: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
-    more: tuple[Callable[[Keys, Fields], Fields], ...] = ()
+    more: tuple[Callable[[GgufKeys, Fields], Fields], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     heads_vary: bool = True
     layers_vary: bool = False
@@ -57,151 +55,160 @@ class Architecture:
     rope: Mapping[str, Any] | None = field(default_factory=dict)
 
 
-def _llama(keys: Keys, fields: Fields) -> Fields:
-    """Mistral's and Mixtral's files are of this architecture, too."""
-    window, experts = keys.whole("attention.sliding_window", 0), keys.whole("expert_count", 0)
+def _llama(keys: GgufKeys, fields: Fields) -> Fields:
+    """Add the fields of Mistral's and Mixtral's files, which have this architecture too."""
+    window, experts = keys.take_whole("attention.sliding_window", 0), keys.take_whole("expert_count", 0)
     if not window and not experts:
         return {}
     if fields["attention_bias"] or fields["mlp_bias"]:
-        raise keys.refusal("expert_count" if experts else "attention.sliding_window", "the file also has biases")
+        raise keys.make_refusal("expert_count" if experts else "attention.sliding_window", "the file also has biases")
     found = {"model_type": "mixtral" if experts else "mistral", "sliding_window": window or None}
     if experts:
-        found |= {"num_local_experts": experts, "num_experts_per_tok": keys.whole("expert_used_count", least=1)}
+        found |= {"num_local_experts": experts, "num_experts_per_tok": keys.take_whole("expert_used_count", least=1)}
     return found
 
 
-def _qwen_moe(keys: Keys, fields: Fields) -> Fields:
-    """llama.cpp has experts in each layer; it makes their weights sum to 1 in Qwen3's alone."""
+def _qwen_moe(keys: GgufKeys, fields: Fields) -> Fields:
+    """Add experts in each layer, as in llama.cpp, which makes their weights sum to 1 in Qwen3's alone."""
     is_3 = keys.header.architecture == "qwen3moe"
-    found = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": keys.flag("expert_weights_norm", is_3)}
-    shared = {} if is_3 else {"shared_expert_intermediate_size": keys.whole("expert_shared_feed_forward_length")}
+    found = {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": keys.take_flag("expert_weights_norm", is_3),
+    }
+    shared = {} if is_3 else {"shared_expert_intermediate_size": keys.take_whole("expert_shared_feed_forward_length")}
     return found | shared
 
 
-def _window(keys: Keys, fields: Fields, period: int, default: Any = NEEDED) -> Fields:
-    """A window, and the layers that have it: all but the last of each period, where the file does not list them."""
-    layers, width = fields["num_hidden_layers"], keys.whole("attention.sliding_window", default, least=1)
-    pattern = keys.of_layers("attention.sliding_window_pattern", layers, period)
+def _window(keys: GgufKeys, fields: Fields, period: int, default: Any = NEEDED) -> Fields:
+    """Add a window, and the layers that have it: all but the last of each period, where the file does not list them."""
+    layers, width = fields["num_hidden_layers"], keys.take_whole("attention.sliding_window", default, least=1)
+    pattern = keys.take_layers("attention.sliding_window_pattern", layers, period)
     if isinstance(pattern, int):
         pattern = [layer % pattern < pattern - 1 if pattern else True for layer in range(layers)]
     return {"sliding_window": width, "layer_types": [_SLIDING if slides else _FULL for slides in pattern]}
 
 
 def _gemma_scale(fields: Fields, layers_of_27b: int) -> int:
-    """llama.cpp knows the models of 27B by their layers: they divide by another number than the size of a head."""
+    """Return the scale of queries; llama.cpp knows the models of 27B, with another one, by their layers."""
     is_27b = fields["num_hidden_layers"] == layers_of_27b
     return int(fields["hidden_size"] // fields["num_attention_heads"] if is_27b else fields["head_dim"])
 
 
-def _gemma2(keys: Keys, fields: Fields) -> Fields:
+def _gemma2(keys: GgufKeys, fields: Fields) -> Fields:
     return _window(keys, fields, 2, 4096) | {
         "query_pre_attn_scalar": _gemma_scale(fields, 46),
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0) or None,
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0) or None,
+        "attn_logit_softcapping": keys.take_number("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": keys.take_number("final_logit_softcapping", 30.0) or None,
     }
 
 
-def _two_ropes(keys: Keys, fields: Fields, near: float) -> Fields:
-    """Layers with a window have a rotary embedding of their own, which no scaling changes."""
-    sliding = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", near)}
+def _two_ropes(keys: GgufKeys, fields: Fields, near: float) -> Fields:
+    """Give layers with a window a rotary embedding of their own, which no scaling changes."""
+    sliding = {"rope_type": "default", "rope_theta": keys.take_number("rope.freq_base_swa", near)}
     return {"rope_parameters": {_FULL: fields["rope_parameters"], _SLIDING: sliding}}
 
 
-def _gemma3(keys: Keys, fields: Fields) -> Fields:
+def _gemma3(keys: GgufKeys, fields: Fields) -> Fields:
     windows = _window(keys, fields, 6, None)
     if windows["sliding_window"] is None:
         windows = {"layer_types": [_FULL] * fields["num_hidden_layers"]}
-    cap = keys.number("final_logit_softcapping", 0.0) or None
+    cap = keys.take_number("final_logit_softcapping", 0.0) or None
     scale = {"query_pre_attn_scalar": _gemma_scale(fields, 62), "final_logit_softcapping": cap}
     return windows | scale | _two_ropes(keys, fields, 10000.0)
 
 
-def _olmo2(keys: Keys, fields: Fields) -> Fields:
-    """A file with a window is an OLMo 3's."""
+def _olmo2(keys: GgufKeys, fields: Fields) -> Fields:
+    """Make an OLMo 3 of a file with a window."""
     if "attention.sliding_window" not in keys:
         return {}
     ropes = _two_ropes(keys, fields, fields["rope_parameters"]["rope_theta"])
     return {"model_type": "olmo3"} | _window(keys, fields, 4) | ropes
 
 
-def _wide_experts(keys: Keys, fields: Fields) -> Fields:
+def _wide_experts(keys: GgufKeys, fields: Fields) -> Fields:
     size = fields["intermediate_size"]
-    keys.same("expert_feed_forward_length", size, why=f"its experts are as wide as feed_forward_length, {size}")
+    keys.require_same(
+        "expert_feed_forward_length", size, why=f"its experts are as wide as feed_forward_length, {size}"
+    )
     return {}
 
 
-def _phi3(keys: Keys, fields: Fields) -> Fields:
+def _phi3(keys: GgufKeys, fields: Fields) -> Fields:
     original = fields["rope_parameters"].get("original_max_position_embeddings", fields["max_position_embeddings"])
-    window = keys.whole("attention.sliding_window", 0) or None
+    window = keys.take_whole("attention.sliding_window", 0) or None
     return {"sliding_window": window, "original_max_position_embeddings": original}
 
 
-def _falcon(keys: Keys, fields: Fields) -> Fields:
-    """llama.cpp runs attention and feed-forward side by side in all of them."""
+def _falcon(keys: GgufKeys, fields: Fields) -> Fields:
+    """Add the fields of Falcon; llama.cpp runs attention and feed-forward in parallel in all of them."""
     two_norms = any(name.endswith("attn_norm_2.weight") for name in keys.header.tensors)
     is_new = two_norms or fields["num_key_value_heads"] > 1
     norms = (2 if two_norms else 1) if is_new else None
     return {"new_decoder_architecture": is_new, "num_ln_in_parallel_attn": norms, "multi_query": not is_new}
 
 
-def _one_key_per_query(keys: Keys, fields: Fields) -> Fields:
+def _one_key_per_query(keys: GgufKeys, fields: Fields) -> Fields:
     if fields.pop("num_key_value_heads") != fields["num_attention_heads"]:
-        raise keys.refusal("attention.head_count_kv", f"it is not head_count, {fields['num_attention_heads']}")
+        raise keys.make_refusal("attention.head_count_kv", f"it is not head_count, {fields['num_attention_heads']}")
     return {}
 
 
-def _bloom(keys: Keys, fields: Fields) -> Fields:
+def _bloom(keys: GgufKeys, fields: Fields) -> Fields:
     wide = 4 * fields["hidden_size"]
     if fields.pop("intermediate_size") != wide:
-        raise keys.refusal("feed_forward_length", f"a BLOOM of this size has {wide}")
+        raise keys.make_refusal("feed_forward_length", f"a BLOOM of this size has {wide}")
     return {}
 
 
-def _lfm2(keys: Keys, fields: Fields) -> Fields:
-    """A layer without heads of keys is a convolution."""
+def _lfm2(keys: GgufKeys, fields: Fields) -> Fields:
+    """Add the kinds of layers: one without heads of keys is a convolution."""
     heads, layers = fields["num_key_value_heads"], fields["num_hidden_layers"]
     each = heads if isinstance(heads, tuple) else (heads,) * layers
     if len(set(each) - {0}) != 1:
-        raise keys.refusal("attention.head_count_kv", "layers with attention have one number of heads")
+        raise keys.make_refusal("attention.head_count_kv", "layers with attention have one number of heads")
     return {"num_key_value_heads": max(each), "layer_types": [_FULL if count else "conv" for count in each]}
 
 
-def _qwen35(keys: Keys, fields: Fields) -> Fields:
-    """Most layers have linear attention. A text has one position on each axis, so that the sections of the third change nothing."""
-    interval, heads = keys.whole("full_attention_interval", least=1), keys.whole("ssm.time_step_rank", least=1)
-    sections = [size for size in keys.of_layers("rope.dimension_sections", 4) if size]
+def _qwen35(keys: GgufKeys, fields: Fields) -> Fields:
+    """Add linear attention, which most layers have. A text has one position on each axis: the sections of the third change nothing."""
+    interval, heads = (
+        keys.take_whole("full_attention_interval", least=1),
+        keys.take_whole("ssm.time_step_rank", least=1),
+    )
+    sections = [size for size in keys.take_layers("rope.dimension_sections", 4) if size]
     is_full = [(layer + 1) % interval == 0 for layer in range(fields["num_hidden_layers"])]
     return {
         "layer_types": [_FULL if full else "linear_attention" for full in is_full],
         "linear_num_value_heads": heads,
-        "linear_value_head_dim": keys.whole("ssm.inner_size", least=heads) // heads,
+        "linear_value_head_dim": keys.take_whole("ssm.inner_size", least=heads) // heads,
         "rope_parameters": fields["rope_parameters"] | {"mrope_section": sections, "mrope_interleaved": True},
     }
 
 
-def _deepseek2(keys: Keys, fields: Fields) -> Fields:
-    """Latent attention, whose head of keys the file has once. DeepSeek-V3's files are those with sigmoid gates."""
+def _deepseek2(keys: GgufKeys, fields: Fields) -> Fields:
+    """Add latent attention, with one head of keys in the file. DeepSeek-V3's files are those with sigmoid gates."""
     rank, rotated, rope = fields["kv_lora_rank"], fields["head_dim"], fields["rope_parameters"]
     if fields["num_key_value_heads"] != 1:
-        raise keys.refusal("attention.head_count_kv", "an old converter made it; convert the checkpoint again")
-    keys.same("attention.key_length", rank + rotated, why=f"the ranks are {rank} and {rotated}")
-    keys.same("attention.value_length", rank, why=f"the rank is {rank}")
-    keys.same("expert_gating_func", 1, 2, why="experts are chosen by softmax, 1, or sigmoid, 2")
+        raise keys.make_refusal("attention.head_count_kv", "an old converter made it; convert the checkpoint again")
+    keys.require_same("attention.key_length", rank + rotated, why=f"the ranks are {rank} and {rotated}")
+    keys.require_same("attention.value_length", rank, why=f"the rank is {rank}")
+    keys.require_same("expert_gating_func", 1, 2, why="experts are chosen by softmax, 1, or sigmoid, 2")
     is_3 = keys.header.sizes().get("expert_gating_func") == 2
     if not is_3:
-        keys.same("expert_weights_norm", False, why="a DeepSeek-V2 leaves the weights of experts as they are")
-    groups = keys.whole("expert_group_count", 0)
+        keys.require_same("expert_weights_norm", False, why="a DeepSeek-V2 leaves the weights of experts as they are")
+    groups = keys.take_whole("expert_group_count", 0)
     # The converter writes a tenth of mscale_all_dim, to which mscale is equal in all published ones.
-    scale = round(10 * keys.number("rope.scaling.yarn_log_multiplier", 0.0), 6)
+    scale = round(10 * keys.take_number("rope.scaling.yarn_log_multiplier", 0.0), 6)
     return {
         "rope_parameters": rope | ({"mscale": scale, "mscale_all_dim": scale} if scale else {}),
         "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": keys.whole("attention.key_length_mla", least=rotated) - rotated,
-        "q_lora_rank": keys.whole("attention.q_lora_rank", 0) or None,
+        "qk_nope_head_dim": keys.take_whole("attention.key_length_mla", least=rotated) - rotated,
+        "q_lora_rank": keys.take_whole("attention.q_lora_rank", 0) or None,
         **({"model_type": "deepseek_v3", "rope_interleave": True} if is_3 else {}),
-        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "norm_topk_prob": keys.take_flag("expert_weights_norm", False),
         "n_group": groups or (1 if is_3 else None),
-        "topk_group": keys.whole("expert_group_used_count", 0) or (1 if is_3 else None),
+        "topk_group": keys.take_whole("expert_group_used_count", 0) or (1 if is_3 else None),
         "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
         "num_key_value_heads": fields["num_attention_heads"],
     }
@@ -259,7 +266,7 @@ ARCHITECTURES = {
     "granite": Architecture("granite", _RMS | _SCALES, defaults=dict.fromkeys(_SCALES, 1.0), tensors=_BIASES),
     "olmo2": Architecture("olmo2", tensors=_BIAS, more=(_olmo2,)),
     "stablelm": Architecture(
-        "stablelm", {_LAYER_NORM: "layer_norm_eps"}, more=(lambda keys, _: {"use_parallel_residual": keys.flag("use_parallel_residual")},),
+        "stablelm", {_LAYER_NORM: "layer_norm_eps"}, more=(lambda keys, _: {"use_parallel_residual": keys.take_flag("use_parallel_residual")},),
         tensors={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"}, heads_vary=False, is_partial=True,
     ),
     "starcoder2": Architecture(

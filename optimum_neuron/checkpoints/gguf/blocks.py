@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of GGUF tensors as `QuantizedWeight`: the same numbers as `gguf.quants.dequantize` gives, to the bit.
 
-Layouts: https://github.com/ggml-org/ggml, src/ggml-common.h. Each value is there, too, a code times a scale of its group in
-float32, less or plus a minimum, in this order. Blocks lie along inputs.
+Layouts: https://github.com/ggml-org/ggml, src/ggml-common.h. Each value there is a code times a scale of its group in float32, less or plus
+a minimum, in this order. Blocks lie along inputs.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from ...step.features.codes.weight import QuantizedWeight, pack_int4
 
 
 _Parts = tuple[str, Tensor, Tensor, Tensor | None]
-# By how far the two bits of each number in a byte are shifted.
+# Shifts of the two bits of each number in a byte.
 _BY_TWO = torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
 
 
 def repack(name: str, kind: str, data: Tensor) -> QuantizedWeight:
-    """A tensor's blocks as a weight.
+    """Return a tensor's blocks as a weight; raise ValueError where the bytes are no whole blocks, or a scale is not finite.
 
     Args:
-        name: what the tensor is called, for messages.
+        name: the tensor's name in messages.
         kind: one of `KINDS`, as gguf calls it.
         data: `[..., outputs, bytes of an output]` uint8.
-
-    Raises:
-        ValueError: the bytes are no whole blocks, or a scale is not finite.
     """
     size, read = KINDS[kind]
     if not data.numel() or data.shape[-1] % size:
@@ -46,104 +43,104 @@ def repack(name: str, kind: str, data: Tensor) -> QuantizedWeight:
     return QuantizedWeight(weight_kind, codes, scale, shift)
 
 
-def _row(parts: Tensor, dimensions: int) -> Tensor:
-    """Parts of blocks `[..., outputs, blocks, ...]`, the last `dimensions` of which are joined, as rows of outputs."""
+def _join_rows(parts: Tensor, dimensions: int) -> Tensor:
+    """Join the last `dimensions` of parts of blocks `[..., outputs, blocks, ...]` to rows of outputs."""
     return parts.flatten(-dimensions)
 
 
-def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 that begins at a byte of each block: `[..., blocks]`."""
+def _read_half(blocks: Tensor, start: int) -> Tensor:
+    """Return the float16 that begins at a byte of each block: `[..., blocks]`."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0]
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """Codes of blocks of 32 `[..., 32]`: the low halves of 16 bytes, then the high ones."""
+def _read_nibbles(packed: Tensor) -> Tensor:
+    """Return codes `[..., 32]` of blocks of 32: the low halves of 16 bytes, then the high ones."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """32 bits of each block, times 16: `[..., blocks, 32]`."""
+    """Return 32 bits of each block, times 16: `[..., blocks, 32]`."""
     bits = blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)
     return (bits.flatten(-2) & 1) << 4
 
 
 def _of_32(blocks: Tensor, bits: int, *, has_minimum: bool) -> _Parts:
-    """Blocks of a scale, a minimum where they have one, the fifth bits of codes of 5, and 32 codes."""
+    """Read blocks with a scale, perhaps a minimum, the fifth bits of codes of 5, and 32 codes."""
     start, scale, shift = (
-        (4, _half(blocks, 0), _half(blocks, 2).float()) if has_minimum else (2, _half(blocks, 0), None)
+        (4, _read_half(blocks, 0), _read_half(blocks, 2).float()) if has_minimum else (2, _read_half(blocks, 0), None)
     )
     if bits == 8:
-        return "int8", _row(blocks[..., start:].view(torch.int8), 2), scale, shift
+        return "int8", _join_rows(blocks[..., start:].view(torch.int8), 2), scale, shift
     if bits == 4:
-        return "int4", _row(_nibbles(blocks[..., start:]), 2), scale, shift
-    codes = (_nibbles(blocks[..., start + 4 :]) | _fifth_bits(blocks, start)).view(torch.int8)
-    return "int8", _row(codes if has_minimum else codes - 16, 2), scale, shift
+        return "int4", _join_rows(_read_nibbles(blocks[..., start:]), 2), scale, shift
+    codes = (_read_nibbles(blocks[..., start + 4 :]) | _fifth_bits(blocks, start)).view(torch.int8)
+    return "int8", _join_rows(codes if has_minimum else codes - 16, 2), scale, shift
 
 
 def _mxfp4(blocks: Tensor) -> _Parts:
-    codes = _nibbles(blocks[..., 1:])
+    codes = _read_nibbles(blocks[..., 1:])
     packed = (codes[..., ::2] | (codes[..., 1::2] << 4)).flatten(-2)
     return "fp4", packed, blocks[..., 0].contiguous().view(torch.float8_e8m0fnu).to(torch.bfloat16), None
 
 
 def _k_scales(blocks: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of 6 bits in 12 bytes, times the block's own two: `[..., 8 * blocks]` float32 each."""
+    """Return eight scales and eight minima of 6 bits in 12 bytes, times the block's own two: `[..., 8 * blocks]` float32 each."""
     scales, minima, high = blocks[..., start : start + 12].unflatten(-1, (3, 4)).unbind(-2)
     scale = torch.cat((scales & 63, (high & 15) | ((scales >> 2) & 48)), -1)
     minimum = torch.cat((minima & 63, (high >> 4) | ((minima >> 2) & 48)), -1)
-    factor, least = _half(blocks, 0).float()[..., None], _half(blocks, 2).float()[..., None]
-    return _row(factor * scale.float(), 2), -_row(least * minimum.float(), 2)
+    factor, least = _read_half(blocks, 0).float()[..., None], _read_half(blocks, 2).float()[..., None]
+    return _join_rows(factor * scale.float(), 2), -_join_rows(least * minimum.float(), 2)
 
 
-def _pairs(packed: Tensor) -> Tensor:
-    """Codes `[..., blocks, 4, 2, 32]` of 128 bytes: of each 32 bytes first the low halves, then the high ones."""
+def _read_pairs(packed: Tensor) -> Tensor:
+    """Return codes `[..., blocks, 4, 2, 32]` of 128 bytes: for each 32 bytes first the low halves, then the high ones."""
     parts = packed.unflatten(-1, (4, 32))
     return torch.stack((parts & 15, parts >> 4), -2)
 
 
 def _q4_k(blocks: Tensor) -> _Parts:
     scale, shift = _k_scales(blocks, 4)
-    return "int4", _row(_pairs(blocks[..., 16:]), 4), scale, shift
+    return "int4", _join_rows(_read_pairs(blocks[..., 16:]), 4), scale, shift
 
 
 def _q5_k(blocks: Tensor) -> _Parts:
     scale, shift = _k_scales(blocks, 4)
     high = (blocks[..., 16:48, None] >> torch.arange(8, dtype=torch.uint8)).transpose(-1, -2) & 1
-    codes = _pairs(blocks[..., 48:]).flatten(-3, -2) | (high << 4)
-    return "int8", _row(codes.view(torch.int8), 3), scale, shift
+    codes = _read_pairs(blocks[..., 48:]).flatten(-3, -2) | (high << 4)
+    return "int8", _join_rows(codes.view(torch.int8), 3), scale, shift
 
 
 def _q6_k(blocks: Tensor) -> _Parts:
     low = blocks[..., :128].unflatten(-1, (2, 1, 64))
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _BY_TWO
     codes = torch.cat((low & 15, low >> 4), -2).flatten(-2).unflatten(-1, (4, 32)) | ((high & 3) << 4)
-    scale = blocks[..., 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208).float()[..., None]
-    return "int8", _row(codes.view(torch.int8) - 32, 4), _row(scale, 2), None
+    scale = blocks[..., 192:208].contiguous().view(torch.int8).float() * _read_half(blocks, 208).float()[..., None]
+    return "int8", _join_rows(codes.view(torch.int8) - 32, 4), _join_rows(scale, 2), None
 
 
-def _twos(packed: Tensor) -> Tensor:
-    """Codes of 2 bits `[..., blocks, 2, 4, 32]` of 64 bytes: of each 32 bytes first the lowest bits."""
+def _read_twos(packed: Tensor) -> Tensor:
+    """Return codes of 2 bits `[..., blocks, 2, 4, 32]` of 64 bytes: for each 32 bytes first the lowest bits."""
     return (packed.unflatten(-1, (2, 1, 32)) >> _BY_TWO) & 3
 
 
 def _q2_k(blocks: Tensor) -> _Parts:
-    scale = (blocks[..., :16] & 15).float() * _half(blocks, 80).float()[..., None]
-    minimum = (blocks[..., :16] >> 4).float() * _half(blocks, 82).float()[..., None]
-    return "int4", _row(_twos(blocks[..., 16:80]), 4), _row(scale, 2), -_row(minimum, 2)
+    scale = (blocks[..., :16] & 15).float() * _read_half(blocks, 80).float()[..., None]
+    minimum = (blocks[..., :16] >> 4).float() * _read_half(blocks, 82).float()[..., None]
+    return "int4", _join_rows(_read_twos(blocks[..., 16:80]), 4), _join_rows(scale, 2), -_join_rows(minimum, 2)
 
 
 def _q3_k(blocks: Tensor) -> _Parts:
     high = (blocks[..., :32, None] >> torch.arange(8, dtype=torch.uint8)).transpose(-1, -2) & 1
     # 4 more than the value: 4 to 11 are codes of int4 around 8
-    codes = _twos(blocks[..., 32:96]).flatten(-3, -2) + (high << 2)
+    codes = _read_twos(blocks[..., 32:96]).flatten(-3, -2) + (high << 2)
     low = torch.cat((blocks[..., 96:104] & 15, blocks[..., 96:104] >> 4), -1)
     two = blocks[..., 104:108, None].transpose(-1, -2) >> _BY_TWO
     scale = (low | ((two.flatten(-2) & 3) << 4)).view(torch.int8) - 32
-    scale = scale.float() * _half(blocks, 108).float()[..., None]
-    return "int4", _row(codes + 4, 3), _row(scale, 2), None
+    scale = scale.float() * _read_half(blocks, 108).float()[..., None]
+    return "int4", _join_rows(codes + 4, 3), _join_rows(scale, 2), None
 
 
-# By what gguf calls them: bytes of a block, and what reads them. Others have values that no code times a scale gives.
+# By gguf's names: bytes of a block, and its reader. Other kinds have values that are no code times a scale.
 KINDS: dict[str, tuple[int, Callable[[Tensor], _Parts]]] = {
     "Q8_0": (34, partial(_of_32, bits=8, has_minimum=False)),
     "Q4_0": (18, partial(_of_32, bits=4, has_minimum=False)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a GGUF file, read before anything is built by it: what it says must be in the file.
+"""The header of a GGUF file, checked against the file before anything is built by it.
 
 gguf's own reader trusts counts and lengths, and takes the last of several values of a key.
 """
@@ -28,7 +28,7 @@ _FLOAT, _STRING, _ARRAY = 6, 8, 9
 # Types of plain numbers, as numpy has them; it lacks bfloat16.
 _NUMPY_KINDS = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 PLAIN_KINDS = (*_NUMPY_KINDS, "BF16")
-# Of a vocabulary only the length is known; a model has fewer layers, and fewer sizes of each.
+# Longer arrays are only counted, such as a vocabulary; a model has fewer layers, and fewer sizes of each.
 _MOST_ITEMS = 4096
 _ALIGNMENT = 32
 _MOST_DIMENSIONS = 4
@@ -37,14 +37,14 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class Items:
-    """An array that is not read: of strings, or a long one."""
+    """An array of strings or a long one, which is not read."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies in a file.
+    """A tensor's place in a file.
 
     Attributes:
         shape: outputs before inputs, as torch has them.
@@ -61,12 +61,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says of itself.
-
-    Attributes:
-        values: by key; of an array a tuple of numbers, or `Items`.
-        tensors: by name.
-    """
+    """A GGUF file's values by key and tensors by name; an array is a tuple of numbers, or `Items`."""
 
     path: Path
     values: Mapping[str, Any]
@@ -82,17 +77,17 @@ class GgufHeader:
 
     @property
     def has_codes(self) -> bool:
-        """Whether a tensor of it is quantized."""
+        """True if a tensor is quantized."""
         return any(self.kind(name) not in PLAIN_KINDS for name in self.tensors)
 
     def kind(self, name: str) -> str:
-        """A tensor's type, as gguf calls it."""
+        """Return a tensor's type, as gguf calls it."""
         from gguf.constants import GGMLQuantizationType
 
         return GGMLQuantizationType(self.tensors[name].kind).name
 
     def read_bytes(self, name: str) -> np.ndarray:
-        """A tensor `[..., outputs, bytes of an output]` uint8, mapped from the file."""
+        """Return a tensor `[..., outputs, bytes of an output]` uint8, mapped from the file."""
         tensor = self.tensors[name]
         shape = (*tensor.shape[:-1], tensor.size // max(1, math.prod(tensor.shape[:-1])))
         if not tensor.size:
@@ -100,11 +95,7 @@ class GgufHeader:
         return np.asarray(np.memmap(self.path, mode="r", dtype=np.uint8, offset=tensor.start, shape=shape))
 
     def read_values(self, name: str) -> np.ndarray:
-        """A tensor in float32, by gguf's own function where it is of codes.
-
-        Raises:
-            ValueError: its type stands for no weights, or the installed gguf does not read it.
-        """
+        """Return a tensor in float32, by gguf's own function for codes; raise ValueError for a type that gguf cannot read."""
         from gguf.quants import GGMLQuantizationType, dequantize
 
         kind, stored = self.kind(name), self.read_bytes(name)
@@ -114,17 +105,17 @@ class GgufHeader:
             return np.asarray(dequantize(stored, GGMLQuantizationType[kind]), dtype=np.float32)
         except NotImplementedError as error:
             raise ValueError(
-                f"{self.path}: {name} is of the type {kind}, which gguf makes no weights of; convert the file to another type"
+                f"{self.path}: {name} has the type {kind}, which gguf makes no weights of; convert the file to another type"
             ) from error
 
     def sizes(self) -> dict[str, Any]:
-        """The sizes of the model, by their keys without the architecture."""
+        """Return the sizes of the model, by their keys without the architecture."""
         prefix = f"{self.architecture}."
         return {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Reads a file's header, and checks that the file holds what it announces.
+    """Read a file's header, and check that the file holds what it announces.
 
     Raises:
         ValueError: the file is truncated or corrupt, or describes no model.
@@ -157,7 +148,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _quantization_sizes(path: Path) -> dict[int, tuple[int, int]]:
-    """By type of tensors: elements of a block, and its bytes."""
+    """Return the elements and bytes of a block by type of tensors."""
     try:
         from gguf.constants import GGML_QUANT_SIZES
     except ImportError as error:
@@ -175,12 +166,12 @@ class _Cursor:
         self._place = len(MAGIC)
 
     def header(self, path: Path, sizes_of_types: dict[int, tuple[int, int]]) -> GgufHeader:
-        version = self._number("I")
+        version = self._read_number("I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version}, not one of {_VERSIONS}")
-        tensors, pairs = self._number("Q"), self._number("Q")
-        values = self._named(pairs, lambda _: self._value(self._number("I")))
-        found = self._named(tensors, lambda name: self._tensor(name, sizes_of_types))
+        tensors, pairs = self._read_number("Q"), self._read_number("Q")
+        values = self._read_named(pairs, lambda _: self._read_value(self._read_number("I")))
+        found = self._read_named(tensors, lambda name: self._read_tensor(name, sizes_of_types))
         alignment = values.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
@@ -191,72 +182,72 @@ class _Cursor:
         placed = {name: replace(tensor, start=first + tensor.start) for name, tensor in found.items()}
         return GgufHeader(path, values, placed)
 
-    def _named(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
+    def _read_named(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for _ in range(count):
-            name = self._name()
+            name = self._read_name()
             if name in found:
                 raise ValueError(f"it has {name} twice")
             found[name] = read(name)
         return found
 
-    def _tensor(self, name: str, sizes_of_types: dict[int, tuple[int, int]]) -> GgufTensor:
+    def _read_tensor(self, name: str, sizes_of_types: dict[int, tuple[int, int]]) -> GgufTensor:
         """Read a tensor's place, counted from the first tensor."""
-        dimensions = self._number("I")
+        dimensions = self._read_number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
-        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
-        kind, offset = self._number("I"), self._number("Q")
+        shape = tuple(self._read_number("Q") for _ in range(dimensions))[::-1]
+        kind, offset = self._read_number("I"), self._read_number("Q")
         if kind not in sizes_of_types:
-            raise ValueError(f"{name} is of the unknown type {kind}")
+            raise ValueError(f"{name} has the unknown type {kind}")
         block, size = sizes_of_types[kind]
         if not shape or shape[-1] % block:
             raise ValueError(f"{name} has the shape {list(shape)}, and blocks of {block} numbers")
         return GgufTensor(shape, kind, offset, math.prod(shape) // block * size)
 
-    def _value(self, kind: int) -> Any:
+    def _read_value(self, kind: int) -> Any:
         if kind == _STRING:
-            return self._string()
+            return self._read_string()
         if kind in _NUMBERS:
-            return _shortest(kind, self._number(_NUMBERS[kind]))
+            return _shortest(kind, self._read_number(_NUMBERS[kind]))
         if kind != _ARRAY:
-            raise ValueError(f"a value is of the unknown type {kind}")
-        kind, count = self._number("I"), self._number("Q")
+            raise ValueError(f"a value has the unknown type {kind}")
+        kind, count = self._read_number("I"), self._read_number("Q")
         if kind in _NUMBERS and count <= _MOST_ITEMS:
-            return tuple(_shortest(kind, self._number(_NUMBERS[kind])) for _ in range(count))
+            return tuple(_shortest(kind, self._read_number(_NUMBERS[kind])) for _ in range(count))
         if kind in _NUMBERS:
-            self._skip(count * struct.calcsize(_NUMBERS[kind]))
+            self._skip_bytes(count * struct.calcsize(_NUMBERS[kind]))
         elif kind == _STRING:
             for _ in range(count):
-                self._skip(self._number("Q"))
+                self._skip_bytes(self._read_number("Q"))
         else:
-            raise ValueError(f"the items of an array are of the type {kind}")
+            raise ValueError(f"the items of an array have the type {kind}")
         return Items(count)
 
-    def _number(self, form: str) -> Any:
+    def _read_number(self, form: str) -> Any:
         start = self._place
-        self._skip(struct.calcsize(form))
+        self._skip_bytes(struct.calcsize(form))
         return struct.unpack_from(f"<{form}", self._data, start)[0]
 
-    def _name(self) -> str:
-        """A key, or a tensor's name, which messages show."""
-        start, name = self._place, self._string()
+    def _read_name(self) -> str:
+        """Return a key, or a tensor's name, which messages show."""
+        start, name = self._place, self._read_string()
         if not name.isprintable() or len(name) > _LONGEST_NAME:
             raise ValueError(f"at byte {start:,} stands no name")
         return name
 
-    def _string(self) -> str:
-        length = self._number("Q")
+    def _read_string(self) -> str:
+        length = self._read_number("Q")
         start = self._place
-        self._skip(length)
+        self._skip_bytes(length)
         return self._data[start : self._place].decode("utf-8", "replace")
 
-    def _skip(self, count: int) -> None:
+    def _skip_bytes(self, count: int) -> None:
         self._place += count
         if self._place > len(self._data):
             raise ValueError(f"what its header names ends at byte {self._place:,}")
 
 
 def _shortest(kind: int, value: Any) -> Any:
-    """A number; of float32, the shortest that rounds to it, which is what was written."""
+    """Return a number; a float32 becomes the shortest number that rounds to it, as it was written."""
     return float(str(np.float32(value))) if kind == _FLOAT else value

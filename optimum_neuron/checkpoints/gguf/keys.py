@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a GGUF file, each of which is taken: translated, compared, or listed as one without effect. All others are refused."""
+"""The keys of a GGUF file: each is translated, compared, or listed as one without effect; all others are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .header import GgufHeader, GgufTensor
 
 REMEDY = "export the checkpoint that the file was made from"
 
-# What no number that the model computes depends on, and why. Here and below, a key of the architecture stands without its name.
+# Keys that no number of the model depends on, and why. Here and below, a key of the architecture stands without its name.
 _WITHOUT_EFFECT = {
     r"general\..*": "it describes the file",
     r"tokenizer\..*": "the tokenizer is made of it",
@@ -23,7 +23,7 @@ _WITHOUT_EFFECT = {
     r"rope\.scaling\.finetuned": "it says how the model was trained",
     r"pooling_type": "only embeddings are pooled",
 }
-# Keys that have one of some values in each file that can be exported, and what another one means.
+# GgufKeys that have one of some values in each file that can be exported, and what another one means.
 _ALWAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "general.type": (("model",), "the file holds no model"),
     "split.no": ((0,), "the file is one of several parts"),
@@ -31,7 +31,7 @@ _ALWAYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention.causal": ((True,), "a token of this model attends to later ones"),
 }
 _OF_ALL_ARCHITECTURES = ("general.", "split.", "tokenizer.")
-# The defaults of generation in a file, by transformers' names. Source: gguf's constants.py, Keys.General.
+# The defaults of generation in a file, by transformers' names. Source: gguf's constants.py, GgufKeys.General.
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
 }  # fmt: skip
@@ -39,10 +39,10 @@ _SAMPLING = {
 NEEDED: Any = object()
 
 
-class Keys:
-    """The keys of a file by their names without the architecture, and which of them are still to be taken.
+class GgufKeys:
+    """The keys of a file by their names without the architecture, and those that are still to be taken.
 
-    Each method that takes one raises ValueError where it has a value of another kind, or is missing and has no default.
+    A method that takes a key raises ValueError where it has a value of another kind, or is missing and has no default.
 
     Attributes:
         tensors: names of tensors that the config is read from.
@@ -56,82 +56,82 @@ class Keys:
         self._left = set(header.values)
 
     def __contains__(self, key: str) -> bool:
-        return self._name(key) in self.header.values
+        return self._full_name(key) in self.header.values
 
-    def whole(self, key: str, default: Any = NEEDED, least: int = 0) -> Any:
-        """A whole number of at least `least`."""
-        return self._take(key, default, lambda value: type(value) is int and value >= least, "a whole number")
+    def take_whole(self, key: str, default: Any = NEEDED, least: int = 0) -> Any:
+        """Take a whole number of at least `least`."""
+        return self._take_value(key, default, lambda value: type(value) is int and value >= least, "a whole number")
 
-    def number(self, key: str, default: Any = NEEDED) -> Any:
-        """A finite number."""
-        return self._take(key, default, _is_finite, "a finite number")
+    def take_number(self, key: str, default: Any = NEEDED) -> Any:
+        """Take a finite number."""
+        return self._take_value(key, default, _is_finite, "a finite number")
 
-    def text(self, key: str, default: Any = NEEDED) -> Any:
-        return self._take(key, default, lambda value: isinstance(value, str), "a text")
+    def take_text(self, key: str, default: Any = NEEDED) -> Any:
+        return self._take_value(key, default, lambda value: isinstance(value, str), "a text")
 
-    def flag(self, key: str, default: Any = NEEDED) -> Any:
-        return self._take(key, default, lambda value: isinstance(value, bool), "true or false")
+    def take_flag(self, key: str, default: Any = NEEDED) -> Any:
+        return self._take_value(key, default, lambda value: isinstance(value, bool), "true or false")
 
-    def of_layers(self, key: str, layers: int, default: Any = NEEDED) -> Any:
-        """A number of all layers, or a tuple of one for each."""
-        return self._take(
+    def take_layers(self, key: str, layers: int, default: Any = NEEDED) -> Any:
+        """Take a number of all layers, or a tuple of one for each."""
+        return self._take_value(
             key,
             default,
             lambda value: type(value) is int or (isinstance(value, tuple) and len(value) == layers),
             f"a whole number or {layers} of them",
         )
 
-    def same(self, key: str, *allowed: Any, why: str) -> None:
-        """Refuses a key that has another value than those allowed, in words: why."""
-        value = self._take(key, allowed[0], lambda _: True, "")
+    def require_same(self, key: str, *allowed: Any, why: str) -> None:
+        """Refuse a key with a value that is not allowed, with the reason `why`."""
+        value = self._take_value(key, allowed[0], lambda _: True, "")
         if not any(type(value) is type(each) and value == each for each in allowed):
-            raise self.refusal(key, why)
+            raise self.make_refusal(key, why)
 
-    def tensor(self, name: str) -> GgufTensor:
-        """Return the place of a tensor without which there is no config."""
+    def find_tensor(self, name: str) -> GgufTensor:
+        """Return the place of a tensor that the config needs."""
         if name not in self.header.tensors:
-            raise self._lacking(f"the tensor {name}")
+            raise self._lacking_error(f"the tensor {name}")
         return self.header.tensors[name]
 
-    def refusal(self, key: str, why: str) -> ValueError:
-        """An error that names a key and its value."""
-        name = self._name(key)
-        return ValueError(f"{self.source} has {name}={_shown(self.header.values.get(name))}: {why}; {REMEDY}")
+    def make_refusal(self, key: str, why: str) -> ValueError:
+        """Return an error that names a key and its value."""
+        name = self._full_name(key)
+        return ValueError(f"{self.source} has {name}={_show_value(self.header.values.get(name))}: {why}; {REMEDY}")
 
     def check_all_taken(self) -> None:
-        """Raises ValueError where a key was not taken, and is not listed as one without effect."""
+        """Raise ValueError where a key was not taken, and is not listed as one without effect."""
         for key, (allowed, why) in _ALWAYS.items():
-            self.same(key, *allowed, why=why)
+            self.require_same(key, *allowed, why=why)
         for name in sorted(self._left):
             if not any(re.fullmatch(pattern, name.removeprefix(self._prefix)) for pattern in _WITHOUT_EFFECT):
                 raise ValueError(
-                    f"{self.source} has {name}={_shown(self.header.values[name])}, and it is not known what a "
+                    f"{self.source} has {name}={_show_value(self.header.values[name])}, and it is not known what a "
                     f"{self.header.architecture} model computes by it; {REMEDY}"
                 )
 
-    def _name(self, key: str) -> str:
+    def _full_name(self, key: str) -> str:
         return key if key.startswith(_OF_ALL_ARCHITECTURES) else f"{self._prefix}{key}"
 
-    def _lacking(self, name: str) -> ValueError:
+    def _lacking_error(self, name: str) -> ValueError:
         return ValueError(f"{self.source} lacks {name}, without which its model is not known; convert it again")
 
-    def _take(self, key: str, default: Any, is_right: Callable[[Any], bool], kind: str) -> Any:
-        name = self._name(key)
+    def _take_value(self, key: str, default: Any, is_right: Callable[[Any], bool], kind: str) -> Any:
+        name = self._full_name(key)
         self._left.discard(name)
         value = self.header.values.get(name, NEEDED)
         if value is NEEDED:
             if default is NEEDED:
-                raise self._lacking(name)
+                raise self._lacking_error(name)
             return default
         if not is_right(value):
-            raise ValueError(f"{self.source} has {name}={_shown(value)}, which is not {kind}; convert it again")
+            raise ValueError(f"{self.source} has {name}={_show_value(value)}, which is not {kind}; convert it again")
         return value
 
 
 def sampling_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of generation that a file names, as fields of a GenerationConfig.
 
-    llama.cpp samples unless the temperature is 0, so the file's reader is to sample too where it names how.
+    llama.cpp samples unless the temperature is 0, so a file that says how makes the artifact sample too.
     """
     named = {ours: values.get(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
     found = {name: value for name, value in named.items() if _is_finite(value)}
@@ -146,7 +146,7 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _shown(value: Any) -> str:
-    """A value, short: it may be any text or a long array."""
-    told = repr(list(value)) if isinstance(value, Sequence) and not isinstance(value, str) else repr(value)
-    return told if len(told) <= 60 else f"{told[:60]}..."
+def _show_value(value: Any) -> str:
+    """Return a value in a short form: it may be any text or a long array."""
+    text = repr(list(value)) if isinstance(value, Sequence) and not isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

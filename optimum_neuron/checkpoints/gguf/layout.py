@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a GGUF file a parameter of a transformers model is made of, and how.
+"""How a parameter of a transformers model is made of the tensors of a GGUF file.
 
-Names are those of gguf's own table, which llama.cpp's converter uses; what is done to a tensor undoes what the converter does.
+Names are those of gguf's own table, which llama.cpp's converter uses; a change here undoes a change of the converter.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _TRANSPOSED = r"(?:attn_qkv|attn_output|ffn_up|ffn_down)\.weight"
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a parameter is made.
+    """A way to make a parameter.
 
     Attributes:
         tensors: names in the file.
-        make: takes their numbers, `[..., outputs, inputs]` each; gives those of the parameter, of which a row may be another
-            tensor's. It can be called with any number of inputs where it only moves rows.
-        is_transposed: whether the parameter has inputs before outputs.
+        make: makes the parameter's numbers, also in another order of rows, of those of the tensors, `[..., outputs, inputs]` each. A function
+            that only moves rows takes any number of inputs.
+        is_transposed: the parameter has inputs before outputs.
     """
 
     tensors: tuple[str, ...]
@@ -37,7 +37,7 @@ class Recipe:
 
 
 def recipes(model: PreTrainedModel, architecture: str) -> dict[str, Recipe]:
-    """By name of a parameter; one that no tensor of this architecture stands for has none.
+    """Return recipes by parameter; a parameter that no tensor of this architecture stands for has none.
 
     Raises:
         RuntimeError: the installed gguf is too old.
@@ -52,22 +52,22 @@ def recipes(model: PreTrainedModel, architecture: str) -> dict[str, Recipe]:
     known = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
     found: dict[str, Recipe] = {}
     for name in stored_names(model):
-        made, tensor = _joined(name, architecture, model.config), _tensor(name, known)
+        made, tensor = _joined_recipe(name, architecture, model.config), _tensor_name(name, known)
         if made is None and tensor is not None:
-            made = _changed(tensor, architecture, model.config)
+            made = _changed_recipe(tensor, architecture, model.config)
         if made is not None:
             found[name] = made
     return found
 
 
 def stored_names(model: PreTrainedModel) -> list[str]:
-    """The names of what a checkpoint holds; of tensors that are one the first."""
+    """Return the names of a checkpoint's tensors; of tied ones the first."""
     kept = model.state_dict().keys()
     return [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name in kept]
 
 
-def _tensor(name: str, known: Any) -> str | None:
-    """A tensor's name in the file, by a parameter's; gguf knows some modules only by names without the first part."""
+def _tensor_name(name: str, known: Any) -> str | None:
+    """Return a tensor's name in the file, by a parameter's; gguf knows some modules only by names without the first part."""
     module, _, own = name.rpartition(".")
     if own not in ("weight", "bias"):
         module, own = name, "weight"
@@ -75,7 +75,7 @@ def _tensor(name: str, known: Any) -> str | None:
     return None if found is None else f"{found}.{own}"
 
 
-def _changed(tensor: str, architecture: str, config: PreTrainedConfig) -> Recipe:
+def _changed_recipe(tensor: str, architecture: str, config: PreTrainedConfig) -> Recipe:
     own = re.sub(r"^blk\.\d+\.", "", tensor)
     found = (each for kinds, names, each in CHANGES if architecture in kinds and re.fullmatch(names, own))
     is_transposed = architecture == "gpt2" and re.fullmatch(_TRANSPOSED, own) is not None
@@ -87,13 +87,13 @@ def _as_it_is(values: np.ndarray) -> np.ndarray:
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of rotated pairs as the two halves of each head."""
+    """Return rows of rotated pairs as the two halves of each head."""
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
 def _grouped(values: np.ndarray, heads: int, of_keys: int) -> np.ndarray:
-    """All queries, all keys and all values as groups: the queries of a key, it and its value."""
+    """Return all queries, keys and values as groups: the queries of a key, it and its value."""
     size = values.shape[0] // (heads + 2 * of_keys)
     rest = values.shape[1:]
     queries = values[: heads * size].reshape(of_keys, -1, size, *rest)
@@ -102,7 +102,7 @@ def _grouped(values: np.ndarray, heads: int, of_keys: int) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
-    """Queries and keys as they are, and the values of heads together."""
+    """Return queries and keys as they are, and the values of heads together."""
     first = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     return np.concatenate((values[:first], _heads_together(values[first:], config)))
 
@@ -112,12 +112,12 @@ def _heads_together(values: np.ndarray, config: PreTrainedConfig) -> np.ndarray:
 
 
 def _together(values: np.ndarray, heads: int, size: int = 1) -> np.ndarray:
-    """Heads of values, of which llama.cpp has the first of each head of keys, then the second: those of a head of keys together."""
+    """Return heads of values grouped by their head of keys; llama.cpp has the first of each head of keys, then the second."""
     return values.reshape(-1, heads, size, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
 
 
-def _joined(name: str, architecture: str, config: PreTrainedConfig) -> Recipe | None:
-    """A parameter that the file has in several tensors, or a part of one."""
+def _joined_recipe(name: str, architecture: str, config: PreTrainedConfig) -> Recipe | None:
+    """Return the recipe of a parameter that the file has in several tensors, or as a part of one."""
     layer = re.search(r"\.layers\.(\d+)\.", name)
     if layer is None:
         return None
@@ -132,7 +132,9 @@ def _joined(name: str, architecture: str, config: PreTrainedConfig) -> Recipe | 
     if norm := re.fullmatch(r"self_attn\.([qk])_layernorm\.norms\.(\d+)\.weight", own):
         return Recipe((f"{block}attn_{norm[1]}_norm.weight",), lambda values: values[int(norm[2])])
     if own in ("linear_attn.A_log", "linear_attn.dt_bias"):
-        return _changed(f"{block}ssm_a" if own == "linear_attn.A_log" else f"{block}ssm_dt.bias", architecture, config)
+        return _changed_recipe(
+            f"{block}ssm_a" if own == "linear_attn.A_log" else f"{block}ssm_dt.bias", architecture, config
+        )
     if own == "self_attn.kv_b_proj.weight":
         return Recipe((f"{block}attn_k_b.weight", f"{block}attn_v_b.weight"), _keys_and_values)
     return None
@@ -143,18 +145,18 @@ def _one_after_another(gates: np.ndarray, ups: np.ndarray) -> np.ndarray:
 
 
 def _interleaved(gates: np.ndarray, ups: np.ndarray) -> np.ndarray:
-    """`[experts, 2 * outputs, ...]`: a gate, then its projection up."""
+    """Return `[experts, 2 * outputs, ...]`: a gate, then its projection up."""
     return np.stack((gates, ups), 2).reshape(gates.shape[0], -1, *gates.shape[2:])
 
 
 def _keys_and_values(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """`[heads, rank, keys]` and `[heads, values, rank]` as `[heads * (keys + values), rank]`."""
+    """Return `[heads * (keys + values), rank]` of `[heads, rank, keys]` and `[heads, values, rank]`."""
     joined = np.concatenate((keys.swapaxes(1, 2), values), 1)
     return joined.reshape(-1, joined.shape[-1])
 
 
 _LINEAR = ("qwen35", "qwen35moe")
-# What undoes the converter's changes: architectures, tensors by their names in a block, and what to do by the config. The first counts.
+# Functions that undo the converter's changes: architectures, tensors by their names in a block, a function of the config. The first counts.
 CHANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], Make]], ...] = (
     # llama.cpp has norms with the 1 that transformers adds.
     (("gemma", "gemma2", "gemma3", "nemotron", *_LINEAR), r"(?!ssm_).*norm\.weight", lambda _: lambda values: values - 1),

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .keys import REMEDY, Keys
+from .keys import REMEDY, GgufKeys
 
 
 _SCALING = "rope.scaling."
@@ -22,45 +22,47 @@ _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _THETA, _BETA_FAST, _BETA_SLOW = 10000.0, 32.0, 1.0
 # All published models with the type "llama3" have these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Of float32 frequencies that were computed in another order.
+# Relative difference of float32 frequencies that were computed in another order.
 _CLOSE = 1e-5
 
 
 def read_rope(
-    keys: Keys, head_dim: int, longest: int, fixed: Mapping[str, Any], *, is_partial: bool
+    keys: GgufKeys, head_dim: int, longest: int, fixed: Mapping[str, Any], *, is_partial: bool
 ) -> dict[str, Any]:
-    """The parameters by transformers' names; those that a file may lack are llama.cpp's.
+    """Return the parameters by transformers' names, with llama.cpp's values for missing ones.
 
     Args:
-        head_dim: of queries and keys.
+        head_dim: dimensions of a head of queries and keys.
         longest: positions of the model.
-        fixed: parameters of the type "yarn" that no key tells.
-        is_partial: whether the class of transformers can rotate a part of each head.
+        fixed: parameters of the type "yarn" that stand in no key.
+        is_partial: the class of transformers can rotate a part of each head.
 
     Raises:
         ValueError: the file asks for what transformers does not compute.
     """
-    found: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", _THETA), "rope_type": "default"}
-    rotated = keys.whole("rope.dimension_count", head_dim, least=1)
+    found: dict[str, Any] = {"rope_theta": keys.take_number("rope.freq_base", _THETA), "rope_type": "default"}
+    rotated = keys.take_whole("rope.dimension_count", head_dim, least=1)
     if rotated != head_dim and (not is_partial or rotated > head_dim or rotated % 2):
-        raise keys.refusal("rope.dimension_count", f"heads of {head_dim} dimensions are rotated as a whole here")
+        raise keys.make_refusal("rope.dimension_count", f"heads of {head_dim} dimensions are rotated as a whole here")
     if is_partial:
-        found["partial_rotary_factor"] = _part(rotated, head_dim)
-    return found | _scaling(keys, found["rope_theta"], rotated, longest, fixed)
+        found["partial_rotary_factor"] = _rotated_part(rotated, head_dim)
+    return found | _read_scaling(keys, found["rope_theta"], rotated, longest, fixed)
 
 
-def _scaling(keys: Keys, theta: float, rotated: int, longest: int, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    factor = keys.number(f"{_SCALING}factor", keys.number("rope.scale_linear", 0.0))
+def _read_scaling(
+    keys: GgufKeys, theta: float, rotated: int, longest: int, fixed: Mapping[str, Any]
+) -> dict[str, Any]:
+    factor = keys.take_number(f"{_SCALING}factor", keys.take_number("rope.scale_linear", 0.0))
     # llama.cpp takes a factor without a type for the type "linear", and none for 1.
-    kind = keys.text(f"{_SCALING}type", "linear" if factor else "none")
-    original = keys.whole(f"{_SCALING}original_context_length", longest, least=1)
+    kind = keys.take_text(f"{_SCALING}type", "linear" if factor else "none")
+    original = keys.take_whole(f"{_SCALING}original_context_length", longest, least=1)
     if _SHORT in keys.header.tensors or _LONG in keys.header.tensors:
-        return _longrope(keys, kind, rotated, original)
-    keys.same(f"{_SCALING}attn_factor", 1.0, why="it is known of files with rope_factors_long.weight alone")
+        return _read_longrope(keys, kind, rotated, original)
+    keys.require_same(f"{_SCALING}attn_factor", 1.0, why="it is known of files with rope_factors_long.weight alone")
     if _FREQUENCIES in keys.header.tensors:
         if kind != "none":
-            raise keys.refusal(f"{_SCALING}type", f"the file also has the factors {_FREQUENCIES}")
-        return _of_factors(_factors(keys, _FREQUENCIES, rotated), theta, rotated, longest)
+            raise keys.make_refusal(f"{_SCALING}type", f"the file also has the factors {_FREQUENCIES}")
+        return _of_factors(_read_factors(keys, _FREQUENCIES, rotated), theta, rotated, longest)
     if kind == "none":
         return {}
     if factor <= 0:
@@ -68,37 +70,37 @@ def _scaling(keys: Keys, theta: float, rotated: int, longest: int, fixed: Mappin
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise keys.refusal(f"{_SCALING}type", "only linear, yarn, longrope and none are known")
-    keys.same(f"{_SCALING}yarn_ext_factor", 1.0, why="transformers extrapolates by 1")
+        raise keys.make_refusal(f"{_SCALING}type", "only linear, yarn, longrope and none are known")
+    keys.require_same(f"{_SCALING}yarn_ext_factor", 1.0, why="transformers extrapolates by 1")
     # llama.cpp's converter writes transformers' attention_factor so.
-    attention = keys.number(f"{_SCALING}yarn_attn_factor", None)
+    attention = keys.take_number(f"{_SCALING}yarn_attn_factor", None)
     return {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
-        "beta_fast": keys.number(f"{_SCALING}yarn_beta_fast", _BETA_FAST),
-        "beta_slow": keys.number(f"{_SCALING}yarn_beta_slow", _BETA_SLOW),
+        "beta_fast": keys.take_number(f"{_SCALING}yarn_beta_fast", _BETA_FAST),
+        "beta_slow": keys.take_number(f"{_SCALING}yarn_beta_slow", _BETA_SLOW),
         **({} if attention is None else {"attention_factor": attention}),
         **fixed,
     }
 
 
-def _longrope(keys: Keys, kind: str, rotated: int, original: int) -> dict[str, Any]:
+def _read_longrope(keys: GgufKeys, kind: str, rotated: int, original: int) -> dict[str, Any]:
     if kind not in ("none", "longrope"):
-        raise keys.refusal(f"{_SCALING}type", f"the file also has the factors {_LONG}")
-    short, long = (_factors(keys, name, rotated) for name in (_SHORT, _LONG))
+        raise keys.make_refusal(f"{_SCALING}type", f"the file also has the factors {_LONG}")
+    short, long = (_read_factors(keys, name, rotated) for name in (_SHORT, _LONG))
     return {
         "rope_type": "longrope",
         "short_factor": short.tolist(),
         "long_factor": long.tolist(),
         "original_max_position_embeddings": original,
-        "attention_factor": keys.number(f"{_SCALING}attn_factor", 1.0),
+        "attention_factor": keys.take_number(f"{_SCALING}attn_factor", 1.0),
     }
 
 
-def _factors(keys: Keys, name: str, rotated: int) -> np.ndarray:
-    """`[rotated / 2]` float32: what each inverse frequency is divided by."""
-    keys.tensor(name)
+def _read_factors(keys: GgufKeys, name: str, rotated: int) -> np.ndarray:
+    """Return `[rotated / 2]` float32, the divisors of the inverse frequencies."""
+    keys.find_tensor(name)
     factors = keys.header.read_values(name)
     keys.tensors.add(name)
     if factors.shape != (rotated // 2,) or not np.isfinite(factors).all() or (factors <= 0).any():
@@ -110,7 +112,7 @@ def _factors(keys: Keys, name: str, rotated: int) -> np.ndarray:
 
 
 def _of_factors(factors: np.ndarray, theta: float, rotated: int, longest: int) -> dict[str, Any]:
-    """The type "llama3" where it makes these factors by its published parameters; else a type that takes any factors.
+    """Return the type "llama3" where its published parameters make these factors, and otherwise a type that takes any factors.
 
     The file lacks the parameters, and several make the same factors.
     """
@@ -133,7 +135,7 @@ def _of_factors(factors: np.ndarray, theta: float, rotated: int, longest: int) -
     }
 
 
-def _part(rotated: int, head_dim: int) -> float:
-    """The part that transformers makes these dimensions of: it rounds the product down."""
+def _rotated_part(rotated: int, head_dim: int) -> float:
+    """Return the part that transformers makes these dimensions of: it rounds the product down."""
     part = rotated / head_dim
     return part if int(head_dim * part) == rotated else math.nextafter(part, math.inf)

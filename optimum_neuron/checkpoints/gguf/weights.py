@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF files: their tensors, as plain numbers or with their blocks kept, under the names and in the row order of a transformers model.
+"""Tensors of GGUF files, plain or as blocks, under the names and in the row order of a transformers model.
 
-What is done to the rows of a tensor, such as to reorder those of a Llama's queries, is found by doing it to the rows' numbers.
+A recipe that reorders rows, such as those of a Llama's queries, is applied to the rows' numbers to find the order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .keys import REMEDY
 from .layout import Recipe, recipes, stored_names
 
 
-# Tables that llama.cpp and transformers compute anew.
+# Tables that llama.cpp and transformers compute themselves.
 _COMPUTED = ("attn_rot_embd.weight", "rotary_emb.inv_freq")
 _MARKED_COLUMNS = 2
 
@@ -32,11 +32,7 @@ class GgufFile(CheckpointFormat):
     """A GGUF file, by the names of a model's parameters."""
 
     def __init__(self, header: GgufHeader, model: PreTrainedModel) -> None:
-        """Finds what each parameter is made of.
-
-        Args:
-            model: the transformers model that it holds the weights of; its parameters may be without memory.
-        """
+        """Find the tensors of each parameter of a model, which may be without memory."""
         self._header = header
         self._path = header.path
         self._class = type(model).__name__
@@ -53,13 +49,10 @@ class GgufFile(CheckpointFormat):
         self.plain = tuple(name for name in self._recipes if name not in coded)
 
     def check_accounted(self, known: frozenset[str]) -> None:
-        """Refuses a file that lacks a parameter, or holds a tensor that nothing is made of.
+        """Raise ValueError for a file that lacks a parameter, or holds a tensor without a use.
 
         Args:
             known: tensors that the config was read from.
-
-        Raises:
-            ValueError: naming the tensor.
         """
         lacking = next((name for name in self._wanted if name not in self._recipes), None)
         if lacking is not None:
@@ -74,56 +67,52 @@ class GgufFile(CheckpointFormat):
             more = f" and {len(left) - 1} more tensors" if len(left) > 1 else ""
             raise ValueError(f"{self._path} holds {left[0]}{more}, for which {self._class} has no place; {REMEDY}")
 
-    def read(self, name: str) -> QuantizedWeight:
+    def read_codes(self, name: str) -> QuantizedWeight:
         recipe = self._recipes[name]
         kinds = self._kinds(recipe)
         other = sorted(set(kinds) - KINDS.keys())
         if other:
             raise NotKeptError(
-                f"{self._path}: {name} is of the type {other[0]}, whose values are no codes times scales; {PLAIN_REMEDY}"
+                f"{self._path}: {name} has the type {other[0]}, which holds no codes times scales; {PLAIN_REMEDY}"
             )
-        places = self._places(recipe)
+        places = self._row_places(recipe)
         if places is None:
             raise NotKeptError(
                 f"{self._path}: {name} is no tensor of the file with its rows reordered; {PLAIN_REMEDY}"
             )
-        weights = [self._repacked(tensor, kind) for tensor, kind in zip(recipe.tensors, kinds, strict=True)]
+        weights = [self._repack_tensor(tensor, kind) for tensor, kind in zip(recipe.tensors, kinds, strict=True)]
         alike = {(weight.kind, weight.scale.dtype, weight.group_size, weight.shift is None) for weight in weights}
         if len(alike) != 1:
             raise NotKeptError(
-                f"{self._path}: {name} is made of tensors of the types {', '.join(kinds)}; {PLAIN_REMEDY}"
+                f"{self._path}: {name} is made of tensors with the types {', '.join(kinds)}; {PLAIN_REMEDY}"
             )
         if len(weights) == 1 and torch.equal(places.flatten(), torch.arange(places.numel())):
             return weights[0]
         shifts = [weight.shift for weight in weights if weight.shift is not None]
         return replace(
             weights[0],
-            codes=_placed(places, [weight.codes for weight in weights]),
-            scale=_placed(places, [weight.scale for weight in weights]),
-            shift=_placed(places, shifts) if shifts else None,
+            codes=_place_rows(places, [weight.codes for weight in weights]),
+            scale=_place_rows(places, [weight.scale for weight in weights]),
+            shift=_place_rows(places, shifts) if shifts else None,
         )
 
     def dequantize(self, name: str) -> Tensor:
-        """By gguf's own function, as the parameter lies in the model.
-
-        Raises:
-            ValueError: the file's tensors have other shapes than the parameter.
-        """
+        """Return a parameter by gguf's own function; raise ValueError where the file's tensors have other shapes."""
         recipe = self._recipes[name]
         values = [self._header.read_values(tensor) for tensor in recipe.tensors]
         try:
             made = recipe.make(*values)
         except (ValueError, IndexError) as error:
-            raise self._misshapen(name) from error
+            raise self._wrong_shape(name) from error
         made = made.swapaxes(-1, -2) if recipe.is_transposed else made
         if [size for size in made.shape if size > 1] != [size for size in self._shapes[name] if size > 1]:
-            raise self._misshapen(name)
+            raise self._wrong_shape(name)
         return torch.from_numpy(np.ascontiguousarray(made.reshape(self._shapes[name])))
 
     def read_plain(self, name: str) -> Tensor:
         return in_file(self.dequantize(name))
 
-    def _misshapen(self, name: str) -> ValueError:
+    def _wrong_shape(self, name: str) -> ValueError:
         shapes = " and ".join(
             f"{tensor} of the shape {list(self._header.tensors[tensor].shape)}"
             for tensor in self._recipes[name].tensors
@@ -136,14 +125,14 @@ class GgufFile(CheckpointFormat):
     def _kinds(self, recipe: Recipe) -> list[str]:
         return [self._header.kind(tensor) for tensor in recipe.tensors]
 
-    def _repacked(self, tensor: str, kind: str) -> QuantizedWeight:
+    def _repack_tensor(self, tensor: str, kind: str) -> QuantizedWeight:
         data = torch.from_numpy(np.array(self._header.read_bytes(tensor)))
         return repack(f"{self._path}: {tensor}", kind, data)
 
-    def _places(self, recipe: Recipe) -> Tensor | None:
-        """`[..., outputs]` int64: for each row of a weight its place among those of the tensors, one after another.
+    def _row_places(self, recipe: Recipe) -> Tensor | None:
+        """Return `[..., outputs]` int64: the place of each row of a weight among the rows of its tensors, one tensor after another.
 
-        None where the weight is not made of all their rows, each as it is.
+        It is None where the weight is not made of all their rows, each as it is.
         """
         marks, first = [], 0
         for tensor in recipe.tensors:
@@ -154,7 +143,7 @@ class GgufFile(CheckpointFormat):
             first += rows
         try:
             made = recipe.make(*marks)
-        except (ValueError, IndexError):  # of a shape that depends on the number of inputs
+        except (ValueError, IndexError):  # the shape depends on the number of inputs
             return None
         if made.shape[-1:] != (_MARKED_COLUMNS,) or not np.array_equal(made[..., 0] + 1, made[..., 1]):
             return None
@@ -163,6 +152,6 @@ class GgufFile(CheckpointFormat):
         return places if whole else None
 
 
-def _placed(places: Tensor, parts: list[Tensor]) -> Tensor:
-    """The rows of several tensors, each in its place."""
+def _place_rows(places: Tensor, parts: list[Tensor]) -> Tensor:
+    """Return the rows of several tensors, each in its place."""
     return torch.cat([part.flatten(0, -2) for part in parts])[places]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize weights at export: how each is rounded, by what calibration, to which format."""
+"""Rounding of weights at export: which ones, to which codes, by what calibration."""

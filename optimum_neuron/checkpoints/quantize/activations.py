@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a model multiply with rounded activations: those whose weights are codes that meet such."""
+"""The choice of layers that multiply with rounded activations."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 def settle_activations(model: nn.Module, config: NeuronConfig, *, by_default: bool) -> NeuronConfig:
-    """Return a config that says what activations are rounded to, or None.
+    """Return a config with the type that activations are rounded to, or None.
 
     Args:
-        model: as it is exported, with its quantized layers.
-        by_default: what "auto" stands for: whether the target multiplies codes faster with rounded activations here.
+        model: the exported model, with its quantized layers.
+        by_default: the value of "auto": the target multiplies codes faster with rounded activations here.
 
     Raises:
         ValueError: the config asks for rounded activations, and no weight of the model meets them.
@@ -62,7 +62,7 @@ def settle_activations(model: nn.Module, config: NeuronConfig, *, by_default: bo
 
 
 def round_activations(model: nn.Module, config: NeuronConfig) -> None:
-    """Make the layers that can multiply with rounded activations do so if a config asks for it."""
+    """Have the layers that can multiply with rounded activations do so if a config asks for it."""
     if config.activations is None:
         return
     for layer in model.modules():

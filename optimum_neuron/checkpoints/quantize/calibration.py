@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text on which weights are rounded: read, and cut into sequences of tokens, before anything else takes time."""
+"""The text on which weights are rounded, read and cut into sequences of tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Calibration:
 
     Attributes:
         ids: `[sequences, tokens]` int64.
-        sha256: of the file that the text was in.
+        sha256: the digest of the text's file.
     """
 
     ids: Tensor
@@ -36,10 +36,7 @@ class Calibration:
 
 
 def read_calibration(path: str | Path, checkpoint: Checkpoint, config: NeuronConfig) -> Calibration:
-    """Sequences that lie evenly in a text, each begun as the checkpoint's tokenizer begins a text.
-
-    Args:
-        path: a text in UTF-8.
+    """Return sequences that lie evenly in a text in UTF-8, each with the tokenizer's beginning of a text.
 
     Raises:
         ValueError: the config rounds no weights to int4; the file is empty, too large or no text in UTF-8, or has too few tokens; the
@@ -52,8 +49,8 @@ def read_calibration(path: str | Path, checkpoint: Checkpoint, config: NeuronCon
             f"quantization_calibration={str(path)!r} is a text on which weights are rounded to int4, and quantization={config.quantization!r}; "
             f"leave it out, or pass --quantization int4 (quantization='int4')"
         )
-    data, text = _read(path)
-    tokens, begin = _tokens(text, checkpoint)
+    data, text = _read_text(path)
+    tokens, begin = _make_tokens(text, checkpoint)
     if len(tokens) < LEAST_TOKENS:
         raise ValueError(
             f"{path} has {len(tokens)} tokens, and weights are rounded on {LEAST_TOKENS} of them at least; name a longer text"
@@ -67,10 +64,10 @@ def read_calibration(path: str | Path, checkpoint: Checkpoint, config: NeuronCon
         )
     longest = getattr(sizes, "max_position_embeddings", None) or _LENGTH
     own = min(_LENGTH, longest if longest > 0 else _LENGTH) - len(begin)
-    return Calibration(_cut(tokens, begin, max(1, own)), hashlib.sha256(data).hexdigest())
+    return Calibration(_cut_sequences(tokens, begin, max(1, own)), hashlib.sha256(data).hexdigest())
 
 
-def _read(path: Path) -> tuple[bytes, str]:
+def _read_text(path: Path) -> tuple[bytes, str]:
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "is not there"
         raise FileNotFoundError(f"{path}, a text to round weights on, {what}; name a file of text in UTF-8")
@@ -94,9 +91,9 @@ def _read(path: Path) -> tuple[bytes, str]:
     return data, text
 
 
-def _tokens(text: str, checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
-    """Those of a text, and those that a text begins with."""
-    tokenizer: Any = checkpoint.load_tokenizer()
+def _make_tokens(text: str, checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
+    """Return a text's tokens, and those that begin a text."""
+    tokenizer: Any = checkpoint.tokenizer
     if tokenizer is None:
         raise ValueError(
             f"{checkpoint.source} has no tokenizer, and weights are to be rounded on a text; add its files (tokenizer.json and its like), or "
@@ -107,8 +104,8 @@ def _tokens(text: str, checkpoint: Checkpoint) -> tuple[list[int], list[int]]:
     return tokens, first if first == [tokenizer.bos_token_id] else []
 
 
-def _cut(tokens: list[int], begin: list[int], length: int) -> Tensor:
-    """Sequences of `begin` and so many tokens, or of all tokens where there are fewer."""
+def _cut_sequences(tokens: list[int], begin: list[int], length: int) -> Tensor:
+    """Return sequences of `begin` and `length` tokens, or of all tokens where there are fewer."""
     length = min(length, len(tokens))
     count = min(_SEQUENCES, len(tokens) // length)
     last = len(tokens) - length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's linear layers and experts quantized at export: which, to what, and one after another, so that no second copy of the model exists."""
+"""Quantization of a model's linear layers and experts at export, one after another, so that no second copy of the model exists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .rounding import FP8_LARGEST, FP8_LARGEST_ON, round_fp8, round_int4, round_
 
 logger = logging.getLogger(__name__)
 
-# Layers with few weights on whose last bits much depends: routers, and what decides how fast a recurrence forgets or which keys are
+# Small layers with sensitive weights: routers, and layers that decide how fast a recurrence forgets or which keys are
 # selected.
 DEFAULT_EXCLUDE = (
     "*.gate", "*.router", "*.router.*", "*.shared_expert_gate",
@@ -37,10 +37,10 @@ DEFAULT_EXCLUDE = (
 
 
 def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibration | None = None) -> None:
-    """Replaces linear layers and experts of a model by quantized ones, as a config asks; does nothing where it asks for none.
+    """Replace linear layers and experts of a model by quantized ones, if a config asks for it.
 
-    Of int4, the head, and layers whose inputs the groups do not divide, become int8. A table of embeddings that the head shares stays
-    shared where it becomes int8.
+    With int4, the head, and layers with inputs that groups do not divide, become int8. A table of embeddings that the head shares stays shared
+    where it becomes int8.
 
     Args:
         calibration: a text on which the model runs first, so that weights of int4 are nearest where their inputs are large.
@@ -51,7 +51,7 @@ def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibrat
     """
     if config.quantization in (None, "checkpoint"):
         return
-    chosen = _chosen(model, config)
+    chosen = _choose_layers(model, config)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     rounding = _Rounding(config)
     if calibration is not None:
@@ -60,7 +60,7 @@ def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibrat
         for name, module in chosen.items():
             if isinstance(module, nn.Linear):
                 is_shared = _is_shared(module, head, table)
-                weight = rounding.of(f"{name}.weight", module.weight.detach(), finest=module is head)
+                weight = rounding.round_weight(f"{name}.weight", module.weight.detach(), finest=module is head)
                 replace_linear(model, name, weight)
                 if is_shared and weight.kind == "int8":
                     replace_embedding(model, _name_of(model, table), weight)
@@ -85,11 +85,7 @@ def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibrat
 
 
 def formats_of(model: PreTrainedModel, config: NeuronConfig) -> dict[str, WeightFormat]:
-    """How `quantize` would store the weights of a model, by name: as `step.features.codes.formats.weight_formats` gives it. No weight is read.
-
-    Raises:
-        ValueError: as `quantize`, where that follows from names and sizes.
-    """
+    """Return how `quantize` stores the weights of a model, by name and without reading any; raise ValueError as `quantize`."""
     if config.quantization is None:
         return {}
     if config.quantization == "checkpoint":
@@ -99,23 +95,19 @@ def formats_of(model: PreTrainedModel, config: NeuronConfig) -> dict[str, Weight
         )
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     found = {}
-    for name, module in _chosen(model, config).items():
+    for name, module in _choose_layers(model, config).items():
         if isinstance(module, nn.Linear):
-            found[name] = _format(config, module.in_features, finest=module is head)
+            found[name] = _weight_format(config, module.in_features, finest=module is head)
             if _is_shared(module, head, table) and found[name].kind == "int8":
                 found[_name_of(model, table)] = found[name]
         else:
             for own, weight in plain_weights(module).items():
-                found[f"{name}.{own}"] = _format(config, natural_shape(module, weight)[-1])
+                found[f"{name}.{own}"] = _weight_format(config, natural_shape(module, weight)[-1])
     return found
 
 
 def make_room_as_quantized(model: PreTrainedModel, config: NeuronConfig) -> None:
-    """Gives a model without memory the weights that `quantize` would, also without memory: what is one tensor there is one here.
-
-    Raises:
-        ValueError: as `formats_of`.
-    """
+    """Give a model without memory the weights that `quantize` would, also without memory; raise ValueError as it does."""
     with torch.device("meta"):
         make_room(model, formats_of(model, config))
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
@@ -124,18 +116,18 @@ def make_room_as_quantized(model: PreTrainedModel, config: NeuronConfig) -> None
         table.codes, table.scale = head.codes, head.scale
 
 
-def _chosen(model: PreTrainedModel, config: NeuronConfig) -> dict[str, nn.Module]:
+def _choose_layers(model: PreTrainedModel, config: NeuronConfig) -> dict[str, nn.Module]:
     layers = {
         name: module for name, module in model.named_modules() if type(module) is nn.Linear or is_experts(module)
     }
     patterns = DEFAULT_EXCLUDE if config.quantization_exclude is None else config.quantization_exclude
     chosen = {name: each for name, each in layers.items() if not any(fnmatchcase(name, one) for one in patterns)}
-    _check(model, config, layers, chosen)
+    _check_patterns(model, config, layers, chosen)
     return chosen
 
 
 def _in_int4(chosen: dict[str, nn.Module], config: NeuronConfig, head: nn.Module | None) -> dict[str, nn.Module]:
-    """Those with a weight that becomes int4."""
+    """Return the layers with a weight that becomes int4."""
 
     def inputs_of(module: nn.Module) -> list[int]:
         if isinstance(module, nn.Linear):
@@ -145,7 +137,7 @@ def _in_int4(chosen: dict[str, nn.Module], config: NeuronConfig, head: nn.Module
     return {
         name: module
         for name, module in chosen.items()
-        if any(_format(config, inputs, finest=module is head).kind == "int4" for inputs in inputs_of(module))
+        if any(_weight_format(config, inputs, finest=module is head).kind == "int4" for inputs in inputs_of(module))
     }
 
 
@@ -153,8 +145,8 @@ def _is_shared(module: nn.Linear, head: nn.Module | None, table: nn.Module) -> b
     return module is head and type(table) is nn.Embedding and table.weight is module.weight
 
 
-def _format(config: NeuronConfig, inputs: int, *, finest: bool = False) -> WeightFormat:
-    """Of a weight with so many inputs; `finest`: as many bits as there are."""
+def _weight_format(config: NeuronConfig, inputs: int, *, finest: bool = False) -> WeightFormat:
+    """Return the format of a weight with so many inputs; `finest` takes as many bits as there are."""
     group = config.int4_group_size
     if config.quantization == "int4" and not finest and inputs % group == 0:
         return WeightFormat("int4", inputs // group, "float16", config.quantization_zero_point)
@@ -164,14 +156,14 @@ def _format(config: NeuronConfig, inputs: int, *, finest: bool = False) -> Weigh
 def _rounded_experts(name: str, layer: Any, rounding: _Rounding) -> Iterator[tuple[str, QuantizedWeight]]:
     for own, parameter in plain_weights(layer).items():
         weight = parameter.detach()
-        yield own, rounding.of(f"{name}.{own}", weight.transpose(1, 2) if layer.is_transposed else weight)
+        yield own, rounding.round_weight(f"{name}.{own}", weight.transpose(1, 2) if layer.is_transposed else weight)
 
 
 def _name_of(model: nn.Module, module: nn.Module) -> str:
     return next(name for name, each in model.named_modules() if each is module)
 
 
-def _check(
+def _check_patterns(
     model: PreTrainedModel, config: NeuronConfig, layers: dict[str, nn.Module], chosen: dict[str, nn.Module]
 ) -> None:
     idle = [one for one in config.quantization_exclude or () if not any(fnmatchcase(name, one) for name in layers)]
@@ -188,12 +180,12 @@ def _check(
 
 
 class _Rounding:
-    """Rounds one weight after another as a config asks.
+    """The rounding of one weight after another as a config asks.
 
     Attributes:
         undivided: names and inputs of weights that are int8 because groups of int4 do not divide them.
-        importance: of the inputs of weights, by name, where a text tells it.
-        unseen: names of weights of int4 of which it tells none.
+        importance: importance of the inputs of weights by name, where a text gives it.
+        unseen: names of weights of int4 without an importance.
     """
 
     def __init__(self, config: NeuronConfig) -> None:
@@ -202,12 +194,12 @@ class _Rounding:
         self.importance: dict[str, Tensor] | None = None
         self.unseen: list[str] = []
 
-    def of(self, name: str, weight: Tensor, *, finest: bool = False) -> QuantizedWeight:
-        """`[..., outputs, inputs]`; `finest`: as many bits as there are."""
+    def round_weight(self, name: str, weight: Tensor, *, finest: bool = False) -> QuantizedWeight:
+        """Round a weight `[..., outputs, inputs]`; `finest` takes as many bits as there are."""
         problem = nonfinite(name, weight)
         if problem is not None:
             raise ValueError(problem)
-        kind = _format(self._config, weight.shape[-1], finest=finest).kind
+        kind = _weight_format(self._config, weight.shape[-1], finest=finest).kind
         if kind == "fp8":
             return round_fp8(weight, FP8_LARGEST_ON.get(self._config.target, FP8_LARGEST))
         if kind == "int8":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain weights rounded to codes of few bits, from the weights alone, or with how large the inputs are that they meet."""
+"""Plain weights rounded to codes of few bits, from the weights alone, or with the importance of their inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...step.features.codes.weight import INT4_MIDDLE, UNUSED_SCALE_BITS, QuantizedWeight, pack_int4
 
 
-FP8_LARGEST = 448.0  # of e4m3 as the Open Compute Project has it
+FP8_LARGEST = 448.0  # e4m3 as the Open Compute Project has it
 # Where the largest number is another one: the bits above stand for infinity and NaN there.
 FP8_LARGEST_ON = {"trn2": 240.0}
 _INT8_LARGEST, _INT4_CODES = 127, 15
@@ -22,41 +22,37 @@ _PIECE = 1 << 16
 
 
 def round_int8(weight: Tensor) -> QuantizedWeight:
-    """`[..., outputs, inputs]` with a float32 scale for each output, symmetric."""
+    """Round `[..., outputs, inputs]` with a float32 scale for each output, symmetric."""
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty((*weight.shape[:-1], 1))
-    for rows, (own_codes, own_scale) in _pieces(weight, codes, scale):
+    for rows, (own_codes, own_scale) in _cut_pieces(weight, codes, scale):
         largest = rows.abs().amax(-1, keepdim=True)
         own_scale.copy_(largest / _INT8_LARGEST)
-        own_codes.copy_(_divided(rows, own_scale).round_().clamp_(-_INT8_LARGEST, _INT8_LARGEST))
+        own_codes.copy_(_divide(rows, own_scale).round_().clamp_(-_INT8_LARGEST, _INT8_LARGEST))
     return QuantizedWeight("int8", codes, scale)
 
 
 def round_fp8(weight: Tensor, largest: float = FP8_LARGEST) -> QuantizedWeight:
-    """`[..., outputs, inputs]` with a float32 scale for each output.
-
-    Args:
-        largest: value of a code, at most.
-    """
+    """Round `[..., outputs, inputs]` with a float32 scale for each output; `largest` is the largest value of a code."""
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     scale = torch.empty((*weight.shape[:-1], 1))
-    for rows, (own_codes, own_scale) in _pieces(weight, codes, scale):
+    for rows, (own_codes, own_scale) in _cut_pieces(weight, codes, scale):
         own_scale.copy_(rows.abs().amax(-1, keepdim=True) / largest)
-        own_codes.copy_(_divided(rows, own_scale).clamp_(-largest, largest))
+        own_codes.copy_(_divide(rows, own_scale).clamp_(-largest, largest))
     return QuantizedWeight("fp8", codes, scale)
 
 
 def round_int4(
     weight: Tensor, group_size: int, *, zero_point: bool = False, importance: Tensor | None = None
 ) -> QuantizedWeight:
-    """`[..., outputs, inputs]` in groups of inputs, each with the float16 scale of the least squared error among a few.
+    """Round `[..., outputs, inputs]` in groups of inputs, each with the float16 scale of the least squared error among a few.
 
     Without zero points a scale has 5 significant bits, so that it times any code is a number of bfloat16.
 
     Args:
         zero_point: values of a group are spread between its least and its largest, and not around zero.
-        importance: `[inputs]`, or of a weight `[experts, outputs, inputs]` `[experts, inputs]`: by how much squared errors of an input's
-            weights count, above 0; such as the mean square of the input, by which they reach the output. Default: all alike.
+        importance: `[inputs]`, or for a weight `[experts, outputs, inputs]` `[experts, inputs]`: positive factors of the squared errors of an
+            input's weights; such as the mean square of the input, by which they reach the output. Default: all alike.
 
     Raises:
         ValueError: groups do not divide the inputs, or a scale is larger than float16 has.
@@ -69,12 +65,12 @@ def round_int4(
     scale = torch.empty((*groups.shape[:-1], 1), dtype=torch.float16)
     shift = torch.empty(scale.shape) if zero_point else None
     counts = None if importance is None else _Counts(importance, groups.shape)
-    for values, own in _pieces(groups, *((codes, scale) if shift is None else (codes, scale, shift))):
-        count = None if counts is None else counts.next(len(values))
-        found, zero = _best(values, _shifted(values) if zero_point else _symmetric(values), count)
+    for values, own in _cut_pieces(groups, *((codes, scale) if shift is None else (codes, scale, shift))):
+        count = None if counts is None else counts.next_factors(len(values))
+        found, zero = _best_scale(values, _shifted_scales(values) if zero_point else _symmetric_scales(values), count)
         # Rounded first: codes are chosen for the scale as it is stored.
-        own[1].copy_(found if zero_point else _shorter(values, found, zero, count))
-        own[0].copy_((_whole(values, own[1].float(), zero)).add_(zero))
+        own[1].copy_(found if zero_point else _shorten_scale(values, found, zero, count))
+        own[0].copy_((_whole_numbers(values, own[1].float(), zero)).add_(zero))
         if zero_point:
             own[2].copy_(-zero * own[1].float())
     if not scale.isfinite().all():
@@ -87,15 +83,15 @@ def round_int4(
 _Candidate = tuple[Tensor, Tensor]
 
 
-def _symmetric(values: Tensor) -> Iterator[_Candidate]:
-    """The largest value becomes -8, of which there is no positive, or +-7."""
+def _symmetric_scales(values: Tensor) -> Iterator[_Candidate]:
+    """Yield candidates in which the largest value becomes -8, which has no positive counterpart, or +-7."""
     extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True))
     middle = torch.full_like(extreme, INT4_MIDDLE)
     for code in (-INT4_MIDDLE, INT4_MIDDLE - 1):
         yield from ((extreme * (part / code), middle) for part in _SHRUNK)
 
 
-def _shifted(values: Tensor) -> Iterator[_Candidate]:
+def _shifted_scales(values: Tensor) -> Iterator[_Candidate]:
     least, largest = values.amin(-1, keepdim=True).clamp_(max=0), values.amax(-1, keepdim=True).clamp_(min=0)
     for part in _SHRUNK:
         scale = (largest - least) * (part / _INT4_CODES)
@@ -104,66 +100,66 @@ def _shifted(values: Tensor) -> Iterator[_Candidate]:
 
 
 class _Counts:
-    """By how much errors count in groups `[..., outputs, groups, inputs of a group]`, of which some are asked for after others."""
+    """Factors of errors in groups `[..., outputs, groups, inputs of a group]`, read one part after another."""
 
     def __init__(self, importance: Tensor, shape: torch.Size) -> None:
         self._rows = importance.float().reshape(-1, shape[-1])
         self._outputs, self._groups = shape[-3:-1]
         self._start = 0
 
-    def next(self, count: int) -> Tensor:
-        """`[count, inputs of a group]`"""
+    def next_factors(self, count: int) -> Tensor:
+        """Return the next factors `[count, inputs of a group]`."""
         number = torch.arange(self._start, self._start + count)
         self._start += count
         weight = number // (self._outputs * self._groups) if len(self._rows) > self._groups else 0
         return self._rows[weight * self._groups + number % self._groups]
 
 
-def _shorter(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:
-    """Of the two neighbouring float16 of few bits the one of the lesser error."""
+def _shorten_scale(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:
+    """Return the one of the two neighbouring float16 of few bits that has the lesser error."""
     bits = scale.half().view(torch.int16)
     down, up = (((bits + more) & ~UNUSED_SCALE_BITS).view(torch.float16).float() for more in (0, UNUSED_SCALE_BITS))
-    return torch.where(_error(values, up, zero, count) < _error(values, down, zero, count), up, down)
+    return torch.where(_squared_error(values, up, zero, count) < _squared_error(values, down, zero, count), up, down)
 
 
-def _best(values: Tensor, candidates: Iterable[_Candidate], count: Tensor | None = None) -> _Candidate:
-    """Of each group the candidate of the least squared error; and the scale that is best for the codes which that gives.
+def _best_scale(values: Tensor, candidates: Iterable[_Candidate], count: Tensor | None = None) -> _Candidate:
+    """Return the candidate of the least squared error of each group, with the scale that is best for its codes.
 
     Args:
-        count: by how much a value's error counts; None: all alike.
+        count: factors of the values' errors; None: all alike.
     """
     scale, zero = (torch.zeros(len(values), 1) for _ in range(2))
     least = torch.full((len(values), 1), torch.inf)
     for candidate in candidates:
-        error = _error(values, *candidate, count)
+        error = _squared_error(values, *candidate, count)
         better = error < least
         least, scale, zero = (
             torch.where(better, *pair) for pair in ((error, least), (candidate[0], scale), (candidate[1], zero))
         )
-    numbers = _whole(values, scale, zero)
+    numbers = _whole_numbers(values, scale, zero)
     weighted = numbers if count is None else numbers * count
     squares = (weighted * numbers).sum(-1, keepdim=True)
     return torch.where(squares > 0, (weighted * values).sum(-1, keepdim=True) / squares, 0), zero
 
 
-def _error(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:
-    squares = _whole(values, scale, zero).mul_(scale).sub_(values).square_()
+def _squared_error(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:
+    squares = _whole_numbers(values, scale, zero).mul_(scale).sub_(values).square_()
     return (squares if count is None else squares.mul_(count)).sum(-1, keepdim=True)
 
 
-def _whole(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """What codes stand for before they are scaled: whole numbers from -zero on."""
-    numbers = _divided(values, scale).round_()
+def _whole_numbers(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Return codes before they are scaled: whole numbers from -zero on."""
+    numbers = _divide(values, scale).round_()
     return torch.minimum(torch.maximum(numbers, -zero, out=numbers), _INT4_CODES - zero, out=numbers)
 
 
-def _divided(values: Tensor, scale: Tensor) -> Tensor:
-    """Zero where the scale is: all values of such a group are, or are too small for it."""
+def _divide(values: Tensor, scale: Tensor) -> Tensor:
+    """Return quotients; zero where the scale is: all values of such a group are zero, or too small for it."""
     return (values / scale).nan_to_num_(0.0, 0.0, 0.0) if bool((scale == 0).any()) else values / scale
 
 
-def _pieces(weight: Tensor, *outputs: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Rows of the last dimension in float32, so many at a time, with the same rows of tensors that are to be filled."""
+def _cut_pieces(weight: Tensor, *outputs: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """Yield rows of the last dimension in float32, in parts, with the same rows of tensors that are to be filled."""
     rows = weight.reshape(-1, weight.shape[-1])
     flat = [each.view(-1, each.shape[-1]) for each in outputs]
     count = max(1, _PIECE // weight.shape[-1])

@@ -17,7 +17,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.hf_api import RepoFile
 
 from ... import progress
-from ...checkpoints.hub_errors import patiently, told
+from ...checkpoints.hub_errors import explained_errors, try_again
 from .entries import (
     ABOUT,
     CODE,
@@ -65,7 +65,7 @@ def sync(
         OSError: the cache cannot be used, or the disk is full.
     """
     api, branch = HfApi(token=token), revision or _MAIN
-    with told(repo, branch, other_way=", or --download-only"):
+    with explained_errors(repo, branch, other_way=", or --download-only"):
         commit, there = _list_files(api, repo, branch)
         here = {_entry_name(entry.path) for entry in list_entries() if entry.path.parent.name in SHARED_KINDS}
         done = Synced([], [], {})
@@ -85,7 +85,7 @@ def sync(
 def shared_entries(repo: str, *, revision: str | None = None, token: str | None = None) -> dict[str, set[str]]:
     """List the entries that a repository has by name, <kind>/<key>, with the files of each; raise as `sync` does."""
     branch = revision or _MAIN
-    with told(repo, branch):
+    with explained_errors(repo, branch):
         return _list_files(HfApi(token=token), repo, branch)[1]
 
 
@@ -102,7 +102,7 @@ def _entry_name(entry: Path) -> str:
 
 def _list_files(api: HfApi, repo: str, branch: str) -> tuple[str | None, dict[str, set[str]]]:
     """Return the commit of a branch, and the files of each entry that it has."""
-    commit = patiently(lambda: api.repo_info(repo, revision=branch)).sha
+    commit = try_again(lambda: api.repo_info(repo, revision=branch)).sha
     found: dict[str, set[str]] = {}
     for each in api.list_repo_tree(repo, recursive=True, revision=commit):
         match = _FILE.fullmatch(each.path) if isinstance(each, RepoFile) else None
@@ -152,7 +152,7 @@ def _upload_entries(api: HfApi, repo: str, branch: str, names: list[str]) -> Ite
         if paths:
             count = "1 graph" if len(whole) == 1 else f"{len(whole)} graphs"
             with progress.stage(f"Uploading {count}"):
-                patiently(lambda: _commit_files(api, repo, branch, scratch, paths))
+                try_again(lambda: _commit_files(api, repo, branch, scratch, paths))
         yield from ((name, None) for name in whole)
 
 

@@ -22,6 +22,7 @@ from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.find import find_config
 from ...checkpoints.quantize.activations import round_activations, settle_activations
 from ...checkpoints.quantize.quantize import make_room_as_quantized
+from ...checkpoints.verbatim import write_config_alone
 from ...config import NeuronConfig
 from ...step.family import check_every_step_has_a_graph
 from ...step.features.codes.formats import weight_formats
@@ -119,7 +120,7 @@ def _find_keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs
         )
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        checkpoint.write_config_alone(folder)
+        write_config_alone(checkpoint, folder)
         trusted = checkpoint.trust_remote_code
         model = cast(PreTrainedModel, empty_model(folder, dtype, trust_remote_code=trusted))
         _check_ties(checkpoint, model)

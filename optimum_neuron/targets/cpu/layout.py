@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from ...artifact.tensor_file import Stored
+from ...artifact.tensor_file import TensorLike
 from ...checkpoints.scratch import in_file
 from ...step.features.experts.expert_modules import is_experts
 
 
-def use_natural_layout(model: nn.Module, stored: Mapping[str, Stored] | None = None) -> None:
+def use_natural_layout(model: nn.Module, stored: Mapping[str, TensorLike] | None = None) -> None:
     """Turn the weights of transposed experts into `[experts, out, in]`, as the kernel reads them.
 
     Args:

@@ -23,7 +23,7 @@ import transformers
 
 from ...artifact.quantization import read_formats
 from ...artifact.skeleton import read_config
-from ...artifact.tensor_file import Stored
+from ...artifact.tensor_file import TensorLike
 from ...step.state_specs import state_specs
 from .. import CompileJob
 
@@ -64,7 +64,7 @@ def _module_files(folder: Path, name: str) -> list[Path]:
     return [next(path for path in candidates if path.is_file())]
 
 
-def plan_keys(job: CompileJob, tensors: Mapping[str, Stored]) -> dict[str, str]:
+def plan_keys(job: CompileJob, tensors: Mapping[str, TensorLike]) -> dict[str, str]:
     """Return the key of each graph's plan, by the graph's name.
 
     Args:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ... import progress
 from ...artifact.artifact import GRAPHS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
+from ...artifact.filesystem import file_sha256
 from ...artifact.tensor_file import stored_tensors
 from ...artifact.weights import (
     allocate_states,
@@ -22,7 +23,6 @@ from ...artifact.weights import (
     read_layout,
     read_weights,
 )
-from ...checkpoints.digest import file_sha256
 from ...config import NEURON_TARGETS, NeuronConfig
 from .. import CacheKeys, CompileJob, Executable
 from ..cache.store import CompileCache

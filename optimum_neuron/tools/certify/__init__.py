@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ... import progress
+from ...hub.collect import CERTIFICATE_NAME as CERTIFICATE_NAME
 
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from ...artifact.artifact import Artifact
     from ...targets import CompileJob
 
-CERTIFICATE_NAME = "certificate.json"
 NOT_CERTIFIED = "no: it was exported without --certify"
 
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from ... import progress
 from ...artifact.artifact import GRAPHS_FOLDER
+from ...artifact.filesystem import file_sha256
 from ...artifact.skeleton import assign, empty_model
 from ...artifact.weights import named_tensors
-from ...checkpoints.digest import file_sha256
 from ...step.spec import LOGPROBS
 from ...targets import CompileJob
 from ...targets.neuron.graphs.io import HLO_SUFFIX, read_graph_io, read_hlo

@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig
 from ...artifact.quantization import read_formats, write_formats
 from ...artifact.skeleton import empty_model, read_config
 from ...artifact.weights import named_tensors
-from ...config import NeuronConfig
-from ...options import SMALLEST_BLOCK
+from ...config import SMALLEST_BLOCK, NeuronConfig
 from ...step.model_spec import ModelSpec
 from ...step.state_specs import state_specs
 from ...step.tracing.alike import kinds_of_layers

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...artifact.artifact import Artifact, ArtifactError, is_weight_file
-from ...checkpoints.digest import file_sha256
+from ...artifact.filesystem import file_sha256
 from ...config import HLO_TARGETS
 from ...targets.neuron.lint.rules import RULES_VERSION
 from ...targets.neuron.sdk.stacks import check_lowering

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ...artifact.artifact import Artifact
+from ...artifact.filesystem import file_sha256
 from ...artifact.find import is_from_hub
-from ...checkpoints.digest import file_sha256
 from ...config import HLO_TARGETS, NEURON_TARGETS
 from ...runtime.golden import GOLDEN_NAME, Golden
 from ...runtime.profile import Profile

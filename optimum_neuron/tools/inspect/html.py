@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from .facts import ArtifactFacts, Certified, GraphFacts, MemoryParts, bytes_text, count_text
+from ...hub.facts import ArtifactFacts, Certified, GraphFacts, MemoryParts, bytes_text, count_text
 
 
 _KINDS = {

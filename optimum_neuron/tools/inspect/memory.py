@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from ...artifact.artifact import Artifact, is_graph_file, is_weight_file
 from ...config import HLO_TARGETS, NEURON_TARGETS
 from ...errors import first_line
+from ...hub.facts import MemoryParts
 from ...step.spec import TensorSpec
 from ...step.state_sizes import BY_TOKEN, byte_count
-from .facts import MemoryParts
 
 
 WEIGHTS, CACHE, STATE = "weights", "KV cache", "state of slots"

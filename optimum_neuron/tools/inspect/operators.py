@@ -11,7 +11,7 @@ from typing import Any
 from ...artifact.artifact import GRAPHS_FOLDER, Artifact, ArtifactError
 from ...artifact.schema import read_object
 from ...config import HLO_TARGETS
-from .facts import Linted
+from ...hub.facts import Linted
 
 
 @dataclass(frozen=True)

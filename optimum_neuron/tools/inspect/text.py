@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...artifact.artifact import Artifact
-from ...artifact.measurements import Measurements
 from ...cli import graph_table
 from ...config import HLO_TARGETS
+from ...hub.facts import rounding_text
+from ...hub.measurements import Measurements
 from ...step.state_sizes import StateSizes, byte_count
 from ..certify import NOT_CERTIFIED, is_certified
-from .facts import rounding_text
 
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ def layer(groups: int) -> tuple[dict[str, Tensor], Tensor]:
 def test_a_layer_is_codes_less_zero_points_times_scales(groups: int, size: int, tmp_path: Path) -> None:
     tensors, value = layer(groups)
     found = opened(tmp_path, tensors, AWQ | {"group_size": size})
-    weight = found.read(WEIGHT)
+    weight = found.read_codes(WEIGHT)
     assert weight.kind == "int4" and torch.equal(weight.dequantize(), value)
     assert torch.equal(found.dequantize(WEIGHT), value)
 
@@ -47,7 +47,7 @@ def test_a_layer_is_codes_less_zero_points_times_scales(groups: int, size: int, 
 )
 def test_settings_that_do_not_fit_are_told(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told):
-        opened(tmp_path, layer(3)[0], AWQ | settings).read(WEIGHT)
+        opened(tmp_path, layer(3)[0], AWQ | settings).read_codes(WEIGHT)
 
 
 def test_a_layer_without_scales_is_told(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_packed_layers(bits: int, groups: int, zero: bool, dtype: torch.dtype, t
     if groups == 1:
         weights |= {"strategy": "channel", "group_size": None}
     found = opened(tmp_path, tensors, config(weights, "pack-quantized"))
-    weight = found.read(WEIGHT)
+    weight = found.read_codes(WEIGHT)
     assert found.layers == (WEIGHT,) and found.plain == ("model.norm.weight",) and not found.notices
     assert weight.kind == f"int{bits}" and weight.group_size == INPUTS // groups
     assert (weight.shift is not None) == zero
@@ -72,7 +72,7 @@ def test_inputs_that_fill_no_word_are_padded(tmp_path: Path) -> None:
     tensors = {"weight_packed": words(codes + 8, 4), "weight_scale": scale, "weight_shape": torch.tensor([4, 36])}
     weights = GROUPED | {"strategy": "channel", "group_size": -1}
     named = {f"{LAYER}.{part}": tensor for part, tensor in tensors.items()}
-    weight = opened(tmp_path, named, config(weights, "pack-quantized")).read(WEIGHT)
+    weight = opened(tmp_path, named, config(weights, "pack-quantized")).read_codes(WEIGHT)
     assert torch.equal(weight.dequantize(), codes.float() * scale.float())
 
 
@@ -80,15 +80,15 @@ def test_groups_in_an_order_of_their_own(tmp_path: Path) -> None:
     order = torch.tensor([1, 0]).repeat_interleave(32)
     tensors, value = packed(4, 2, group=order)
     settings = config(GROUPED | {"actorder": "group"}, "pack-quantized")
-    assert torch.equal(opened(tmp_path, tensors, settings).read(WEIGHT).dequantize(), value)
+    assert torch.equal(opened(tmp_path, tensors, settings).read_codes(WEIGHT).dequantize(), value)
     tensors, value = packed(4, 2, group=order[torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0))])
     found = opened(tmp_path, tensors, settings)
     with pytest.raises(NotKeptError, match="do not stand side by side"):
-        found.read(WEIGHT)
+        found.read_codes(WEIGHT)
     assert torch.equal(found.dequantize(WEIGHT), value)
     tensors, value = packed(4, 2)
     tensors[f"{LAYER}.weight_g_idx"] = torch.full((INPUTS,), -1, dtype=torch.int32)
-    assert torch.equal(opened(tmp_path, tensors, settings).read(WEIGHT).dequantize(), value)
+    assert torch.equal(opened(tmp_path, tensors, settings).read_codes(WEIGHT).dequantize(), value)
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (OUTPUTS, 1), (OUTPUTS, 4)])
@@ -108,7 +108,7 @@ def test_whole_numbers_of_8_bits(shape: tuple[int, ...], zero: bool, tmp_path: P
     place = torch.arange(INPUTS) // (INPUTS // wide.shape[1])
     offset = points.reshape(wide.shape).float()[:, place] if zero else 0.0
     value = (codes.float() - offset) * wide[:, place]
-    assert torch.equal(found.read(WEIGHT).dequantize(), value)
+    assert torch.equal(found.read_codes(WEIGHT).dequantize(), value)
     assert torch.equal(found.dequantize(WEIGHT), value)
 
 
@@ -132,7 +132,7 @@ def test_floats_of_8_bits(strategy: str, shape: tuple[int, ...], more: dict[str,
     rows, columns = torch.arange(OUTPUTS), torch.arange(INPUTS)
     wide = scale.reshape(1, 1) if strategy == "tensor" else scale
     spread = wide[rows // 16][:, columns // 16] if strategy == "block" else wide
-    assert torch.equal(found.read(WEIGHT).dequantize(), codes.float() * spread)
+    assert torch.equal(found.read_codes(WEIGHT).dequantize(), codes.float() * spread)
     assert found.notices == ("tiny also asks for quantized inputs of its layers; they stay as they are",)
     assert found.plain == ("model.norm.weight",)
 
@@ -156,10 +156,10 @@ def test_a_layer_has_the_scheme_of_the_target_that_names_it_most_closely(tmp_pat
     settings = config(GROUPED, "pack-quantized")
     eight = {"num_bits": 8, "strategy": "channel"}
     settings["config_groups"]["group_1"] = {"targets": ["re:.*self_attn.*"], "weights": eight}
-    assert torch.equal(opened(tmp_path, tensors, settings).read(WEIGHT).dequantize(), value)
+    assert torch.equal(opened(tmp_path, tensors, settings).read_codes(WEIGHT).dequantize(), value)
     settings["config_groups"]["group_1"]["targets"] = [LAYER]
     settings["config_groups"]["group_2"] = {"targets": ["re:.*"], "weights": GROUPED}
-    assert torch.equal(opened(tmp_path, tensors, settings).read(WEIGHT).dequantize(), value)
+    assert torch.equal(opened(tmp_path, tensors, settings).read_codes(WEIGHT).dequantize(), value)
     settings["config_groups"]["group_1"]["targets"] = ["Linear"]
     del settings["config_groups"]["group_2"]
     with pytest.raises(ValueError, match="more than one scheme"):
@@ -195,7 +195,7 @@ def test_a_layer_has_the_scheme_of_the_target_that_names_it_most_closely(tmp_pat
 )
 def test_what_is_not_read_is_refused_by_name(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told) as caught:
-        opened(tmp_path, packed(4, 2)[0], settings).read(WEIGHT)
+        opened(tmp_path, packed(4, 2)[0], settings).read_codes(WEIGHT)
     assert "\n" not in str(caught.value)
 
 
@@ -211,9 +211,9 @@ def test_a_zero_point_that_no_code_has_is_refused(wrong: float, bits: int, tmp_p
         named[f"{LAYER}.weight_zero_point"] = points
         words = rf"{re.escape(LAYER)}\.weight_zero_point holds the zero point {re.escape(f'{value:g}')}, and codes have whole ones of -{end} to"
         with pytest.raises(ValueError, match=words):
-            opened(tmp_path, named, settings).read(WEIGHT)
+            opened(tmp_path, named, settings).read_codes(WEIGHT)
     points[3] = end - 1
-    assert opened(tmp_path, named, settings).read(WEIGHT).dequantize().isfinite().all()
+    assert opened(tmp_path, named, settings).read_codes(WEIGHT).dequantize().isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -236,5 +236,5 @@ def test_a_damaged_layer_is_told_by_its_tensor(part: str, tensor: Tensor | None,
     else:
         tensors[f"{LAYER}.{part}"] = tensor
     with pytest.raises(ValueError, match=told) as caught:
-        opened(tmp_path, tensors, config(GROUPED, "pack-quantized")).read(WEIGHT)
+        opened(tmp_path, tensors, config(GROUPED, "pack-quantized")).read_codes(WEIGHT)
     assert "\n" not in str(caught.value) and "tiny" in str(caught.value)

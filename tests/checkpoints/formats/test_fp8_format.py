@@ -32,7 +32,7 @@ def as_transformers(weight: Tensor, scale: Tensor) -> Tensor:
 def test_blocks_are_dequantized_as_by_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
     weight, scale = codes(96, 64), scales(3, 2, dtype=dtype)
     found = opened(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8)
-    read = found.read(WEIGHT)
+    read = found.read_codes(WEIGHT)
     assert found.layers == (WEIGHT,) and found.plain == ("model.norm.weight",) and not found.notices
     assert read.kind == "fp8" and read.group_size == 32 and read.scale.dtype == dtype
     assert torch.equal(read.dequantize(), as_transformers(weight, scale))
@@ -42,7 +42,7 @@ def test_blocks_are_dequantized_as_by_transformers(dtype: torch.dtype, tmp_path:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
 def test_scales_may_be_exponents(dtype: torch.dtype, tmp_path: Path) -> None:
     weight, scale = codes(64, 64), torch.tensor([[120, 127], [0, 140]], dtype=torch.uint8).view(dtype)
-    read = opened(tmp_path, {WEIGHT: weight, f"{LAYER}.scale": scale}, FP8 | {"scale_fmt": "ue8m0"}).read(WEIGHT)
+    read = opened(tmp_path, {WEIGHT: weight, f"{LAYER}.scale": scale}, FP8 | {"scale_fmt": "ue8m0"}).read_codes(WEIGHT)
     assert torch.equal(read.dequantize(), as_transformers(weight, scale))
 
 
@@ -57,7 +57,7 @@ def test_blocks_that_reach_over_an_edge_have_their_scale(shape: tuple[int, int],
         ]
     )
     found = opened(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8)
-    assert torch.equal(found.read(WEIGHT).dequantize(), expected)
+    assert torch.equal(found.read_codes(WEIGHT).dequantize(), expected)
     assert torch.equal(found.dequantize(WEIGHT), expected)
 
 
@@ -65,7 +65,7 @@ def test_inputs_in_odd_parts_are_only_dequantized(tmp_path: Path) -> None:
     weight, scale = codes(32, 40), scales(1, 2, dtype=torch.float32)
     found = opened(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8)
     with pytest.raises(NotKeptError, match="parts of 8 inputs"):
-        found.read(WEIGHT)
+        found.read_codes(WEIGHT)
     expected = torch.cat((weight[:, :32].float() * scale[0, 0], weight[:, 32:].float() * scale[0, 1]), 1)
     assert torch.equal(found.dequantize(WEIGHT), expected)
 
@@ -74,14 +74,14 @@ def test_inputs_in_odd_parts_are_only_dequantized(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [SCALE, f"{WEIGHT}_scale"])
 def test_one_scale_for_all_or_for_each_output(shape: tuple[int, ...], name: str, tmp_path: Path) -> None:
     weight, scale = codes(96, 64), scales(*shape, dtype=torch.float32)
-    read = opened(tmp_path, {WEIGHT: weight, name: scale}, FP8 | {"weight_block_size": None}).read(WEIGHT)
+    read = opened(tmp_path, {WEIGHT: weight, name: scale}, FP8 | {"weight_block_size": None}).read_codes(WEIGHT)
     assert read.group_size == 64
     assert torch.equal(read.dequantize(), weight.float() * scale.reshape(-1, 1))
 
 
 def test_a_table_may_have_one_scale_beside_layers_in_blocks(tmp_path: Path) -> None:
     weight, scale = codes(96, 64), scales(1, dtype=torch.float32)
-    read = opened(tmp_path, {WEIGHT: weight, f"{WEIGHT}_scale": scale}, FP8).read(WEIGHT)
+    read = opened(tmp_path, {WEIGHT: weight, f"{WEIGHT}_scale": scale}, FP8).read_codes(WEIGHT)
     assert torch.equal(read.dequantize(), weight.float() * scale)
 
 
@@ -91,7 +91,7 @@ def test_experts_are_read_together(block: list[int] | None, grid: tuple[int, int
     weight, scale = codes(3, 64, 96), scales(3, *grid, dtype=torch.float32)
     found = opened(tmp_path, {name: weight, f"{name}_scale_inv": scale}, FP8 | {"weight_block_size": block})
     assert found.layers == (name,)
-    assert torch.equal(found.read(name).dequantize(), as_transformers(weight, scale))
+    assert torch.equal(found.read_codes(name).dequantize(), as_transformers(weight, scale))
 
 
 def test_quantized_inputs_are_left_out_with_a_notice(tmp_path: Path) -> None:
@@ -130,5 +130,5 @@ def test_what_does_not_fit_is_told(
     with pytest.raises(ValueError, match=told) as caught:
         opened(
             tmp_path, {name: tensor for name, tensor in changed.items() if tensor is not None}, FP8 | settings
-        ).read(WEIGHT)
+        ).read_codes(WEIGHT)
     assert "\n" not in str(caught.value)

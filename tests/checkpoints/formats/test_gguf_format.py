@@ -35,7 +35,7 @@ def test_a_llamas_weights_are_those_that_transformers_has(kind: str, tiny_checkp
     assert set(found.layers) == (set() if kind == "F16" else matrices)
     assert set(found.layers) | set(found.plain) == exact.keys()
     for name in found.layers:
-        assert torch.equal(found.read(name).dequantize(), exact[name]), name
+        assert torch.equal(found.read_codes(name).dequantize(), exact[name]), name
         assert torch.equal(found.dequantize(name), exact[name]), name
     for name in found.plain:
         assert torch.equal(found.read_plain(name), exact[name]), name
@@ -48,7 +48,7 @@ def test_a_real_files_weights_are_those_that_gguf_makes_of_them(smollm2_gguf: Pa
     assert len(found.layers) == 211 and len(found.plain) == 61
     layer = "model.layers.3"
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
-        weight = found.read(f"{layer}.{name}.weight")
+        weight = found.read_codes(f"{layer}.{name}.weight")
         assert weight.group_size == 32
         assert torch.equal(weight.dequantize(), found.dequantize(f"{layer}.{name}.weight")), name
 
@@ -89,9 +89,9 @@ def test_experts_gates_and_projections_up_are_joined(kind: str, tmp_path: Path) 
     experts = "model.layers.0.mlp.experts"
     joined = torch.cat((values["ffn_gate_exps"], values["ffn_up_exps"]), 1)
     assert set(found.layers) == {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
-    assert torch.equal(found.read(f"{experts}.gate_up_proj").dequantize(), joined)
+    assert torch.equal(found.read_codes(f"{experts}.gate_up_proj").dequantize(), joined)
     assert torch.equal(found.dequantize(f"{experts}.gate_up_proj"), joined)
-    assert torch.equal(found.read(f"{experts}.down_proj").dequantize(), values["ffn_down_exps"])
+    assert torch.equal(found.read_codes(f"{experts}.down_proj").dequantize(), values["ffn_down_exps"])
 
 
 def test_experts_of_different_kinds_are_only_dequantized(tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_experts_of_different_kinds_are_only_dequantized(tmp_path: Path) -> None
     found = GgufFile(read_header(tmp_path / "x.gguf"), experts_model())
     name = "model.layers.0.mlp.experts.gate_up_proj"
     with pytest.raises(
-        NotKeptError, match=r"gate_up_proj is made of tensors of the types Q8_0, Q4_1; pass --dequantize"
+        NotKeptError, match=r"gate_up_proj is made of tensors with the types Q8_0, Q4_1; pass --dequantize"
     ):
-        found.read(name)
+        found.read_codes(name)
     assert torch.equal(found.dequantize(name), torch.cat((values["ffn_gate_exps"], values["ffn_up_exps"]), 1))
 
 
@@ -113,8 +113,8 @@ def test_kinds_with_tables_are_only_dequantized(tiny_checkpoint: Path, tmp_path:
     content[at : at + 4] = int(gguf.GGMLQuantizationType.IQ4_NL).to_bytes(4, "little")
     path.write_bytes(content)
     found = GgufFile(read_header(path), empty(AutoConfig.from_pretrained(tiny_checkpoint)))
-    with pytest.raises(NotKeptError, match=r"q_proj\.weight is of the type IQ4_NL"):
-        found.read("model.layers.0.self_attn.q_proj.weight")
+    with pytest.raises(NotKeptError, match=r"q_proj\.weight has the type IQ4_NL"):
+        found.read_codes("model.layers.0.self_attn.q_proj.weight")
     assert found.dequantize("model.layers.0.self_attn.q_proj.weight").shape == (64, 64)
 
 
@@ -127,4 +127,4 @@ def test_a_scale_that_is_no_number_is_told_by_its_tensor(tiny_checkpoint: Path, 
     reader.data.flush()
     found = GgufFile(read_header(path), empty(AutoConfig.from_pretrained(tiny_checkpoint)))
     with pytest.raises(ValueError, match=r"x\.gguf: blk\.1\.ffn_up\.weight has a scale of inf"):
-        found.read("model.layers.1.mlp.up_proj.weight")
+        found.read_codes("model.layers.1.mlp.up_proj.weight")

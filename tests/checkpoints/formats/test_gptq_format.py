@@ -44,7 +44,7 @@ def test_a_layer_is_codes_less_zero_points_times_scales(
     tensors, value = layer(bits, groups=groups, form=form, dtype=dtype)
     found = opened(tmp_path, tensors, GPTQ | {"bits": bits, "group_size": INPUTS // groups, "checkpoint_format": form})
     assert found.layers == (WEIGHT,) and found.plain == ("model.norm.weight",)
-    weight = found.read(WEIGHT)
+    weight = found.read_codes(WEIGHT)
     assert weight.kind == f"int{bits}" and weight.group_size == INPUTS // groups and weight.shift is not None
     assert torch.equal(weight.dequantize(), value) and torch.equal(found.dequantize(WEIGHT), value)
     assert torch.equal(found.read_plain("model.norm.weight"), torch.ones(4))
@@ -53,7 +53,7 @@ def test_a_layer_is_codes_less_zero_points_times_scales(
 @pytest.mark.parametrize("bits", [4, 8])
 def test_symmetric_layers_need_no_shift(bits: int, tmp_path: Path) -> None:
     tensors, value = layer(bits, zero=torch.full((1, OUTPUTS), 2 ** (bits - 1)), groups=1)
-    weight = opened(tmp_path, tensors, GPTQ | {"bits": bits, "group_size": -1}).read(WEIGHT)
+    weight = opened(tmp_path, tensors, GPTQ | {"bits": bits, "group_size": -1}).read_codes(WEIGHT)
     assert weight.shift is None and torch.equal(weight.dequantize(), value)
 
 
@@ -64,12 +64,12 @@ def test_a_zero_point_of_zero_borrows_from_the_next_of_its_word(tmp_path: Path) 
     tensors, value = layer(zero=zero)
     plain = words(zero, 4).long() - 0x11111111
     tensors[f"{LAYER}.qzeros"] = ((plain + 2**31) % 2**32 - 2**31).int()
-    assert torch.equal(opened(tmp_path, tensors, GPTQ).read(WEIGHT).dequantize(), value)
+    assert torch.equal(opened(tmp_path, tensors, GPTQ).read_codes(WEIGHT).dequantize(), value)
 
 
 def test_groups_in_another_order_are_kept(tmp_path: Path) -> None:
     tensors, value = layer(group=torch.tensor([1, 0]).repeat_interleave(32))
-    weight = opened(tmp_path, tensors, GPTQ | {"desc_act": True}).read(WEIGHT)
+    weight = opened(tmp_path, tensors, GPTQ | {"desc_act": True}).read_codes(WEIGHT)
     assert weight.group_size == 32 and torch.equal(weight.dequantize(), value)
 
 
@@ -78,28 +78,28 @@ def test_inputs_out_of_order_are_only_dequantized(tmp_path: Path) -> None:
     tensors, value = layer(group=order // 32)
     found = opened(tmp_path, tensors, GPTQ | {"desc_act": True})
     with pytest.raises(NotKeptError, match=r"q_proj\.weight has inputs of one group .* --dequantize"):
-        found.read(WEIGHT)
+        found.read_codes(WEIGHT)
     assert torch.equal(found.dequantize(WEIGHT), value)
 
 
 def test_scales_of_float32_take_codes_of_8_bits_or_are_only_dequantized(tmp_path: Path) -> None:
     tensors, value = layer(dtype=torch.float32)
-    weight = opened(tmp_path, tensors, GPTQ).read(WEIGHT)
+    weight = opened(tmp_path, tensors, GPTQ).read_codes(WEIGHT)
     assert weight.kind == "int8" and weight.shift is None and torch.equal(weight.dequantize(), value)
     rounded = tensors[f"{LAYER}.scales"].half().float()
-    weight = opened(tmp_path, tensors | {f"{LAYER}.scales": rounded}, GPTQ).read(WEIGHT)
+    weight = opened(tmp_path, tensors | {f"{LAYER}.scales": rounded}, GPTQ).read_codes(WEIGHT)
     assert weight.kind == "int4"
     tensors, value = layer(8, dtype=torch.float32)
     found = opened(tmp_path, tensors, GPTQ | {"bits": 8})
     with pytest.raises(NotKeptError, match="codes of 8 bits, zero points and scales of float32"):
-        found.read(WEIGHT)
+        found.read_codes(WEIGHT)
     assert torch.equal(found.dequantize(WEIGHT), value)
 
 
 def test_settings_of_single_layers_are_followed(tmp_path: Path) -> None:
     tensors, value = layer(8, groups=1)
     changes = {r"-:.*mlp.*": {}, r"+:.*q_proj": {"bits": 8, "group_size": -1}}
-    assert torch.equal(opened(tmp_path, tensors, GPTQ | {"dynamic": changes}).read(WEIGHT).dequantize(), value)
+    assert torch.equal(opened(tmp_path, tensors, GPTQ | {"dynamic": changes}).read_codes(WEIGHT).dequantize(), value)
     with pytest.raises(ValueError, match=r"leaves it out by '-:.\*q_proj'"):
         opened(tmp_path, tensors, GPTQ | {"dynamic": {r"-:.*q_proj": {}}})
 
@@ -121,7 +121,7 @@ def test_settings_of_single_layers_are_followed(tmp_path: Path) -> None:
 )
 def test_settings_that_do_not_fit_are_told(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told) as caught:
-        opened(tmp_path, layer()[0], GPTQ | settings).read(WEIGHT)
+        opened(tmp_path, layer()[0], GPTQ | settings).read_codes(WEIGHT)
     assert "\n" not in str(caught.value)
 
 
@@ -150,5 +150,5 @@ def test_a_damaged_layer_is_told_by_its_tensor(part: str, tensor: Tensor | None,
     else:
         tensors[f"{LAYER}.{part}"] = tensor
     with pytest.raises(ValueError, match=told) as caught:
-        opened(tmp_path, tensors, GPTQ).read(WEIGHT)
+        opened(tmp_path, tensors, GPTQ).read_codes(WEIGHT)
     assert "\n" not in str(caught.value) and "tiny" in str(caught.value)

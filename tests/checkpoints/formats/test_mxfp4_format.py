@@ -23,7 +23,7 @@ def tensors() -> dict[str, Tensor]:
 def test_experts_are_dequantized_as_by_transformers(tmp_path: Path) -> None:
     made = tensors()
     found = opened(tmp_path, made | {f"{NAME}_bias": torch.ones(2, 24)}, {"quant_method": "mxfp4"})
-    weight = found.read(NAME)
+    weight = found.read_codes(NAME)
     expected = convert_moe_packed_tensors(made[BLOCKS], made[SCALES], dtype=torch.float32).transpose(1, 2)
     assert found.layers == (NAME,) and found.plain == (f"{NAME}_bias", "model.norm.weight")
     assert weight.kind == "fp4" and weight.group_size == 32 and weight.codes.shape == (2, 24, 48)
@@ -35,7 +35,7 @@ def test_the_smallest_and_the_largest_exponents(tmp_path: Path) -> None:
     made = tensors()
     for exponent in (0, 1, 252):
         made[SCALES] = torch.full_like(made[SCALES], exponent)
-        values = opened(tmp_path, made, {"quant_method": "mxfp4"}).read(NAME).dequantize()
+        values = opened(tmp_path, made, {"quant_method": "mxfp4"}).read_codes(NAME).dequantize()
         code = int(made[BLOCKS][0, 0, 0, 0]) & 7
         magnitude = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)[code]
         assert abs(values[0, 0, 0].item()) == magnitude * 2.0 ** (exponent - 127)
@@ -58,4 +58,4 @@ def test_the_smallest_and_the_largest_exponents(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_told(changes: dict[str, Tensor | None], told: str, tmp_path: Path) -> None:
     changed = {name: tensor for name, tensor in (tensors() | changes).items() if tensor is not None}
     with pytest.raises(ValueError, match=told):
-        opened(tmp_path, changed, {"quant_method": "mxfp4"}).read(NAME)
+        opened(tmp_path, changed, {"quant_method": "mxfp4"}).read_codes(NAME)

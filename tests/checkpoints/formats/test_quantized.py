@@ -54,7 +54,7 @@ def test_tensors_are_read_from_all_files(tmp_path: Path) -> None:
     _sharded(tmp_path, {"b": torch.zeros(3, dtype=torch.int8)}, ["a", "b"])
     files = TensorFiles(tmp_path, "tiny")
     assert sorted(files.names) == ["a", "b"] and files.dtype("b") == "I8"
-    assert torch.equal(files.read("b", torch.int8, shape=(3,)), torch.zeros(3, dtype=torch.int8))
+    assert torch.equal(files.read_tensor("b", torch.int8, shape=(3,)), torch.zeros(3, dtype=torch.int8))
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,6 @@ def test_a_tensor_lies_in_the_mapped_file(tmp_path: Path) -> None:
     """Reading it takes no memory of its own: it shares that of the whole file."""
     save_file({"a": torch.ones(64), "b": torch.ones(1 << 20)}, tmp_path / "model.safetensors")
     files = TensorFiles(tmp_path, "tiny")
-    one, two = files.read("a"), files.read("b")
+    one, two = files.read_tensor("a"), files.read_tensor("b")
     assert one.untyped_storage().nbytes() >= 256 and two.data_ptr() != one.data_ptr()
-    assert files.read("b").data_ptr() == two.data_ptr()
+    assert files.read_tensor("b").data_ptr() == two.data_ptr()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from optimum_neuron.checkpoints.formats import settings
-from optimum_neuron.checkpoints.formats.settings import begins
+from optimum_neuron.checkpoints.formats.settings import begins_with
 
 
 NAME = "model.layers.12.self_attn.q_proj"
@@ -22,13 +22,13 @@ NAME = "model.layers.12.self_attn.q_proj"
     ],
 )  # fmt: skip
 def test_patterns_as_checkpoints_have_them(pattern: str, found: bool) -> None:
-    assert begins(pattern, NAME) == found
+    assert begins_with(pattern, NAME) == found
 
 
 def test_a_pattern_that_takes_exponential_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "_SECONDS", 0.01)
     with pytest.raises(ValueError, match=r"which takes more than 0\.01 s for the name 'aaaaaa"):
-        begins("(?:a|aa|ab|b)*x|(?:a|aa|ab|b)*y", "a" * 60 + "c")
+        begins_with("(?:a|aa|ab|b)*x|(?:a|aa|ab|b)*y", "a" * 60 + "c")
 
 
 @pytest.mark.parametrize(
@@ -40,5 +40,5 @@ def test_a_pattern_that_takes_exponential_time_is_refused(monkeypatch: pytest.Mo
 )  # fmt: skip
 def test_what_is_no_expression_or_too_large_is_told_in_a_sentence(pattern: str, told: str) -> None:
     with pytest.raises(ValueError, match=told) as caught:
-        begins(pattern, NAME)
+        begins_with(pattern, NAME)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400

@@ -92,7 +92,7 @@ def test_a_tampered_checkpoint_is_told_in_a_sentence(checkpoint: tuple[dict[str,
                 values = found.dequantize(name)
                 assert values.isfinite().all()
                 try:
-                    assert torch.equal(found.read(name).dequantize(), values)
+                    assert torch.equal(found.read_codes(name).dequantize(), values)
                 except NotKeptError as error:
                     assert "--dequantize" in str(error)
             for name in found.plain:

@@ -19,7 +19,7 @@ from optimum.commands.register.neuron import NeuronInspectCommand
 from tampering import read_json, write
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact, ArtifactError
-from optimum_neuron.checkpoints.digest import file_sha256
+from optimum_neuron.artifact.filesystem import file_sha256
 from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import COPIES, read_graph_io

@@ -20,12 +20,10 @@ from helpers import export_tiny
 from optimum.commands import optimum_cli
 
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
-from optimum_neuron.step.state_sizes import byte_count
-from optimum_neuron.tools.certify.comparison import Comparison
-from optimum_neuron.tools.inspect.collect import collect_facts
-from optimum_neuron.tools.inspect.facts import (
+from optimum_neuron.hub.facts import (
     ArtifactFacts,
     Certified,
+    Compared,
     GraphFacts,
     Linted,
     MemoryParts,
@@ -33,6 +31,8 @@ from optimum_neuron.tools.inspect.facts import (
     bytes_text,
     count_text,
 )
+from optimum_neuron.step.state_sizes import byte_count
+from optimum_neuron.tools.inspect.collect import collect_facts
 from optimum_neuron.tools.inspect.html import render_page
 
 
@@ -87,7 +87,7 @@ def everything(facts: ArtifactFacts, text: str) -> ArtifactFacts:
         graphs=(graph, GraphFacts("copy_slot", "helper", 0, 0, 0, 0, 5, None, {"add": 1}, graph.cost)),
         memory=(MemoryParts(text, {"weights": 3, "KV cache": 1, "scratch": 2}, ("scratch",), 10), MemoryParts("core 1", {"weights": 3}, (), 10)),
         weight_types={text: 4}, quantized=(Quantized("int8", 1, "float32", False, "int8", 2, text),),
-        certificate=Certified(1, 2, 3, 4, ("opcode",), 5, (Comparison(text, "float32", text, 1e-7, 6.25e-8, 1e-6, 9),)),
+        certificate=Certified(1, 2, 3, 4, ("opcode",), 5, (Compared(text, "float32", text, 6.25e-8, 1e-6, 9),)),
         lint=Linted(({"graph": text, "severity": "error", "problem": text, "remedy": text},)),
         exported_with={text: text}, compiled_with={text: text}, machine={text: text},
         speeds=(SPEED | {"name": text, "unit": text, "conditions": {text: text}},),

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from ....artifact.artifact import Artifact, ArtifactError
 from ....artifact.schema import first_difference, shown
-from ....artifact.tensor_file import Stored
+from ....artifact.tensor_file import TensorLike
 from ....step.spec import CHUNK, DECODE, GraphSpec, TensorSpec
 from .io import CACHE, CHOSEN, SCORES, SNAPSHOTS, GraphIO, InputBinding, OutputBinding, cut_dim
 from .state_graphs import StateGraph, chosen_state, score_graphs, state_graphs
@@ -57,7 +57,7 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
             ) from error
 
 
-def check_weights(where: object, tensors: Mapping[str, Stored], graphs: Iterable[GraphIO]) -> None:
+def check_weights(where: object, tensors: Mapping[str, TensorLike], graphs: Iterable[GraphIO]) -> None:
     """Compare a file's tensors, tied ones under all their names, with what graphs take; raise ValueError where one differs."""
     for binding in (each for io in graphs for each in io.inputs if each.role == "weight"):
         found = tensors.get(binding.name)

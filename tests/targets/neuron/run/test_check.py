@@ -22,7 +22,7 @@ from torch import Tensor
 from traces import read_trace
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
-from optimum_neuron.checkpoints.digest import file_sha256
+from optimum_neuron.artifact.filesystem import file_sha256
 from optimum_neuron.core import PromptPiece, StepOutput
 from optimum_neuron.runtime.golden import GOLDEN_NAME, Golden
 from optimum_neuron.runtime.profile import TRACE_NAME

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model card of the Hub says of license and languages, as far as it is of the Hub's form. Imports no torch."""
+"""The origin of a model: its repository on the Hub, and the license and languages of its card. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ LICENSE = r"[a-z0-9][a-z0-9.+-]{0,63}"
 LICENSE_NAME = r"[ -~]{1,100}"
 LINK = r"https://[!-~]{1,500}"
 LANGUAGE = r"[A-Za-z]{2,8}(?:-[A-Za-z0-9]{1,8}){0,3}"
+_IN_CACHE = re.compile(r"models((?:--[A-Za-z0-9._-]+){1,2})")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _LARGEST_CARD = 1 << 20
 _MOST_LANGUAGES = 200
 
 
 def card_facts(path: Path) -> dict[str, Any]:
-    """`license`, `license_name`, `license_link` and `language` of a card; what is not of the Hub's form is left out, and of a license told."""
+    """Return `license`, `license_name`, `license_link` and `language` of a card, each only in the Hub's form."""
     if not path.is_file() or path.stat().st_size > _LARGEST_CARD:
         return {}
     from huggingface_hub import metadata_load
 
     try:
         data = metadata_load(path) or {}
-    except Exception as error:  # of a YAML parser, on a text that anybody may have written
+    except Exception as error:  # a YAML parser reads a text of a stranger
         logger.warning("%s: its metadata cannot be read, and no license is taken from it: %s", path, first_line(error))
         return {}
     found = {
@@ -45,4 +47,27 @@ def card_facts(path: Path) -> dict[str, Any]:
         found["language"] = languages
     if "license" in data and "license" not in found:
         logger.warning("%s: its license is none that the Hub knows the form of, and is not taken over", path)
+    return found
+
+
+def read_origin(folder: Path, *, dequantized: bool = False, calibration: str | None = None) -> dict[str, Any]:
+    """Return where the model of a checkpoint's folder is from, for an artifact's manifest.
+
+    Args:
+        dequantized: the export makes codes plain because that was asked for.
+        calibration: the sha256 of the text that weights are rounded on.
+
+    Returns:
+        `repo` and `revision` of a checkpoint in the Hub's cache, the facts of its card, `dequantize` and `calibration`.
+    """
+    found: dict[str, Any] = {}
+    commit = folder.absolute()
+    match = _IN_CACHE.fullmatch(commit.parent.parent.name)
+    if match is not None and commit.parent.name == "snapshots" and _COMMIT.fullmatch(commit.name):
+        found |= {"repo": match[1].removeprefix("--").replace("--", "/"), "revision": commit.name}
+    found |= card_facts(folder / CARD_NAME)
+    if dequantized:
+        found["dequantize"] = True
+    if calibration is not None:
+        found["calibration"] = calibration
     return found

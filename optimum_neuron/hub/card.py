@@ -17,12 +17,12 @@ from huggingface_hub.utils import validate_repo_id
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from ...artifact.artifact import Artifact
-from ...artifact.filesystem import replace_file
-from ...artifact.measurements import Measurements, identity, read_measurements, with_bench, with_quality
-from ...checkpoints.card_facts import CARD_NAME
-from ..inspect.collect import collect_facts
-from ..inspect.facts import ArtifactFacts, bytes_text
+from ..artifact.artifact import Artifact
+from ..artifact.filesystem import replace_file
+from ..checkpoints.origin import CARD_NAME
+from .collect import read_facts
+from .facts import ArtifactFacts, bytes_text
+from .measurements import Measurements, identity, read_measurements, with_bench, with_quality
 
 
 LIBRARY = "optimum-neuron-runtime"
@@ -157,7 +157,7 @@ def write_card(
     """Write README.md into the artifact's folder, and with `bench` or `quality` first measurements.json; each whole or not at all.
 
     Args:
-        bench, quality: files of measurements, as `artifacts.measurements` reads them.
+        bench, quality: files of measurements, as `hub.measurements` reads them.
         base_model, tags: as in `make_card`.
         overwrite: also replace a README.md that a person wrote or changed.
 
@@ -180,7 +180,7 @@ def write_card(
         measured = with_bench(measured, bench, artifact)
     if quality is not None:
         measured = with_quality(measured, quality, artifact)
-    card = make_card(collect_facts(artifact, measured), base_model=base_model, tags=tags)
+    card = make_card(read_facts(artifact, measured), base_model=base_model, tags=tags)
     if measured != recorded and (measured.speeds or measured.quality):
         measured.write(artifact.path)
     replace_file(path, card)

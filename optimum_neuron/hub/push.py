@@ -9,14 +9,14 @@ from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 
-from ... import progress
-from ...artifact.artifact import MANIFEST_NAME, OWNED_FOLDERS, Artifact
-from ...artifact.measurements import MEASUREMENTS_NAME, read_measurements
-from ...checkpoints.card_facts import CARD_NAME
-from ...checkpoints.hub_errors import patiently, told
-from ...errors import first_line
-from ..inspect.collect import collect_facts
+from .. import progress
+from ..artifact.artifact import MANIFEST_NAME, OWNED_FOLDERS, Artifact
+from ..checkpoints.hub_errors import explained_errors, try_again
+from ..checkpoints.origin import CARD_NAME
+from ..errors import first_line
 from .card import make_card, own_words
+from .collect import read_facts
+from .measurements import MEASUREMENTS_NAME, read_measurements
 
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ def push_artifact(
 
     Raises:
         ArtifactError: a file was changed after the export, or measurements are of another artifact.
-        ValueError: the repository exists, and not as `private` says; or as `hub_errors.told` says.
-        FileNotFoundError, RuntimeError: as `hub_errors.told` says.
+        ValueError: the repository exists, and not as `private` says; or as `hub_errors.explained_errors` says.
+        FileNotFoundError, RuntimeError: as `hub_errors.explained_errors` says.
     """
     written = own_words(artifact.path / CARD_NAME)
-    made = make_card(collect_facts(artifact), repo_id=repo_id, base_model=base_model, tags=tags)
+    made = make_card(read_facts(artifact), repo_id=repo_id, base_model=base_model, tags=tags)
     with progress.stage("Hashing files"):
         additions = _list_additions(artifact)
     api = HfApi(token=token)
@@ -86,8 +86,8 @@ def push_artifact(
             create_pr=create_pr,
         )
 
-    with told(repo_id, revision or "main"), progress.stage(f"Uploading to {repo_id}"):
-        return patiently(commit_files)
+    with explained_errors(repo_id, revision or "main"), progress.stage(f"Uploading to {repo_id}"):
+        return try_again(commit_files)
 
 
 def _list_additions(artifact: Artifact) -> list[CommitOperationAdd]:

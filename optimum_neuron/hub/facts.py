@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
-
-
-if TYPE_CHECKING:
-    from ..certify.comparison import Comparison
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -68,6 +64,18 @@ class MemoryParts:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """A comparison of a certificate: the subject, and its largest error."""
+
+    subject: str
+    dtype: str
+    place: str
+    difference: float
+    bound: float
+    count: int
+
+
+@dataclass(frozen=True)
 class Certified:
     """The part of a certificate that people read: the executed work, and its comparisons with the model."""
 
@@ -77,7 +85,7 @@ class Certified:
     tokens: int
     rules: tuple[str, ...]
     rules_version: int
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[Compared, ...]
 
 
 @dataclass(frozen=True)
@@ -110,10 +118,10 @@ class ArtifactFacts:
         options: options of its NeuronConfig.
         command: command line that exports it again.
         source: its checkpoint, as the user named it.
-        origin: origin of the checkpoint (export/origin.py).
+        origin: origin of the checkpoint (checkpoints/origin.py).
         sizes: bytes by name: weights, graphs, files; cache, cache per token, state per slot, snapshots.
         weight_types: bytes of weights by type.
-        speeds, quality, machine: recorded measurements (artifact/measurements.py).
+        speeds, quality, machine: recorded measurements (hub/measurements.py).
         notes: reasons why facts are missing.
     """
 

@@ -20,16 +20,17 @@ import pytest
 from helpers import export_tiny, tiny_config
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from optimum.commands.register.export_neuron import NeuronExportCommand, config_options
+from optimum.commands.register.export_neuron import NeuronExportCommand
 
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
-from optimum_neuron.artifact.measurements import MEASUREMENTS_NAME, identity, quality_follows_from, read_measurements
-from optimum_neuron.checkpoints.card_facts import card_facts
+from optimum_neuron.checkpoints.origin import card_facts
+from optimum_neuron.command_options import read_declared
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export.export_command import export_command
-from optimum_neuron.tools.hub.card import is_unchanged, make_card, write_card
+from optimum_neuron.hub.card import is_unchanged, make_card, write_card
+from optimum_neuron.hub.facts import Quantized
+from optimum_neuron.hub.measurements import MEASUREMENTS_NAME, identity, quality_follows_from, read_measurements
 from optimum_neuron.tools.inspect.collect import collect_facts
-from optimum_neuron.tools.inspect.facts import Quantized
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -159,7 +160,7 @@ def test_the_command_of_a_card_makes_the_same_config(name: str) -> None:
     parser = ArgumentParser()
     NeuronExportCommand.parse_args(parser)
     args = parser.parse_args(words[3:])
-    made = NeuronConfig.from_dict(config_options(vars(args)))
+    made = NeuronConfig.from_dict(read_declared(args, NeuronConfig))
     if made.activations == "auto":  # plain, for these targets and weights
         made = dataclasses.replace(made, activations=None)
     assert made == config

@@ -22,8 +22,8 @@ from transformers import GenerationConfig
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact import find as finding
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
-from optimum_neuron.tools.hub.card import add_mark, is_unchanged
-from optimum_neuron.tools.hub.push import add_tags, push_artifact
+from optimum_neuron.hub.card import add_mark, is_unchanged
+from optimum_neuron.hub.push import add_tags, push_artifact
 
 
 IDS = torch.arange(3, 20)[None]
@@ -295,7 +295,7 @@ def test_a_branch_that_is_pushed_to_while_it_is_read_is_read_of_one_commit(
 
 
 def test_what_was_measured_is_pushed_with_it(artifact: Path, hub: LoopbackHub, tmp_path: Path) -> None:
-    from optimum_neuron.artifact.measurements import Measurements, identity
+    from optimum_neuron.hub.measurements import Measurements, identity
 
     measured = Path(shutil.copytree(artifact, tmp_path / "measured"))
     speeds = [{"name": "decode", "value": 12.5, "unit": "ms", "conditions": {"rows": 1}}]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""measurements.json: speeds and quality that were measured of an artifact. Beside its files, and not one of them: nothing is loaded by it.
+"""measurements.json: measured speeds and quality of an artifact. The file is none of the artifact's own, and nothing is loaded by it.
 
     {"version": 1,
-     "artifact": sha256 of what was measured: `identity`,
+     "artifact": sha256 of the measured artifact: `identity`,
      "speeds": [{"name": "decode", "value": 12.5, "unit": "ms", "conditions": {"rows": 8, "context": 512}}, ...],
      "quality": [{"perplexity": ..., "reference_perplexity": ..., "kl_mean": ..., ...}, ...],
      "machine": {"cpu": "...", "threads": 2}}
 
-A re-export leaves what is not its own in the folder, so the file says of which weights, graphs and sizes its numbers are.
+A re-export leaves foreign files in the folder, so the file names the weights, graphs and sizes of its numbers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .artifact import Artifact, ArtifactError, is_weight_file
-from .filesystem import replace_file
-from .schema import TEXT, Check, listed, named, number, read_object, record, text, whole
+from ..artifact.artifact import Artifact, ArtifactError, is_weight_file
+from ..artifact.filesystem import replace_file
+from ..artifact.schema import TEXT, Check, listed, named, number, read_object, record, text, whole
 
 
 MEASUREMENTS_NAME = "measurements.json"
@@ -28,14 +28,14 @@ VERSION = 1
 _LARGEST_SIZE = 2**63 - 1
 
 
-def _scalar(name: str, value: object) -> None:
+def _check_scalar(name: str, value: object) -> None:
     if isinstance(value, str):
         TEXT(name, value)
     elif value is not None and not isinstance(value, bool):
         number()(name, value)
 
 
-_SPEED = record({"name": TEXT, "value": number(0), "unit": TEXT}, {"conditions": named(_scalar)}, closed=True)
+_SPEED = record({"name": TEXT, "value": number(0), "unit": TEXT}, {"conditions": named(_check_scalar)}, closed=True)
 _QUALITY = record(
     {
         **dict.fromkeys(("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "kl_max", "top1"), number(0)),
@@ -46,16 +46,16 @@ _QUALITY = record(
         **dict.fromkeys(("name", "dtype"), TEXT),
         "weight_bytes": whole(0, _LARGEST_SIZE),
         "weights_sha256": text("[0-9a-f]{64}"),
-        **dict.fromkeys(("activations", "kv_cache_dtype"), _scalar),
+        **dict.fromkeys(("activations", "kv_cache_dtype"), _check_scalar),
     },
     closed=True,
 )
 _DOCUMENT = record(
     {"version": whole(1, VERSION), "artifact": TEXT, "speeds": listed(_SPEED), "quality": listed(_QUALITY)},
-    {"machine": named(_scalar)},
+    {"machine": named(_check_scalar)},
     closed=True,
 )
-_BENCH = record({"speeds": listed(_SPEED)}, {"machine": named(_scalar), "artifact": TEXT})
+_BENCH = record({"speeds": listed(_SPEED)}, {"machine": named(_check_scalar), "artifact": TEXT})
 _SPREAD = record({"median": number(0)})
 _RUN = record(
     {
@@ -65,7 +65,7 @@ _RUN = record(
             record({"rows": whole(1), "context_tokens": whole(0), "step_ms": _SPREAD, "tokens_per_second": number(0)})
         ),
     },
-    {"machine": named(_scalar)},
+    {"machine": named(_check_scalar)},
 )
 _CHECK = record({"facts": record({}), "results": listed(record({"name": TEXT, "status": TEXT, "values": record({})}))})
 _VARIANTS = record(
@@ -75,13 +75,13 @@ _VARIANTS = record(
 
 @dataclass(frozen=True)
 class Measurements:
-    """What was measured of one artifact.
+    """Measurements of one artifact.
 
     Attributes:
         artifact: its `identity`.
         speeds: a record each, with `name`, `value`, `unit` and `conditions`.
-        quality: records of figures next to those of a reference, on a text.
-        machine: on which speeds were measured.
+        quality: records of figures with those of a reference, on a text.
+        machine: the machine of the speeds.
     """
 
     artifact: str
@@ -90,13 +90,13 @@ class Measurements:
     machine: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Replaces the folder's file, whole or not at all."""
+        """Replace the folder's file, whole or not at all."""
         document = json.dumps({"version": VERSION, **asdict(self)}, indent=2, allow_nan=False)
         replace_file(folder / MEASUREMENTS_NAME, document + "\n")
 
 
 def identity(artifact: Artifact) -> str:
-    """A digest of all that speeds and quality follow from: the sizes, the target, and the digests of weights, graphs and config."""
+    """Return a digest of all causes of speeds and quality: the sizes, the target, and the digests of weights, graphs and config."""
     files = artifact.manifest["files"]
     of = {name: entry["sha256"] for name, entry in files.items() if "/" in name or name == "config.json"}
     document = json.dumps(
@@ -106,8 +106,7 @@ def identity(artifact: Artifact) -> str:
 
 
 def quality_follows_from(artifact: Artifact) -> dict[str, Any]:
-    """As JSON: type and weights of an artifact, and to what codes it rounds activations, keys and values; artifacts that agree in these
-    predict a text alike."""
+    """Return the causes of an artifact's quality as JSON: type and weights, and the codes of activations, keys and values."""
     files = {name: entry for name, entry in artifact.manifest["files"].items() if is_weight_file(name)}
     digests = json.dumps({name: entry["sha256"] for name, entry in files.items()}, sort_keys=True)
     return {
@@ -120,10 +119,10 @@ def quality_follows_from(artifact: Artifact) -> dict[str, Any]:
 
 
 def read_measurements(artifact: Artifact) -> Measurements | None:
-    """What was recorded of an artifact; None where nothing was.
+    """Return the measurements in an artifact's folder; None where there are none.
 
     Raises:
-        ArtifactError: the file is none of these, or is of another artifact.
+        ArtifactError: the file is none of these, or belongs to another artifact.
     """
     path = artifact.path / MEASUREMENTS_NAME
     if not path.is_file():
@@ -142,26 +141,26 @@ def read_measurements(artifact: Artifact) -> Measurements | None:
 
 
 def with_bench(measured: Measurements, path: Path, artifact: Artifact) -> Measurements:
-    """With the speeds of a file in the place of those before.
+    """Replace the speeds by those of a file.
 
     Args:
-        path: of `neuron bench --json`, of which medians are taken, of `neuron check --json`, of which latencies are, or of any other
-            program, with `speeds` and `machine` as above.
+        path: the medians of `neuron bench --json`, the latencies of `neuron check --json`, or any other program's `speeds` and `machine` as
+            above.
 
     Raises:
-        ValueError: it is none of these, or of another artifact.
+        ValueError: it is none of these, or belongs to another artifact.
         FileNotFoundError: it is not there.
     """
-    document = _read(path)
+    document = _read_document(path)
     if "results" in document:
-        _checked(_CHECK, document, path)
-        speeds, machine = _latencies(document, path, artifact), {}
+        _check_document(_CHECK, document, path)
+        speeds, machine = _read_latencies(document, path, artifact), {}
     elif "prefill" in document:
-        _checked(_RUN, document, path)
+        _check_document(_RUN, document, path)
         _check_config(document.get("config"), path, artifact)
-        speeds, machine = _medians(document), document.get("machine", {})
+        speeds, machine = _read_medians(document), document.get("machine", {})
     else:
-        _checked(_BENCH, document, path)
+        _check_document(_BENCH, document, path)
         if document.get("artifact") not in (None, identity(artifact)):
             raise ValueError(f"{path} was measured of another artifact than {artifact.path}; measure this one")
         speeds, machine = document["speeds"], document.get("machine", {})
@@ -171,16 +170,16 @@ def with_bench(measured: Measurements, path: Path, artifact: Artifact) -> Measur
 
 
 def with_quality(measured: Measurements, path: Path, artifact: Artifact) -> Measurements:
-    """Return the measurements with the figures of a file in the place of those before.
+    """Replace the figures by those of a file.
 
-    Of the variants there, this artifact's is the one with its very weights, and its codes of activations, keys and values.
+    The artifact's variant there is the one with its very weights, and its codes of activations, keys and values.
 
     Raises:
-        ValueError: it is none, or there is no such variant.
+        ValueError: the file is none, or has no such variant.
         FileNotFoundError: it is not there.
     """
-    document = _read(path)
-    _checked(_VARIANTS, document, path)
+    document = _read_document(path)
+    _check_document(_VARIANTS, document, path)
     own = quality_follows_from(artifact)
     found = [each for each in document["variants"] if {name: each.get(name) for name in own} == own]
     if not found:
@@ -191,8 +190,8 @@ def with_quality(measured: Measurements, path: Path, artifact: Artifact) -> Meas
             f"{path} has no variant with the weights of {artifact.path} ({own['dtype']}, {own['weight_bytes']:,} bytes, sha256 "
             f"{own['weights_sha256'][:12]}…, activations={own['activations']!r}, kv_cache_dtype={own['kv_cache_dtype']!r}), but {there or 'none'}; measure this artifact"
         )
-    _checked(_QUALITY, found[0], path)
-    name = found[0]["name"].rstrip("/").rpartition("/")[2]  # the artifact does not tell where it or a file was
+    _check_document(_QUALITY, found[0], path)
+    name = found[0]["name"].rstrip("/").rpartition("/")[2]  # the record names no folder
     return replace(measured, quality=[found[0] | {"name": name}])
 
 
@@ -201,7 +200,7 @@ def _check_config(config: object, path: Path, artifact: Artifact) -> None:
         raise ValueError(f"{path} was measured with other sizes than {artifact.path} has; measure this one")
 
 
-def _medians(document: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_medians(document: dict[str, Any]) -> list[dict[str, Any]]:
     speeds = []
 
     def add(name: str, value: float, unit: str, **conditions: int) -> None:
@@ -218,7 +217,7 @@ def _medians(document: dict[str, Any]) -> list[dict[str, Any]]:
     return speeds
 
 
-def _latencies(document: dict[str, Any], path: Path, artifact: Artifact) -> list[dict[str, Any]]:
+def _read_latencies(document: dict[str, Any], path: Path, artifact: Artifact) -> list[dict[str, Any]]:
     _check_config(document["facts"].get("config"), path, artifact)
     values = [
         each["values"] for each in document["results"] if (each["name"], each["status"]) == ("latency", "passed")
@@ -228,18 +227,18 @@ def _latencies(document: dict[str, Any], path: Path, artifact: Artifact) -> list
         for name, value in (values[0] if values else {}).items()
     ]
     for each in speeds:
-        _checked(_SPEED, each, path)
+        _check_document(_SPEED, each, path)
     return speeds
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_document(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except ValueError as error:
         raise ValueError(f"{path} cannot be read: {error}; measure again") from error
 
 
-def _checked(check: Check, document: object, path: Path) -> None:
+def _check_document(check: Check, document: object, path: Path) -> None:
     try:
         check("it", document)
     except ValueError as error:

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of a checkpoint, the quantization that it names, and its language model without weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ..errors import first_line
+from .files import INDEX_NAME, indexed, read_object
+from .gguf.config import read_config
+from .gguf.header import TOKENS_KEY, GgufHeader, read_header
+from .language_model import find_text_config, find_text_part, multimodal_class
+from .quantized import quantization_of
+from .sizes import check_sizes
+from .tokenizer import begin_as_in_gguf, has_tokenizer, load_tokenizer
+from .unread import unread_keys
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """A checkpoint's files, apart from the numbers of its weights.
+
+    Attributes:
+        gguf_file: name of the GGUF file in `folder`, if the checkpoint is one.
+        source: the name that the user gave.
+        codes: `quantized.KEEP` or `quantized.DEQUANTIZE` of a quantized checkpoint. With None codes are kept, except blocks of a GGUF file
+            that no codes and scales stand for: they become plain weights with a notice.
+    """
+
+    folder: Path
+    gguf_file: str | None
+    source: str
+    trust_remote_code: bool
+    codes: str | None = None
+
+    def load_config(self) -> PreTrainedConfig:
+        """Return the config of the language model, which is a part of a multimodal checkpoint's.
+
+        Raises:
+            ValueError: transformers does not know the checkpoint as a decoder, or its format of quantized weights is not read.
+            FileNotFoundError: its config cannot be read.
+        """
+        config = copy.deepcopy(self._whole_config)
+        text_config = config if self._runs_own_code else find_text_config(config, self.source)
+        if text_config.dtype is None:
+            text_config.dtype = config.dtype
+        if hasattr(text_config, "quantization_config"):
+            del text_config.quantization_config  # the weights will be plain
+        return text_config
+
+    def warn_of_unread_keys(self) -> None:
+        """Log one line with the keys that say how a model computes, and that the config's class does not read."""
+        if self.gguf_file is not None or self._runs_own_code:
+            return
+        whole, document = self._whole_config, self._document
+        config = whole.get_text_config(decoder=True)
+        if config is not whole:
+            document = next((part for name, part in document.items() if getattr(whole, name, None) is config), {})
+        unread = unread_keys(document, config)
+        if unread:
+            logger.warning(
+                "%s: its config.json says %s, which %s does not read, though other models compute by it: the export computes as "
+                "transformers does, without it",
+                self.source,
+                ", ".join(f"{json.dumps(name)[1:-1]:.60}={json.dumps(value):.60}" for name, value in unread.items()),
+                type(config).__name__,
+            )
+
+    def longest_text(self, model_config: PreTrainedConfig) -> int | None:
+        """Return the tokens that a model has positions for; None where its config names no limit."""
+        longest = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return longest if longest is not None and longest > 0 else None  # -1 stands for no limit
+
+    def check_length(self, model_config: PreTrainedConfig, sequence_length: int) -> None:
+        """Raise ValueError where a sequence is longer than the model's positions."""
+        longest = self.longest_text(model_config)
+        if longest is not None and longest < sequence_length:
+            raise ValueError(
+                f"sequence_length={sequence_length} is longer than the model's max_position_embeddings={longest}; "
+                f"lower --sequence-length"
+            )
+
+    def resolve_dtype(self, model_config: PreTrainedConfig, dtype: str) -> str | None:
+        """Return torch's name of the type of the weights: as asked, or for "auto" the config's; None where it names none."""
+        if dtype != "auto":
+            return dtype
+        if self.gguf_file is not None or model_config.dtype is None:
+            return None
+        return str(model_config.dtype).removeprefix("torch.")
+
+    def indexed_names(self) -> frozenset[str]:
+        """Return names of tensors from the index of a checkpoint in several files; none of a single file without an index."""
+        path = self.folder / INDEX_NAME
+        return frozenset(indexed(path)) if path.is_file() else frozenset()
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the files hold the weights of the exported model as plain numbers, and no others."""
+        return self.gguf_file is None and self._method is None and not self._is_multimodal
+
+    def identity(self) -> dict[str, Any]:
+        """Return facts that change with the content of the checkpoint's files, and with the export of them."""
+        files = [self.folder / self.gguf_file] if self.gguf_file is not None else sorted(self.folder.rglob("*"))
+        found = {str(path): path.stat() for path in files if path.is_file()}
+        return {
+            "codes": self.codes,
+            "trust_remote_code": self.trust_remote_code,
+            "files": {
+                name: [each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns]
+                for name, each in found.items()
+            },
+        }
+
+    @cached_property
+    def is_quantized(self) -> bool:
+        """True if the files have codes in the place of weights."""
+        return self.gguf.has_codes if self.gguf is not None else self._method is not None
+
+    @cached_property
+    def empty_model(self) -> PreTrainedModel:
+        """The language model on the meta device."""
+        own = copy.deepcopy(self._whole_config) if self._is_multimodal else self.load_config()
+        auto = self._auto_class
+        try:
+            with torch.device("meta"):
+                model = auto.from_config(own, attn_implementation="eager", trust_remote_code=self.trust_remote_code)
+        except Exception as error:  # whatever a model's code comes to by wrong numbers
+            raise ValueError(
+                f"{self.source}: no {own.model_type} model can be built by its config ({first_line(error)}); correct it, or "
+                f"download it again"
+            ) from error
+        return find_text_part(model, self.source) if self._is_multimodal else model
+
+    @property
+    def _auto_class(self) -> Any:
+        return multimodal_class(self._whole_config) if self._is_multimodal else AutoModelForCausalLM
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, None where it has none; raises ValueError where its files cannot be read."""
+        if self.gguf is None:
+            if not has_tokenizer(self.folder):
+                return None
+            return load_tokenizer(self.folder, self.source, trust_remote_code=self.trust_remote_code)
+        if TOKENS_KEY not in self.gguf.values:
+            return None
+        tokenizer = load_tokenizer(self.folder, self.source, trust_remote_code=False, gguf_file=self.gguf_file)
+        begin_as_in_gguf(tokenizer, self.gguf.values)
+        return tokenizer
+
+    @cached_property
+    def gguf(self) -> GgufHeader | None:
+        return None if self.gguf_file is None else read_header(self.folder / self.gguf_file)
+
+    @cached_property
+    def _read_config(self) -> tuple[PreTrainedConfig, frozenset[str]]:
+        assert self.gguf is not None
+        return read_config(self.gguf, self.source)
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return read_object(self.folder / "config.json")
+
+    @property
+    def _method(self) -> str | None:
+        """The quantization that its config.json names."""
+        return None if self.gguf_file else quantization_of(self._document, self.source).get("quant_method")
+
+    @cached_property
+    def _whole_config(self) -> PreTrainedConfig:
+        """The config as transformers reads it, once; not to be changed."""
+        if self.gguf is not None:
+            check_sizes(self.gguf.sizes(), self.source)
+            return self._read_config[0]
+        check_sizes(self._document, str(self.folder / "config.json"))
+        quantization_of(self._document, self.source)
+        try:
+            return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
+        except OSError as error:
+            raise FileNotFoundError(f"{self.source}: {first_line(error)}") from error
+        except Exception as error:  # a class's own code and checks may raise any error
+            if not self.trust_remote_code and "auto_map" in self._document:
+                raise ValueError(
+                    f"{self.source} brings modeling code of its own; read it, then pass --trust-remote-code "
+                    f"(trust_remote_code=True) to run it"
+                ) from error
+            raise ValueError(
+                f"{self.source}: its config cannot be used ({first_line(error)}); correct it, or download it again"
+            ) from error
+
+    @property
+    def _runs_own_code(self) -> bool:
+        own = getattr(self._whole_config, "auto_map", None) or {}
+        return self.trust_remote_code and AutoModelForCausalLM.__name__ in own
+
+    @property
+    def _is_multimodal(self) -> bool:
+        """True if the language model is only a part of the config's model."""
+        whole = self._whole_config
+        return whole.get_text_config(decoder=True) is not whole and not self._runs_own_code

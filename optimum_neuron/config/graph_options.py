@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The declarations of the options that are fixed when graphs are compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .choices import (
+    ACTIVATION_CHOICES,
+    DTYPES,
+    INT4_GROUP_SIZES,
+    KERNEL_TARGETS,
+    KERNELS,
+    KV_CACHE_DTYPES,
+    MOST_LOGPROBS,
+    QUANTIZATIONS,
+    TARGETS,
+)
+from .option import REPEATED, SIZES, WORDS, Options, option, read_dtype
+
+
+# Stands for a size that follows from the others and is filled in at construction.
+DERIVED: Any = None
+
+
+class DefaultSize(int):
+    """A size that was not asked for."""
+
+
+def _tokens(default: Any, text: str, group: str, **settings: Any) -> Any:
+    return option(default, text, group, parse=int, metavar="TOKENS", **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions(Options):
+    """What is declared of each option: type, default, help. NeuronConfig adds checks and derived values."""
+
+    batch_size: int = option(
+        1, "requests that are served at the same time: rows of a decode step", "basic", parse=int, metavar="ROWS"
+    )
+    sequence_length: int = _tokens(
+        DefaultSize(1024),
+        "prompt and answer of one request together; an export lowers the default to the positions of its model",
+        "basic",
+    )
+    kv_block_size: int | None = _tokens(
+        None,
+        "make the KV cache of blocks of this size, which requests take as they grow; a power of two from 64 on, such as 128 (default: a "
+        "slot of `sequence_length` for each row)",
+        "cache",
+    )
+    kv_cache_tokens: int | None = _tokens(
+        None,
+        "tokens that all requests together hold in blocks, at most; `batch_size` then only counts rows (default: `batch_size` times "
+        "`sequence_length`)",
+        "cache",
+    )
+    state_snapshots: int | None = option(
+        None,
+        "for a model with recurrences, short convolutions or compressed keys, copies of a slot's state that are kept, so that prompts with "
+        "a common start share it; each takes the memory of one slot's state; 0 turns this off (default: twice `batch_size`; for Neuron 0)",
+        "cache",
+        parse=int,
+        metavar="COUNT",
+    )
+    state_snapshot_interval: int | None = _tokens(
+        None,
+        "tokens of a long prompt after which its state is kept again, where a step ends; in vLLM's blocks a multiple of the block "
+        "(default: it is kept where the prompt ends, and where it parts from others)",
+        "cache",
+    )
+    prefill_chunk_size: int = _tokens(
+        DERIVED,
+        "prompt tokens that one step takes in (default: the largest power of two up to 512 that the other sizes allow)",
+        "basic",
+    )
+    prefill_chunk_buckets: tuple[int, ...] = _tokens(
+        (),
+        "smaller chunk sizes, ascending, compiled as well so that a short prompt costs less, as in 32,128 or 32 128 (default: none)",
+        "prompts",
+        many=SIZES,
+    )
+    ctx_batch_size: int = option(
+        1,
+        "chunk rows of a step: short prompts that one step takes in together, or rows that a long one fills",
+        "prompts",
+        parse=int,
+        metavar="ROWS",
+    )
+    mixed_step: bool = option(
+        DERIVED,
+        "compile graphs that advance a prompt and decode in the same step, so that decoding never waits (default: if `batch_size` is above 1)",
+        "prompts",
+        is_switch=True,
+        off="compile no graphs that decode and take in a prompt in the same step: prompts and decoding then take turns (default: compile "
+        "them if `batch_size` is above 1)",
+    )
+    context_buckets: tuple[int, ...] = _tokens(
+        DERIVED,
+        "cache lengths that attention reads, ascending up to `sequence_length` (default: for Neuron the sequence length and its quarters "
+        "down to 256; for the host the sequence length alone, where attention stops at each token)",
+        "prompts",
+        many=SIZES,
+    )
+    dtype: str = option(
+        "auto",
+        "type of weights, activations and KV cache; auto takes the checkpoint's",
+        "basic",
+        parse=read_dtype,
+        choices=DTYPES,
+    )
+    kv_cache_dtype: str | None = option(
+        None,
+        "keep keys and values as codes of 8 bits (fp8 is e4m3), with a scale for each token and head: half of bfloat16's bytes, and 4 for "
+        "each scale; other state stays as it is (default: they have the type of activations)",
+        "cache",
+        choices=KV_CACHE_DTYPES,
+    )
+    on_device_sampling: bool = option(
+        True,
+        "choose tokens in the graphs, which otherwise return logits only",
+        "sampling",
+        is_switch=True,
+        off="return logits only; the host chooses the tokens",
+    )
+    output_logits: bool = option(
+        False,
+        "return the logits of every row with the tokens: for logits processors and scores (default: if the checkpoint's "
+        "generation_config.json needs them)",
+        "sampling",
+        is_switch=True,
+    )
+    prompt_logits: bool = option(
+        False,
+        "compile one more graph of each chunk size, which returns the logits of all tokens of a prompt: for model(input_ids), the loss of "
+        "labels, and vLLM's prompt_logprobs",
+        "sampling",
+        is_switch=True,
+    )
+    top_logprobs: int | None = option(
+        None,
+        f"return the log-probability of each chosen token, and of the COUNT most likely ones, 0 to {MOST_LOGPROBS}",
+        "sampling",
+        parse=int,
+        metavar="COUNT",
+    )
+    quantization: str | None = option(
+        None,
+        "round the weights of linear layers: int8 and fp8 halve bfloat16's size, int4 takes about a quarter; checkpoint keeps all codes of "
+        "a quantized checkpoint to the bit (default: plain weights and codes stay as they are, except blocks of GGUF that no code and "
+        "scale stands for)",
+        "basic",
+        choices=QUANTIZATIONS,
+    )
+    quantization_group_size: int | None = option(
+        None,
+        f"inputs that share a scale in int4: {', '.join(map(str, INT4_GROUP_SIZES))}; fewer are more exact, and larger (default: "
+        f"{INT4_GROUP_SIZES[0]})",
+        "weights",
+        parse=int,
+        choices=INT4_GROUP_SIZES,
+        metavar="INPUTS",
+    )
+    quantization_zero_point: bool = option(
+        False,
+        "in int4, spread the codes of a group between its least and its largest weight, and not around zero: more exact, and larger",
+        "weights",
+        is_switch=True,
+    )
+    quantization_exclude: tuple[str, ...] | None = option(
+        None,
+        "linear layers that stay as they are, by name, as in 'model.layers.0.*'; give the option again for another pattern (default: "
+        "routers, and layers that steer a recurrence or select keys; in int4, the head is int8)",
+        "weights",
+        metavar="PATTERN",
+        many=REPEATED,
+    )
+    activations: str | None = option(
+        "auto",
+        "round activations to int8 where they meet weights of int8 or int4, with a scale for each token and 64 inputs, which is less exact "
+        "and needs the target cpu or eager: auto rounds them for the host CPU if it computes that faster, none keeps them",
+        "weights",
+        choices=ACTIVATION_CHOICES,
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "cores that share one copy of the model, as many as a host connects: inf2 1, 2, 4, 8, 24; trn1 1, 2, 8, 16, 32; trn2 and trn3 1, 2, "
+        "4, 8, 16, 32, 64",
+        "devices",
+        parse=int,
+        metavar="DEVICES",
+    )
+    float32_reduce: bool = option(
+        False,
+        "have devices add their partial sums in float32: one rounding less per layer, twice the bytes between devices",
+        "devices",
+        is_switch=True,
+    )
+    long_frequencies: bool = option(
+        False,
+        "with a LongRoPE model, use the rotary frequencies of long texts for all texts, as vLLM does (default: those of short texts, which "
+        "limit the sequence length)",
+        "devices",
+        is_switch=True,
+    )
+    kernels: tuple[str, ...] = option(
+        (),
+        f"kernels of the SDK in place of operators, for {', '.join(KERNEL_TARGETS[1:])}: {', '.join(KERNELS)}; none of them has run on a "
+        "device yet (default: none)",
+        "devices",
+        choices=KERNELS,
+        metavar="NAME",
+        many=WORDS,
+    )
+    target: str = option(
+        "auto",
+        "where the graphs run: the host CPU, compiled (cpu) or not (eager, for debugging), or a Neuron instance type; hlo runs its graphs on "
+        "the CPU; auto takes what this machine has",
+        "basic",
+        choices=TARGETS,
+    )
