@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of other libraries in messages of one line. It imports nothing of the project."""
+"""The error of unsupported models, and errors of other libraries in one line. It imports nothing of the project."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ _OF_PATHS = {
 }
 _LONGEST_NAME = 300
 _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+
+
+class UnsupportedModelError(ValueError):
+    """A model that step graphs cannot compute; the message completes "<model> cannot be exported: "."""
 
 
 def explain_error(error: BaseException) -> str:

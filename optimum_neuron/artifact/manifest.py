@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoints.origin import LANGUAGE, LICENSE, LICENSE_NAME, LINK
 from ..config import TARGETS, NeuronConfig
-from ..step.model_spec import Compression, ConvolutionState, KeySelection, LayerCache, ModelSpec, RecurrentState
+from ..step.model_spec import KINDS, ModelSpec
 from ..step.spec import GraphSpec, graph_specs
 from ..step.state_specs import state_specs
 from .schema import TEXT, Check, choice, first_difference, flag, listed, named, record, shown, text, whole
@@ -32,16 +32,9 @@ def _sizes(kind: type) -> Check:
     return record(*sizes, closed=True)
 
 
+_STATES = {kind.section: listed(_sizes(kind)) for kind in KINDS}
 _MODEL = record(
-    {"vocab_size": whole(1), "layers": listed(_sizes(LayerCache))},
-    {
-        "convolutions": listed(_sizes(ConvolutionState)),
-        "recurrences": listed(_sizes(RecurrentState)),
-        "selections": listed(_sizes(KeySelection)),
-        "compressions": listed(_sizes(Compression)),
-        "num_embeddings": whole(1),
-    },
-    closed=True,
+    {"vocab_size": whole(1), "layers": _STATES.pop("layers")}, {**_STATES, "num_embeddings": whole(1)}, closed=True
 )
 # A target knows itself which of these it wrote.
 _TARGET_DATA = record(

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from ..checkpoints.language_model import register_language_model
 from ..parity.inspect import look_at
-from ..parity.rope_length import keep_frequencies
+from ..parity.text_length import keep_frequencies
 from ..step.features.codes.modules import QuantizedEmbedding
 from ..step.interface import ATTENTION_NAME, with_attention
 from ..step.model_spec import ModelSpec

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import progress
 from ..checkpoints.scratch import give_back
-from ..parity.parity import nonfinite
+from ..parity.nonfinite import nonfinite
 from .tensor_file import file_head, tensor_bytes
 
 

@@ -16,9 +16,9 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..parity.parity import nonfinite
+from ..parity.nonfinite import nonfinite
 from ..step.spec import TensorSpec
-from ..step.state_sizes import byte_count
+from ..step.state_specs import byte_count
 from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
 from .filesystem import is_local
 from .pages import copied, mapped, zeroed

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.quantizers import AutoQuantizationConfig
 
-from ..parity.parity import describe_nonfinite
+from ..parity.nonfinite import describe_nonfinite
 from ..step.interface import ATTENTION_NAME, set_implementation
 from .checkpoint_config import CheckpointConfig
 from .files import StoredWeights, check_weight_files

@@ -36,16 +36,8 @@ from ..checkpoints.tokenizer import fit_tokenizer
 from ..checkpoints.verbatim import check_verbatim, write_verbatim
 from ..config import ACTIVATIONS, HLO_TARGETS, TASKS, ExportOptions, NeuronConfig, takes_options
 from ..parity.fixed_shapes import check_fixed_shapes
-from ..parity.inspect import (
-    check_blocks,
-    check_compressions,
-    check_kv_codes,
-    check_selections,
-    check_snapshots,
-    inspect_model,
-)
-from ..parity.rope_length import check_text_length, keep_frequencies, take_long_frequencies
-from ..parity.text_length import check_tables
+from ..parity.inspect import check_states, inspect_model
+from ..parity.text_length import check_tables, check_text_length, keep_frequencies, take_long_frequencies
 from ..runtime import golden
 from ..runtime.defaults import follow_defaults
 from ..step.family import check_every_step_has_a_graph
@@ -196,11 +188,7 @@ def _inspect(model: PreTrainedModel, config: NeuronConfig) -> ModelSpec:
     if config.long_frequencies:
         take_long_frequencies(model, config.sequence_length)
     check_text_length(model, config.sequence_length)
-    _warn_of_gathered_blocks(model, config, spec)
-    _tell_of_selections(model, config, spec)
-    check_compressions(model, spec, config)
-    check_kv_codes(model, spec, config)
-    check_snapshots(model, spec, config)
+    check_states(model, spec, config)
     keep_frequencies(model)
     if config.target != "eager":
         check_fixed_shapes(model, config.target)
@@ -283,27 +271,3 @@ def _describe(
         },
         "graphs": {graph.name: describe_graph(graph, job.model) for graph in job.graphs},
     }
-
-
-def _warn_of_gathered_blocks(model: PreTrainedModel, config: NeuronConfig, spec: ModelSpec) -> None:
-    if check_blocks(model, config):
-        logger.warning(
-            "%d layers of %s gather their blocks in each step: they attend by code of their own, over all %d rows of %d tokens, "
-            "however few blocks these have; a smaller --batch-size makes steps shorter",
-            len(spec.layers),
-            type(model).__name__,
-            config.batch_size,
-            config.sequence_length,
-        )
-
-
-def _tell_of_selections(model: PreTrainedModel, config: NeuronConfig, spec: ModelSpec) -> None:
-    without = check_selections(model, spec, config)
-    if without:
-        logger.warning(
-            "%d layers of %s attend to all keys, and their selection is left out: they select %d, and no text has more than %d tokens",
-            len(without),
-            type(model).__name__,
-            min(each.always for each in spec.selections if each.layer_idx in without),
-            config.sequence_length,
-        )

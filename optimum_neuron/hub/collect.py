@@ -11,7 +11,7 @@ from ..artifact.artifact import GRAPHS_FOLDER, Artifact, ArtifactError, is_graph
 from ..artifact.schema import TEXT, listed, number, read_object, record, whole
 from ..export.export_command import adapter_names, export_command, printable_name
 from ..step.spec import GraphSpec
-from ..step.state_sizes import StateSizes, byte_count
+from ..step.state_specs import StateSizes, byte_count
 from .facts import ArtifactFacts, Certified, Compared, GraphFacts, Linted, Quantized
 from .measurements import Measurements, identity, read_measurements
 
@@ -98,7 +98,7 @@ def _read_model_type(artifact: Artifact) -> str:
 
 def _file_sizes(artifact: Artifact) -> dict[str, int]:
     files = artifact.manifest["files"].items()
-    kept = StateSizes.of(artifact.states())
+    kept = StateSizes.measure(artifact.states())
     return {
         "weights": sum(entry["size"] for name, entry in files if is_weight_file(name)),
         "graphs": sum(entry["size"] for name, entry in files if is_graph_file(name)),

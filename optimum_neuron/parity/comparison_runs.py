@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs by which a model as steps is compared with itself: by transformers' own code at once, and in steps beside another prompt."""
+"""Runs of a model by transformers' own code and by step graphs, to compare their logits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..config import LARGEST_SCAN_BLOCK, NeuronConfig
+from ..step.attention.kv_cache import KVCache
+from ..step.cache_needs import CacheNeeds
 from ..step.features.experts.experts import EXPERTS_NAME, set_experts
 from ..step.interface import set_implementation
-from ..step.kv_cache import KVCache
-from ..step.model_cache import CacheNeeds
 from ..step.model_spec import ModelSpec
 from ..step.ops import EAGER_OPS
 from ..step.spec import GraphKind, GraphSpec, graph_specs
@@ -24,7 +24,7 @@ from ..step.state_specs import state_specs
 from ..step.step import StepModule, example_inputs
 
 
-# Enough tokens for chunks of several sizes, few enough for the largest models; whose logits are compared.
+# Enough tokens for chunks of several sizes, few enough for the largest models; the tokens with compared logits.
 PROMPT, _CHUNK, _LENGTH = 7, 4, 16
 OUTPUTS = (2, 4, 5, 6)
 _LONG_START = 6
@@ -32,12 +32,12 @@ _LONG_START = 6
 
 @dataclass(frozen=True)
 class LongRun:
-    """A prompt in chunks, of which the last token comes alone, in a slot that another request had before.
+    """A prompt in chunks, with a last token of its own, in a slot that another request had before.
 
     Attributes:
-        prompt, another: `[tokens]`; what the slot had before are the first of the other one.
+        prompt, another: `[tokens]`; the slot had the first tokens of the other one before.
         cuts: where chunks begin and end, from 0 to the last token.
-        outputs: the tokens whose logits are compared, each the last one of a chunk.
+        outputs: the tokens with compared logits, each the last one of a chunk.
     """
 
     prompt: Tensor
@@ -52,9 +52,9 @@ def random_prompt(vocab_size: int, seed: int, length: int = PROMPT) -> Tensor:
 
 
 def recurrent_run(vocab_size: int) -> LongRun:
-    """Longer than the blocks of recurrences, and one token many times at the end, which no product of keys may overflow on.
+    """Return a prompt longer than the blocks of recurrences. It ends with one token many times, which no product of keys may overflow on.
 
-    Compared is also the first token behind a cut, as a state may be forgotten within few.
+    The first token after a cut is compared, too, as a state may be forgotten within few.
     """
     last = LARGEST_SCAN_BLOCK + 1
     start = random_prompt(vocab_size, seed=3)[:_LONG_START]
@@ -63,7 +63,7 @@ def recurrent_run(vocab_size: int) -> LongRun:
 
 
 def selecting_run(vocab_size: int, width: int) -> LongRun:
-    """Of keys that are selected so many together: behind the tokens that are compared are three whole such blocks."""
+    """Return a prompt for layers that select `width` keys together: three whole blocks precede the compared tokens."""
     whole = 3 * width
     prompt, another = (random_prompt(vocab_size, seed, whole + 3) for seed in (3, 4))
     cuts = (*range(0, whole, LARGEST_SCAN_BLOCK), whole, whole + 1, whole + 2)
@@ -71,7 +71,7 @@ def selecting_run(vocab_size: int, width: int) -> LongRun:
 
 
 def grouped_run(vocab_size: int, rates: Sequence[int], window: int) -> LongRun:
-    """Of compressed keys: several groups of each rate, and more than a window; the last token ends a group of the least rate."""
+    """Return a prompt for compressed keys: several groups of each rate, and more than a window; it ends with a group of the least rate."""
     least = min(rates)
     last = (max(2 * max(rates), window) // least + 2) * least - 1
     first = min(47, last // 2)
@@ -83,7 +83,7 @@ def grouped_run(vocab_size: int, rates: Sequence[int], window: int) -> LongRun:
 def own_logits(
     model: PreTrainedModel, prompt: Tensor, position_ids: Tensor | None = None, outputs: tuple[int, ...] = OUTPUTS
 ) -> Tensor:
-    """`[outputs, vocab]` float32 by transformers' own attention and experts; by default with positions of the model's making."""
+    """Return `[outputs, vocab]` float32 by transformers' own attention and experts; by default with positions that the model makes."""
     set_experts(model, "eager")
     try:
         with own_attention(model):
@@ -96,10 +96,10 @@ def own_logits(
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Within it, a model attends by transformers' own code."""
+    """Make a model attend by transformers' own code within."""
     ours = model.config._attn_implementation
     # Code that adds a bias to its scores may do so otherwise where torch attends, as it does by default.
-    by_torch = CacheNeeds.of(model).biased and getattr(model, "_supports_sdpa", False)
+    by_torch = CacheNeeds.read_code(model).biased and getattr(model, "_supports_sdpa", False)
     set_implementation(model, "sdpa" if by_torch else "eager")
     try:
         yield
@@ -108,38 +108,40 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def step_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor, neighbor: Tensor) -> Tensor:
-    """Logits after the tokens `OUTPUTS` of a prompt in slot 1, in steps that it shares with a neighbor in slot 0."""
-    graphs = _graphs(model, spec, _CHUNK)
+    """Return logits after the tokens `OUTPUTS` of a prompt in slot 1, in steps that it shares with a neighbor in slot 0."""
+    graphs = _make_graphs(model, spec, _CHUNK)
     texts = (neighbor, prompt)
     outputs = [
-        graphs["chunked_prefill"](*_inputs(graphs["chunked_prefill"].spec, texts, {}, (1, 0, 3)))[0][0],
-        graphs["mixed"](*_inputs(graphs["mixed"].spec, texts, {0: 0}, (1, 3, 5)))[1][0],
-        graphs["mixed"](*_inputs(graphs["mixed"].spec, texts, {1: 5}, (0, 1, 5)))[0][1],
-        graphs["token_generation"](*_inputs(graphs["token_generation"].spec, texts, {0: 5, 1: 6}, None))[0][1],
+        graphs["chunked_prefill"](*_make_inputs(graphs["chunked_prefill"].spec, texts, {}, (1, 0, 3)))[0][0],
+        graphs["mixed"](*_make_inputs(graphs["mixed"].spec, texts, {0: 0}, (1, 3, 5)))[1][0],
+        graphs["mixed"](*_make_inputs(graphs["mixed"].spec, texts, {1: 5}, (0, 1, 5)))[0][1],
+        graphs["token_generation"](*_make_inputs(graphs["token_generation"].spec, texts, {0: 5, 1: 6}, None))[0][1],
     ]
     return torch.stack(outputs)
 
 
 def long_logits(model: PreTrainedModel, spec: ModelSpec, run: LongRun) -> Tensor:
-    """Logits after the tokens `run.outputs` of the prompt, in slot 1."""
+    """Return logits after the tokens `run.outputs` of the prompt, in slot 1."""
     length = 2 * LARGEST_SCAN_BLOCK
-    graphs = _graphs(model, spec, LARGEST_SCAN_BLOCK, -(-len(run.prompt) // length) * length)
+    graphs = _make_graphs(model, spec, LARGEST_SCAN_BLOCK, -(-len(run.prompt) // length) * length)
     prefill, decode = graphs["chunked_prefill"], graphs["token_generation"]
-    prefill(*_inputs(prefill.spec, (run.another, run.another), {}, (1, 0, _LONG_START)))
+    prefill(*_make_inputs(prefill.spec, (run.another, run.another), {}, (1, 0, _LONG_START)))
     texts, last = (run.another, run.prompt), len(run.prompt) - 1
-    outputs = [prefill(*_inputs(prefill.spec, texts, {}, (1, *each)))[0][0] for each in pairwise(run.cuts)]
+    outputs = [prefill(*_make_inputs(prefill.spec, texts, {}, (1, *each)))[0][0] for each in pairwise(run.cuts)]
     outputs = [output for output, end in zip(outputs, run.cuts[1:], strict=True) if end - 1 in run.outputs]
-    return torch.stack([*outputs, decode(*_inputs(decode.spec, texts, {1: last}, None))[0][1]])
+    return torch.stack([*outputs, decode(*_make_inputs(decode.spec, texts, {1: last}, None))[0][1]])
 
 
 def whole_logits(model: PreTrainedModel, spec: ModelSpec, prompt: Tensor) -> Tensor:
-    """The same of steps that take the prompt alone and in one chunk."""
-    graph = _graphs(model, spec, 2 * _CHUNK)["chunked_prefill"]
-    ends = [_inputs(graph.spec, (prompt, prompt), {}, (1, 0, last + 1)) for last in OUTPUTS]
+    """Return the logits of steps that take the prompt alone and in one chunk."""
+    graph = _make_graphs(model, spec, 2 * _CHUNK)["chunked_prefill"]
+    ends = [_make_inputs(graph.spec, (prompt, prompt), {}, (1, 0, last + 1)) for last in OUTPUTS]
     return torch.stack([graph(*inputs)[0][0] for inputs in ends])
 
 
-def _graphs(model: PreTrainedModel, spec: ModelSpec, chunk: int, length: int = _LENGTH) -> dict[GraphKind, StepModule]:
+def _make_graphs(
+    model: PreTrainedModel, spec: ModelSpec, chunk: int, length: int = _LENGTH
+) -> dict[GraphKind, StepModule]:
     config = NeuronConfig(
         batch_size=2, sequence_length=length, prefill_chunk_size=chunk, on_device_sampling=False, dtype="bfloat16"
     )
@@ -149,10 +151,10 @@ def _graphs(model: PreTrainedModel, spec: ModelSpec, chunk: int, length: int = _
     return {graph.kind: StepModule(model, cache, graph, EAGER_OPS) for graph in graph_specs(config)}
 
 
-def _inputs(
+def _make_inputs(
     graph: GraphSpec, texts: tuple[Tensor, ...], decode: dict[int, int], chunk: tuple[int, int, int] | None
 ) -> list[Tensor]:
-    """A step's inputs: `decode` is slot to position, `chunk` is a slot, its first position and the one after its last."""
+    """Return a step's inputs: `decode` is slot to position, `chunk` is a slot, its first position and the one after its last."""
     inputs = dict(zip((tensor.name for tensor in graph.inputs()), example_inputs(graph.inputs()), strict=True))
     if graph.has_decode:
         inputs["decode.position_ids"].fill_(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model's code computes in fixed shapes, whatever the values of tensors: a graph can contain nothing else."""
+"""A check that a model's shapes do not depend on values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .inspect import look_at
 
 
 def check_fixed_shapes(model: PreTrainedModel, target: str) -> None:
-    """Runs a token through the model's shapes alone; no weight is read.
+    """Run a token through the model's shapes alone; no weight is read.
 
     Args:
         target: named in the message.
@@ -33,12 +33,12 @@ def check_fixed_shapes(model: PreTrainedModel, target: str) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
 
-    def call(**kwargs: Any) -> Any:
+    def call_model(**kwargs: Any) -> Any:
         return torch.func.functional_call(model, shapes, (), kwargs)
 
-    with _running(model) as names, mode:
+    with _track_running(model) as names, mode:
         try:
-            look_at(model, call)
+            look_at(model, call_model)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             kinds = "experts outside of transformers' experts interface, or another choice by value"
             raise ValueError(
@@ -48,18 +48,18 @@ def check_fixed_shapes(model: PreTrainedModel, target: str) -> None:
 
 
 @contextmanager
-def _running(model: nn.Module) -> Iterator[list[str]]:
-    """The names of the modules that run, the innermost last; what failed stays."""
+def _track_running(model: nn.Module) -> Iterator[list[str]]:
+    """Yield the names of the modules that run, the innermost last; those that failed stay."""
     names: list[str] = []
 
-    def enter(name: str, *_: Any) -> None:
+    def enter_module(name: str, *_: Any) -> None:
         names.append(name)
 
-    def leave(*_: Any) -> None:
+    def leave_module(*_: Any) -> None:
         names.pop()
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            hooks.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
-            hooks.callback(module.register_forward_hook(leave).remove)
+            hooks.callback(module.register_forward_pre_hook(partial(enter_module, name)).remove)
+            hooks.callback(module.register_forward_hook(leave_module).remove)
         yield names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is asked once, before its step graphs are made."""
+"""The inspection of a model: what its layers keep, and whether step graphs compute what it does."""
 
 from __future__ import annotations
 
@@ -15,141 +15,82 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..config import NeuronConfig
-from ..errors import first_line
-from ..step.features.experts.experts import no_experts, routing, set_experts
-from ..step.layer_recorder import LayerRecorder
-from ..step.masks import UnsupportedModelError
-from ..step.model_cache import Backends, CacheNeeds
-from ..step.model_spec import ModelSpec
+from ..errors import UnsupportedModelError, first_line
+from ..step.attention.masks import CausalMask
+from ..step.attention.state import KeyValueState
+from ..step.cache_needs import CacheNeeds
+from ..step.features.experts.experts import no_experts, routing
+from ..step.features.own_code.own_scores import BiasMask
+from ..step.interface import accepts_keyword
+from ..step.layer_state import CheckedModel, LayerState
+from ..step.model_spec import KINDS, ModelSpec
 from ..step.one_thread import one_thread
-from ..step.stand_ins import set_stand_ins
-from ..step.step import accepts
-from .own_attention import check_own_masks
-from .parity import check_layers, check_result, comparable
-from .vocabulary import LookUps
+from ..step.serving import Backends, serving
+from ..step.step import set_stand_ins
+from .conditions import check_own_masks
+from .parity import check_layers, check_result, is_comparable
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSpec:
-    """Runs the model on a few tokens and returns what its graphs need to know.
+    """Run the model on a few tokens and return what its graphs need to know.
 
-    A model whose weights have data is also run as step graphs, and must compute what transformers' own attention does.
+    A model with data in its weights also runs as step graphs, and must compute what transformers' own attention does.
 
     Raises:
         ValueError: the model cannot run as step graphs; the reason is named.
     """
-    with _explained(model), one_thread():
-        spec = _seen(model)
-        check_result(model, spec, by_itself=CacheNeeds.of(model).by_itself)
+    with _explain_refusal(model), one_thread():
+        spec = _see_layers(model)
+        check_result(model, spec, by_itself=CacheNeeds.read_code(model).by_itself)
     return spec
 
 
 def inspect_layers(model: PreTrainedModel) -> ModelSpec:
-    """What `inspect_model` returns, of a model whose weights are any numbers: nothing is compared.
+    """Return what `inspect_model` does, for a model with weights of any numbers: nothing is compared.
 
     Raises:
-        ValueError: the model cannot run as step graphs, as far as its layers tell.
+        ValueError: the model cannot run as step graphs, as far as its layers show.
     """
-    with _explained(model), one_thread():
-        return _seen(model)
+    with _explain_refusal(model), one_thread():
+        return _see_layers(model)
 
 
 @contextmanager
-def _explained(model: PreTrainedModel) -> Iterator[None]:
+def _explain_refusal(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     except UnsupportedModelError as error:
-        raise ValueError(f"{type(model).__name__} cannot be exported: {error}{_remedy(model, error)}") from error
+        raise ValueError(f"{type(model).__name__} cannot be exported: {error}{_find_remedy(model, error)}") from error
 
 
-def _seen(model: PreTrainedModel) -> ModelSpec:
-    if CacheNeeds.of(model).by_itself:
+def _see_layers(model: PreTrainedModel) -> ModelSpec:
+    if CacheNeeds.read_code(model).by_itself:
         check_own_masks(model)
-    spec = _record(model)
+    spec = _record_model(model)
     check_layers(model, spec)
     return spec
 
 
-def check_blocks(model: PreTrainedModel, config: NeuronConfig) -> bool:
-    """Whether all layers gather their blocks in each step, as a model's own code has no other way.
+def check_states(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> None:
+    """Check that graphs of a config can keep what a model's layers keep; warn of what costs more.
 
     Raises:
-        ValueError: they do, and blocks are to attend where they lie.
+        ValueError: they cannot; the message names the option and the remedy.
     """
-    if config.kv_block_size is None or not CacheNeeds.of(model).by_itself:
-        return False
-    if config.blocks_in_place:
-        raise ValueError(
-            f"{type(model).__name__} attends by code of its own, over slots, and on target={config.target!r} blocks attend where "
-            f"they lie; leave out kv_block_size={config.kv_block_size} and kv_cache_tokens"
-        )
-    return True
-
-
-def check_selections(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> list[int]:
-    """The layers that select keys of which none can be left out here: a text has no more than they attend to anyway.
-
-    Raises:
-        ValueError: some layers do select, and blocks are to attend where they lie.
-    """
-    selecting = [each.layer_idx for each in spec.selections if each.selects(config)]
-    if selecting and config.blocks_in_place:
-        raise ValueError(
-            f"{len(selecting)} layers of {type(model).__name__} select {min(each.always for each in spec.selections)} keys of up to "
-            f"sequence_length={config.sequence_length}, and on target={config.target!r} blocks attend where they lie, all of them; "
-            f"leave out kv_block_size={config.kv_block_size} and kv_cache_tokens, or lower sequence_length"
-        )
-    return [each.layer_idx for each in spec.selections if each.layer_idx not in selecting]
-
-
-def check_compressions(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> None:
-    """Raises ValueError where layers keep compressed keys by slots, and blocks are to attend where they lie."""
-    layers = {each.layer_idx for each in spec.compressions if each.has_groups(config)}
-    if layers and config.blocks_in_place:
-        raise ValueError(
-            f"{len(layers)} layers of {type(model).__name__} keep compressed keys, a slot's side by side, and on "
-            f"target={config.target!r} blocks attend where they lie; leave out kv_block_size={config.kv_block_size} and kv_cache_tokens"
-        )
-
-
-def check_kv_codes(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> None:
-    """Raises ValueError where keys and values are to be codes, and the model has none, or reads them in other ways than attention does."""
-    if config.kv_cache_dtype is None:
-        return
-    name, option = type(model).__name__, f"kv_cache_dtype={config.kv_cache_dtype!r}"
-    if not spec.layers:
-        raise ValueError(
-            f"{option} is of keys and values, and {name} keeps none: states of recurrences and convolutions stay as they are; leave it out"
-        )
-    if CacheNeeds.of(model).by_itself:
-        raise ValueError(
-            f"{name} attends by code of its own, which takes keys and values as numbers, and {option} keeps codes; leave it out"
-        )
-    layers = {each.layer_idx for each in spec.compressions if each.has_groups(config)}
-    if layers:
-        raise ValueError(
-            f"{len(layers)} layers of {name} attend to compressed keys and to others, and {option} has no codes of these; leave it out"
-        )
-
-
-def check_snapshots(model: nn.Module, spec: ModelSpec, config: NeuronConfig) -> None:
-    """Raises ValueError where snapshots of state are asked for, and slots keep none."""
-    for name in ("state_snapshots", "state_snapshot_interval"):
-        count = getattr(config, name)
-        if count and spec.reuses_prefixes:
-            raise ValueError(
-                f"{name}={count} is for state that slots keep, and those of {type(model).__name__} keep keys and values alone, of which "
-                f"any prefix is reused; leave {name} out"
-            )
+    checked = CheckedModel(type(model).__name__, CacheNeeds.read_code(model).by_itself)
+    for kind in KINDS:
+        kind.check_config(spec.states_of(kind), checked, config)
+    spec.check_snapshots(checked.name, config)
 
 
 class _NoProducts(TorchFunctionMode):
-    """Linear layers give zeros: their shapes are enough, and a product with one row reads all weights."""
+    """A mode in which linear layers give zeros: their shapes are enough, and a product with one row reads all weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        return _zeros(*args, **kwargs or {}) if func is nn.functional.linear else func(*args, **kwargs or {})
+        return _make_zeros(*args, **kwargs or {}) if func is nn.functional.linear else func(*args, **kwargs or {})
 
 
-def _zeros(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _make_zeros(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return input.new_zeros((*input.shape[:-1], weight.shape[0]))
 
 
@@ -161,34 +102,59 @@ def look_at(
     position: int = 0,
     sequence_length: int = 1,
 ) -> ModelSpec:
-    """Runs a token with attention, experts and linear layers that only look on: what each layer keeps, and the vocabulary's size.
+    """Run a token with attention, experts and linear layers that only record; return what each layer keeps.
 
     Args:
         call: runs the model; by default the model itself.
-        token_id, position: what it runs on, and where.
-        sequence_length: of the texts that it is to take.
+        token_id, position: the token, and its position.
+        sequence_length: tokens of the longest text.
     """
-    needs = CacheNeeds.of(model)
-    recorder = LayerRecorder(by_itself=needs.by_itself, biased=needs.biased)
-    set_experts(model)
+    needs = CacheNeeds.read_code(model)
     set_stand_ins(model)
+    found: dict[type[LayerState], list[LayerState]] = {kind: [] for kind in KINDS}
+    make_bias = BiasMask if needs.biased else _hide_nothing if needs.by_itself else None
+    backends = Backends({kind: kind.make_recorder(states) for kind, states in found.items()}, make_bias)
     token, positions = (torch.full((1, 1), each, dtype=torch.int32) for each in (token_id, position))
-    kwargs: dict[str, Any] = {"attention_backend": recorder} if accepts(model, "attention_backend") else {}
-    backends = Backends(recorder, recorder, recorder, recorder, recorder)
+    kwargs: dict[str, Any] = {}
+    if accepts_keyword(model, "attention_backend"):
+        kwargs["attention_backend"] = backends[KeyValueState]
     kwargs |= needs.arguments(positions[0], backends, sequence_length)
     kwargs |= {"input_ids": token, "use_cache": False}
-    with torch.inference_mode(), backends.serving(positions[0]), routing(no_experts), _NoProducts():
+    with torch.inference_mode(), serving(backends, positions[0]), routing(no_experts), _NoProducts():
         logits: Tensor = (call or model)(**kwargs).logits
     vocab_size = logits.shape[-1]
-    return ModelSpec(
-        vocab_size,
-        tuple(recorder.layers),
-        tuple(recorder.convolutions),
-        tuple(recorder.recurrences),
-        tuple(recorder.selections),
-        tuple(recorder.compressions),
-        num_embeddings=vocab_size,
-    )
+    states = tuple(state for kept in found.values() for state in kept)
+    return ModelSpec(vocab_size, states, num_embeddings=vocab_size)
+
+
+def _hide_nothing(mask: CausalMask, dtype: torch.dtype) -> Tensor:
+    mask.visible_window()
+    return torch.zeros((1, 1, 1, 1), dtype=dtype)
+
+
+class LookUps(TorchFunctionMode):
+    """A mode that notes the tables in which a running model looks a token up.
+
+    Args:
+        token: numbers no position and no type of a token.
+
+    Attributes:
+        rows: of each table.
+    """
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        self._token = token
+        self.rows: list[int] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is nn.functional.embedding:
+            self._note_table(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
+
+    def _note_table(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
+        if torch.equal(input, torch.full_like(input, self._token)):
+            self.rows.append(weight.shape[0])
 
 
 def _num_embeddings(model: PreTrainedModel, vocab_size: int) -> int:
@@ -198,10 +164,10 @@ def _num_embeddings(model: PreTrainedModel, vocab_size: int) -> int:
     return min(look_ups.rows, default=vocab_size)
 
 
-def _record(model: PreTrainedModel) -> ModelSpec:
+def _record_model(model: PreTrainedModel) -> ModelSpec:
     try:
         spec = look_at(model)
-        return replace(spec, num_embeddings=_num_embeddings(model, spec.vocab_size)) if comparable(model) else spec
+        return replace(spec, num_embeddings=_num_embeddings(model, spec.vocab_size)) if is_comparable(model) else spec
     except (UnsupportedModelError, DataDependentOutputException, DynamicOutputShapeException):
         raise
     except (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError) as error:
@@ -210,9 +176,9 @@ def _record(model: PreTrainedModel) -> ModelSpec:
         ) from error
 
 
-def _remedy(model: PreTrainedModel, error: UnsupportedModelError) -> str:
-    """Where transformers keeps some weights in float32, as a model's class asks for, its code may not run in another type."""
+def _find_remedy(model: PreTrainedModel, error: UnsupportedModelError) -> str:
+    """Return a hint where transformers keeps some weights in float32: the model's code may not run in another type."""
     types = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
     if len(types) < 2 or not isinstance(error.__cause__, RuntimeError):
         return ""
-    return f"; its weights are of {' and '.join(sorted(types))}: try dtype='float32'"
+    return f"; its weights have the types {' and '.join(sorted(types))}: try dtype='float32'"

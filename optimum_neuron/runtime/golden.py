@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import progress
 from ..config import NeuronConfig
-from ..step.kv_cache import KVCache
+from ..step.attention.kv_cache import KVCache
 from ..step.model_spec import ModelSpec
 from ..step.ops import EAGER_OPS
 from ..step.spec import GREEDY, graph_specs

@@ -14,8 +14,8 @@ import numpy as np
 from .. import progress
 from ..config import NeuronConfig
 from ..core import PromptPiece, StepOutput
+from ..step.block_owners import TooManySharedBlocksError, rows_apart
 from ..step.family import GraphFamily
-from ..step.features.shared_blocks.block_owners import TooManySharedBlocksError, rows_apart
 from ..step.model_spec import ModelSpec
 from ..step.sampling.logprobs import Logprobs, logprobs
 from ..step.spec import LOGPROBS, GraphSpec

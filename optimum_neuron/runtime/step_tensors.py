@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core import PromptPiece, StepOutput
-from ..step.features.shared_blocks.block_owners import BlockOwners, OwnerSizes, fill_owners
+from ..step.block_owners import BlockOwners, OwnerSizes, fill_owners
 from ..step.spec import BLOCK_TABLE, CHUNK, DECODE, GREEDY, WRITE_BLOCKS, GraphSpec, TensorSpec
 from .block_tables import BlockTables
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs of one artifact, and which of them a step runs in. Imports no torch."""
+"""The choice of the graph for a step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .spec import GraphKind, GraphSpec
 
 
 def rows_needed(counts: Iterable[int], chunk_size: int) -> int:
-    """Chunk rows that prompts take which advance by `counts` tokens each: a row never holds two prompts."""
+    """Return the chunk rows of prompts that advance by `counts` tokens each: a row never holds two prompts."""
     return sum(-(-count // chunk_size) for count in counts)
 
 
 def holds(graph: GraphSpec, context_length: int, counts: Sequence[int] = (), blocks: int = 0) -> bool:
-    """Whether a graph with the groups that a step needs has columns, chunk rows and blocks enough for it; see `select`."""
+    """Return whether a graph with the groups that a step needs has columns, chunk rows and blocks enough for it; see `select_graph`."""
     # Chunk size 0 has no rows to count.
     fits = not counts or rows_needed(counts, graph.chunk_size) <= graph.ctx_batch_size
     reaches = not graph.blocks_in_place or blocks <= graph.blocks_in_place
@@ -23,15 +23,14 @@ def holds(graph: GraphSpec, context_length: int, counts: Sequence[int] = (), blo
 
 
 class GraphFamily:
-    """Finds the graph of a step: of the kind that the step needs, the smallest that fits.
+    """The graphs of an artifact, to find the smallest one that holds a step.
 
     Args:
-        deterministic: it is the largest mixed graph, whatever the step needs; of those that score prompts, the largest.
+        deterministic: always choose the largest mixed graph; of those that score prompts, the largest.
 
     Attributes:
         has_mixed: whether a step can decode and take in a prompt at once.
-        in_place: whether decode rows attend over blocks where they lie: a graph then holds them by `blocks`, whatever their contexts
-            are.
+        in_place: whether decode rows attend over blocks in place: then `blocks` counts for them, not their contexts.
 
     Raises:
         ValueError: `deterministic`, and there is no mixed graph.
@@ -57,25 +56,25 @@ class GraphFamily:
         return (graph for graphs in self._by_kind.values() for graph in graphs)
 
     def kind(self, kind: GraphKind) -> Sequence[GraphSpec]:
-        """All graphs of a kind, the smallest first."""
+        """Return all graphs of a kind, the smallest first."""
         return self._by_kind.get(kind, ())
 
     def chunk_sizes(self, kind: GraphKind) -> tuple[int, ...]:
-        """Tokens per chunk row, ascending, of the graphs that steps of a kind run in."""
-        return tuple(sorted({graph.chunk_size for graph in self._usable(kind)}))
+        """Return the tokens per chunk row, ascending, of the graphs that steps of a kind run in."""
+        return tuple(sorted({graph.chunk_size for graph in self._usable_graphs(kind)}))
 
     def select(self, kind: GraphKind, context_length: int, counts: Sequence[int] = (), blocks: int = 0) -> GraphSpec:
-        """The smallest graph of a kind that holds a step.
+        """Return the smallest graph of a kind that holds a step.
 
         Args:
             context_length: cache columns that the step's tokens see, the largest of its rows; where `in_place`, of its chunk rows.
             counts: tokens by which each prompt of the step advances.
-            blocks: the highest number of a block that decode rows read, and one; counts where `in_place`.
+            blocks: one more than the highest block that decode rows read; counts where `in_place`.
 
         Raises:
             ValueError: no graph holds the step.
         """
-        for graph in self._usable(kind):
+        for graph in self._usable_graphs(kind):
             if holds(graph, context_length, counts, blocks):
                 return graph
         raise ValueError(
@@ -83,14 +82,14 @@ class GraphFamily:
             f"has {[graph.name for graph in self.kind(kind)]}"
         )
 
-    def _usable(self, kind: GraphKind) -> Sequence[GraphSpec]:
+    def _usable_graphs(self, kind: GraphKind) -> Sequence[GraphSpec]:
         if self._only is None:
             return self.kind(kind)
         return self.kind(kind)[-1:] if kind == "scoring" else self._only
 
 
 def check_every_step_has_a_graph(config: NeuronConfig, graphs: Sequence[GraphSpec]) -> None:
-    """Proves, for all lengths of chunks and contexts, that whatever step a config allows finds a graph.
+    """Check, for all lengths of chunks and contexts, that every step of a config finds a graph.
 
     Raises:
         RuntimeError: a step has none.

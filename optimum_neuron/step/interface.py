@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where transformers' modelling code meets the step: its attention interface, and its interface for masks."""
+"""The interfaces of transformers' modelling code that a step serves: attention, masks, tables of positions."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from .features.compressed_keys.compression import CompressedKeys, split_joined
-from .features.recurrence.recurrence import running_backend
+from ..errors import UnsupportedModelError
+from .attention.call import AttentionBackend, AttentionCall
+from .attention.masks import CausalMask, Window, causal_mask
+from .attention.state import KeyValueState
+from .features.compressed_keys.compression import split_joined
+from .features.recurrence.state import RecurrentState
 from .features.selected_keys.top_keys import selection_of
-from .masks import CausalMask, UnsupportedModelError, Window, causal_mask
-from .tracing.layer_index import plain_index
+from .layer_numbers import plain_index
+from .serving import Backends, replace_in_steps, running_backends, running_positions
 
 
 ATTENTION_NAME = "optimum_neuron"
@@ -27,63 +29,7 @@ ATTENTION_NAME = "optimum_neuron"
 _WITHOUT_MEANING = ("dropout", "training", "output_attentions", "use_cache")
 
 
-class AttentionBackend(Protocol):
-    """Receives every attention call of a model's forward pass as the keyword argument `attention_backend`."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Returns `[1, tokens, heads, value_dim]`."""
-
-
-class StepBackend(AttentionBackend, Protocol):
-    """One that also serves models that attend by themselves."""
-
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
-        """A mask as a model gets it that attends by itself, in general a tensor to add to scores; None for others."""
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One layer's attention: `query [1, heads, tokens, key_dim]`, `key` and `value` with the layer's kv heads.
-
-    `sliding_window` is what a token sees of the past: all of it, a window, or its own chunk. Of that `selected` leaves some, in
-    the call of a layer `[tokens, 1 or kv_heads, columns]`, in that of a group of rows `[rows, 1 or kv_heads, tokens, columns]`; None
-    leaves all.
-    `column_bias [heads, columns]` is added to the scores of a key by its column, which is its position; a number that all keys of a
-    query have more changes nothing. `compressed` are keys that stand for several tokens each, which are attended to beside the others.
-    """
-
-    layer_idx: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scaling: float
-    sliding_window: Window
-    softcap: float | None
-    sinks: Tensor | None
-    column_bias: Tensor | None = None
-    selected: Tensor | None = None
-    compressed: CompressedKeys | None = None
-
-    @property
-    def attends_to_all(self) -> bool:
-        """Whether each token attends to all keys that it sees and to no others, which kernels take for granted."""
-        return self.selected is None and self.compressed is None
-
-
-_backends: ContextVar[StepBackend] = ContextVar("attention backend of the running forward pass")
-
-
-@contextmanager
-def attending(backend: StepBackend) -> Iterator[None]:
-    """For the forward passes within: some models do not pass keyword arguments on to their attention layers."""
-    token = _backends.set(backend)
-    try:
-        yield
-    finally:
-        _backends.reset(token)
-
-
-def _attention(
+def _attend_call(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -107,20 +53,21 @@ def _attention(
         key=key,
         value=value,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=_window(module, attention_mask, sliding_window),
+        sliding_window=_find_window(module, attention_mask, sliding_window),
         softcap=softcap,
         sinks=s_aux,
         selected=None if selection is None else _by_kv_head(selection.selected, key.shape[1]),
         compressed=compressed,
     )
-    backend = attention_backend or _backends.get(None)
+    backends = running_backends()
+    backend = attention_backend or (None if backends is None else backends[KeyValueState])
     if backend is None:
         raise UnsupportedModelError("it does not pass keyword arguments on to its attention layers")
     return backend.attend(call).contiguous(), None  # some models view it
 
 
 def _by_kv_head(selected: Tensor | None, kv_heads: int) -> Tensor | None:
-    """What a selection left, `[tokens, heads, columns]`, with one head for all or one for each that has keys."""
+    """Return a selection `[tokens, heads, columns]` with one head for all, or one for each that has keys."""
     if selected is None or selected.shape[1] in (1, kv_heads):
         return selected
     if kv_heads % selected.shape[1]:
@@ -131,18 +78,19 @@ def _by_kv_head(selected: Tensor | None, kv_heads: int) -> Tensor | None:
 
 
 def _layer_idx(module: Any) -> int:
-    """A layer's own number; of attention that several layers share, the one that it was given for its cache."""
+    """Return a layer's own number. Attention that several layers share has the number that it was given for its cache."""
     number: int | None = plain_index(module.layer_idx)
     if number is not None and number >= 0:
         return number
-    backend = running_backend()
-    if backend is None or backend.layer_idx is None:
+    backends = running_backends()
+    last: int | None = None if backends is None else backends[RecurrentState].layer_idx
+    if last is None:
         raise UnsupportedModelError("it attends in a layer that has no number, and stores no keys by one")
-    return backend.layer_idx
+    return last
 
 
-def _window(module: Any, attention_mask: CausalMask | Tensor | None, sliding_window: int | None) -> Window:
-    """What the layer sees, by its mask alone where it has one: transformers' own attention obeys nothing else."""
+def _find_window(module: Any, attention_mask: CausalMask | Tensor | None, sliding_window: int | None) -> Window:
+    """Return what the layer sees. Its mask alone decides where it has one: transformers' own attention obeys nothing else."""
     if isinstance(attention_mask, CausalMask):
         return attention_mask.visible_window()
     if attention_mask is not None:
@@ -158,9 +106,10 @@ def _window(module: Any, attention_mask: CausalMask | Tensor | None, sliding_win
 
 
 def _refuse_meaningful(module: Any, others: dict[str, Any]) -> None:
-    """transformers passes every keyword of the model call to every attention function.
+    """Refuse keywords that the cached attention does not compute.
 
-    Those that matter are parameters of the attention function that the model's own code falls back to.
+    transformers passes every keyword of the model call to every attention function. Those that matter are parameters of the attention
+    function that the model's own code falls back to.
     """
     own = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     names = own.__code__.co_varnames[: own.__code__.co_argcount + own.__code__.co_kwonlyargcount] if own else ()
@@ -171,25 +120,27 @@ def _refuse_meaningful(module: Any, others: dict[str, Any]) -> None:
             )
 
 
-def _mask(*args: Any, **kwargs: Any) -> CausalMask | Tensor:
-    """As transformers' functions that make masks: a rule, or a tensor for a model that attends by itself."""
+def _make_mask(*args: Any, **kwargs: Any) -> CausalMask | Tensor:
+    """Return a rule in place of transformers' masks, or a tensor for a model that attends by itself."""
     mask = causal_mask(*args, **kwargs)
-    backend = _backends.get(None)
-    bias = None if backend is None else backend.bias(mask, kwargs.get("dtype", torch.float32))
-    return mask if bias is None else bias
+    backends = running_backends()
+    if backends is None or backends.make_bias is None:
+        return mask
+    bias: CausalMask | Tensor = backends.make_bias(mask, kwargs.get("dtype", torch.float32))
+    return bias
 
 
-def register() -> None:
-    """Makes `attn_implementation="optimum_neuron"` known to transformers; masks come from positions, not from it."""
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
+def register_attention() -> None:
+    """Register `attn_implementation="optimum_neuron"` with transformers."""
+    AttentionInterface.register(ATTENTION_NAME, _attend_call)
+    AttentionMaskInterface.register(ATTENTION_NAME, _make_mask)
 
 
-register()
+register_attention()
 
 
 def set_implementation(model: nn.Module, name: str) -> None:
-    """Changes whose attention a model calls, also where a model does not declare that it can."""
+    """Change the attention that a model calls, also where the model does not declare that it can."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
@@ -197,7 +148,7 @@ def set_implementation(model: nn.Module, name: str) -> None:
 
 
 def with_attention(make: Callable[[str], PreTrainedModel], name: str) -> PreTrainedModel:
-    """Makes a model by a function of the attention's name, also where its code knows only transformers' own names.
+    """Make a model by a function of the attention's name, also where its code knows only transformers' own names.
 
     Raises:
         KeyError: it fails for another reason.
@@ -210,3 +161,24 @@ def with_attention(make: Callable[[str], PreTrainedModel], name: str) -> PreTrai
     model = make("eager")
     set_implementation(model, name)
     return model
+
+
+def accepts_keyword(model: nn.Module, keyword: str, *, by_name: bool = False) -> bool:
+    """Return whether a model's forward takes a keyword; `by_name`: whether it has a parameter of that name."""
+    parameters = inspect.signature(model.forward).parameters
+    others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return keyword in parameters or (others and not by_name)
+
+
+def set_position_tables(model: nn.Module) -> None:
+    """Make a model's tables look up the positions of a running step where their callers pass no others."""
+    for kind in {type(module) for module in model.modules() if isinstance(module, nn.Embedding)}:
+        if {"past_key_values_length", "position_ids"} <= inspect.signature(kind.forward).parameters.keys():
+            replace_in_steps(kind, "forward", _look_up)
+
+
+def _look_up(backends: Backends, theirs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    given = inspect.signature(theirs).bind(*args, **kwargs)
+    if given.arguments.get("position_ids") is None:
+        given.arguments["position_ids"] = running_positions()
+    return theirs(*given.args, **given.kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small work done by one thread."""
+"""torch with one thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch computes with one thread within: what is over before threads have met takes many times as long where cores are busy."""
+    """Compute with one thread within: where cores are busy, work that is over before threads have met takes many times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

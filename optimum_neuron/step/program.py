@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step graph as a torch.export program, the source of every compiled target."""
+"""The step module as one `torch.export` program."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from .kv_cache import KVCache
+from .attention.kv_cache import KVCache
 from .ops import DEFAULT_OPS, StepOps
-from .sampling.scores import Scores
+from .sampling.buffers import Scores
 from .spec import SAMPLING_PARAMS, UNIFORMS, GraphSpec
 from .step import StepModule, example_inputs
 from .tracing.absent_layers import AbsentLayers
-from .tracing.expand import expand
-from .tracing.layer_names import NotAlikeError
+from .tracing.alike import NotAlikeError
+from .tracing.expand import expand_layers
 from .tracing.repeated_layers import LayerTrace, few_layers
 
 
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 def export_graph(
     model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS, scores: Scores | None = None
 ) -> ExportedProgram:
-    """The step graph as one `torch.export` program, the source of every compiled target.
+    """Export a step graph, the source of every compiled target.
 
-    Parameters and buffers are named `model.*`, KV state `kv_cache.*`, logits that are left for a sampler
-    `scores.*`, and the slots' last tokens `chosen.tokens`.
+    Parameters and buffers are named `model.*`, states `kv_cache.*`, logits for a sampler in another graph `scores.*`, and the slots' last
+    tokens `chosen.tokens`.
 
     Raises:
-        RuntimeError: an input has no user in the exported graph, so that it would be silently ignored.
+        RuntimeError: an input has no user in the exported graph, so that it would be ignored.
     """
     module = StepModule(model, cache, spec, ops, scores).eval()
-    program = _trace(module)
+    program = _trace_module(module)
     _check_inputs(program, module)
     return program
 
@@ -50,10 +50,10 @@ def export_layers_once(
     scores: Scores | None = None,
     decompose: Callable[[ExportedProgram], ExportedProgram] = lambda program: program,
 ) -> ExportedProgram:
-    """The same program in less time: of layers that are the same, and are shown to be, a few are traced.
+    """Export the same program in less time: trace a few of the layers that are shown to be the same.
 
     Args:
-        decompose: what is done to the program, operator by operator; to few layers as well.
+        decompose: rewrites the program, operator by operator; also that of few layers.
 
     Raises:
         RuntimeError: as `export_graph`.
@@ -83,28 +83,28 @@ def _few_traced(
     *,
     whole: bool,
 ) -> ExportedProgram:
-    """The program from a trace of a few layers.
+    """Return the program from a trace of a few layers.
 
     Args:
-        whole: the other layers keep their weights and states meanwhile, so that they can be traced, too.
+        whole: the other layers keep their weights and states, so that they can be traced, too.
 
     Raises:
         NotAlikeError: such a trace cannot be used.
     """
-    absent = None if whole else AbsentLayers(module, layers)
-    with nullcontext() if absent is None else absent.away():
-        program = _trace(module)
+    absent = None if whole else AbsentLayers(module, module.kv_cache, layers)
+    with nullcontext() if absent is None else absent.take_away():
+        program = _trace_module(module)
     if layers.is_refused:
         raise NotAlikeError
     program = decompose(program)
     if absent is not None:
-        absent.restore(program)
-    expand(program, layers)
+        absent.restore_inputs(program)
+    expand_layers(program, layers)
     _check_inputs(program, module)
     return program
 
 
-def _trace(module: StepModule) -> ExportedProgram:
+def _trace_module(module: StepModule) -> ExportedProgram:
     with torch.no_grad():
         return torch.export.export(module, example_inputs(module.spec.inputs()), strict=False)
 

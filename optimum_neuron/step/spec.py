@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step graph is from outside: its name, sizes, inputs and outputs. Imports no torch."""
+"""The sizes of step graphs, their inputs and outputs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ..config import NeuronConfig
-from .features.shared_blocks.block_owners import OwnerSizes
+from .block_owners import OwnerSizes
 
 
 # "scoring" is chunked prefill that also returns the logits of all its tokens: only who asks for those runs it.
@@ -20,15 +20,15 @@ BLOCK_TABLE, WRITE_BLOCKS = "block_table", "write_blocks"
 SAMPLING_PARAMS, UNIFORMS = "sampling_params", "uniforms"
 # How the names of outputs end that have a number for each token of the vocabulary.
 LOGITS = ".logits"
-# What a scoring graph returns of all tokens of its chunk rows, one row behind another; of padding it is undefined.
+# Logits of all tokens of a scoring graph's chunk rows, row after row; undefined for padding.
 PROMPT = "prompt"
 PROMPT_LOGITS = PROMPT + LOGITS
-# The graph that tells log-probabilities of decode rows, where a step returns no logits of them. Of chunk rows it always does.
+# The graph of decode rows' log-probabilities, where a step returns no logits of them. Of chunk rows it always does.
 LOGPROBS = "logprobs_decode"
 
 
 class SamplingParams(NamedTuple):
-    """How the on-device sampler chooses: one row of `sampling_params`, in its order. At temperature 0 it is greedy, top_k 0 is none."""
+    """One row of `sampling_params`, in its order. Temperature 0 is greedy, top_k 0 is none."""
 
     top_k: float = 0
     top_p: float = 1.0
@@ -36,7 +36,7 @@ class SamplingParams(NamedTuple):
     min_p: float = 0.0
 
     def in_float32(self) -> SamplingParams:
-        """The same, whole: no vocabulary has so many tokens that float32 could not tell two numbers of them apart."""
+        """Return the same as float32 holds it: no vocabulary has as many tokens as it has whole numbers."""
         return self._replace(top_k=min(self.top_k, 2**24))
 
 
@@ -54,9 +54,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSpec:
-    """The shape of one step graph.
-
-    A graph's kind is decided here, at export; nothing infers it from a length.
+    """The shape of one step graph. Its kind is decided at export; nothing infers it from a length.
 
     Attributes:
         batch_size: R, decode rows of a step that has decode rows, and slots of a cache without blocks.
@@ -64,9 +62,9 @@ class GraphSpec:
         chunk_size: C, tokens per chunk; 0 in a graph without chunk rows.
         context_length: tokens of a row that attention reads, at most.
         kv_block_size: tokens of a block; None: row i has slot i for itself.
-        kv_blocks: blocks that rows may have; padding is written to those behind them.
-        blocks_in_place: K, the first blocks of the cache, which decode rows attend where they lie, whatever `context_length`
-            is; 0: they gather the blocks of their tables, or have slots.
+        kv_blocks: blocks that rows may have. Padding is written to the blocks after them.
+        blocks_in_place: K, the first blocks of the cache, which decode rows attend in place, whatever `context_length` is; 0: rows
+            gather the blocks of their tables, or have slots.
         shared_blocks: X, those of them that may have several owners.
     """
 
@@ -85,7 +83,7 @@ class GraphSpec:
 
     @cached_property
     def name(self) -> str:
-        """Unique among the graphs of an artifact, and its file name's stem."""
+        """Return its name, unique in an artifact: the stem of its file."""
         chunk = f"_chunk{self.chunk_size}" if self.has_chunk else ""
         return f"{self.kind}{chunk}_context{self.context_length}"
 
@@ -99,21 +97,21 @@ class GraphSpec:
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether it returns the logits of all tokens of its chunk rows."""
+        """Return whether it returns the logits of all tokens of its chunk rows."""
         return self.kind == "scoring"
 
     @property
     def tokens(self) -> int:
-        """How many a step has room for: decode rows', then chunk rows'."""
+        """Return how many tokens a step has room for: decode rows', then chunk rows'."""
         return self.batch_size * self.has_decode + self.prompt_capacity
 
     @property
     def prompt_capacity(self) -> int:
-        """How many prompt tokens its chunk rows have room for."""
+        """Return how many prompt tokens its chunk rows have room for."""
         return self.ctx_batch_size * self.chunk_size * self.has_chunk
 
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """All inputs, in the order in which a compiled graph takes them."""
+        """Return all inputs, in the order in which a compiled graph takes them."""
         groups = []
         if self.has_decode:
             groups += self._group_inputs(DECODE, self.batch_size, 1)
@@ -137,14 +135,14 @@ class GraphSpec:
 
     @property
     def owner_sizes(self) -> OwnerSizes | None:
-        """What decode rows are told of the owners of blocks; None where they do not attend in place."""
+        """Return the sizes of what decode rows know about owners of blocks; None where they do not attend in place."""
         if self.kv_block_size is None or not self.blocks_in_place or not self.has_decode:
             return None
         row_blocks = self.sequence_length // self.kv_block_size
         return OwnerSizes(self.batch_size, row_blocks, self.blocks_in_place, self.kv_block_size, self.shared_blocks)
 
     def outputs(self, vocab_size: int) -> tuple[TensorSpec, ...]:
-        """All outputs, in the order in which a compiled graph returns them; their shapes never depend on the step."""
+        """Return all outputs, in the order in which a compiled graph returns them. Their shapes never depend on the step."""
         specs = []
         for group, present, rows in (
             (DECODE, self.has_decode, self.batch_size),
@@ -159,17 +157,17 @@ class GraphSpec:
         return tuple(specs)
 
     def returns_logits(self, group: str) -> bool:
-        """Chunk rows always return logits, so that a host can choose the first token of any request."""
+        """Return whether a group's logits are outputs. Those of chunk rows are, so that a host can choose any request's first token."""
         return group == CHUNK or self.decode_logits
 
 
 def row_counts(config: NeuronConfig) -> dict[str, int]:
-    """How many rows each group of a step has, where it has the group."""
+    """Return how many rows each group of a step has, where it has the group."""
     return {DECODE: config.batch_size, CHUNK: config.ctx_batch_size}
 
 
 def sampler_inputs(group: str, rows: int) -> tuple[TensorSpec, TensorSpec]:
-    """What a group's sampler takes beside logits."""
+    """Return the inputs of a group's sampler, without logits."""
     return (
         TensorSpec(f"{group}.{SAMPLING_PARAMS}", (rows, len(SamplingParams._fields)), "float32"),
         TensorSpec(f"{group}.{UNIFORMS}", (rows,), "float32"),
@@ -177,25 +175,25 @@ def sampler_inputs(group: str, rows: int) -> tuple[TensorSpec, TensorSpec]:
 
 
 def graph_specs(config: NeuronConfig) -> tuple[GraphSpec, ...]:
-    """All graphs of an artifact: token generation per context bucket; chunked prefill, and with `mixed_step` mixed
-    steps, per chunk size and context bucket; with `prompt_logits` scoring per chunk size, whose head costs more than
-    attention to the whole context.
+    """Return all graphs of an artifact.
 
-    A context bucket shorter than the chunk it would serve is left out: such a chunk could not fill it.
+    They are token generation per context bucket; chunked prefill, and with `mixed_step` mixed steps, per chunk size and context bucket;
+    with `prompt_logits` scoring per chunk size: its head costs more than attention to the whole context. A context bucket shorter
+    than the chunk is left out: such a chunk could not fill it.
     """
     with_chunks: tuple[GraphKind, ...] = ("chunked_prefill", "mixed") if config.mixed_step else ("chunked_prefill",)
     specs = []
     for context in config.context_buckets:
-        specs.append(_spec(config, "token_generation", 0, context))
+        specs.append(_make_spec(config, "token_generation", 0, context))
         for chunk in config.chunk_sizes:
             if context >= chunk:
-                specs += [_spec(config, kind, chunk, context) for kind in with_chunks]
+                specs += [_make_spec(config, kind, chunk, context) for kind in with_chunks]
     if config.prompt_logits:
-        specs += [_spec(config, "scoring", chunk, config.sequence_length) for chunk in config.chunk_sizes]
+        specs += [_make_spec(config, "scoring", chunk, config.sequence_length) for chunk in config.chunk_sizes]
     return tuple(specs)
 
 
-def _spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length: int) -> GraphSpec:
+def _make_spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length: int) -> GraphSpec:
     return GraphSpec(
         kind=kind,
         batch_size=config.batch_size,
@@ -213,7 +211,7 @@ def _spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length
 
 
 def _blocks_in_place(config: NeuronConfig, kind: GraphKind, context_length: int) -> int:
-    """Of all blocks, the part that a context is of the longest; beside chunks, all of them, whatever the chunks' context is."""
+    """Return a share of all blocks as large as the context's; with chunks all of them, whatever their context is."""
     if not config.blocks_in_place or kind not in ("token_generation", "mixed"):
         return 0
     if kind == "mixed":

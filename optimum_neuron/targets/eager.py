@@ -15,7 +15,7 @@ from ..artifact.artifact import Artifact
 from ..artifact.skeleton import assign, check_spec, check_tensors, model_for
 from ..artifact.weights import check_memory, named_tensors, read_layout, read_weights, write_weights
 from ..config import NeuronConfig
-from ..step.kv_cache import KVCache
+from ..step.attention.kv_cache import KVCache
 from ..step.ops import EAGER_OPS
 from ..step.step import StepModule
 from . import CompileJob, check_one_device

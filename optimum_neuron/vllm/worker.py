@@ -20,7 +20,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from ..artifact.artifact import Artifact, ArtifactError
 from ..config import NEURON_TARGETS
 from ..runtime.runner import GraphRunner
-from ..step.state_sizes import byte_count
+from ..step.state_specs import byte_count
 from ..targets import get_target
 from .model_runner import ModelRunner
 from .refused_calls import refuse_calls

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from optimum_neuron.parity.rope_length import keep_frequencies
+from optimum_neuron.parity.text_length import keep_frequencies
 from optimum_neuron.step.interface import ATTENTION_NAME, with_attention
 
 from . import configs

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.errors import first_line
-from optimum_neuron.parity.few_keys import few_keys
+from optimum_neuron.parity.conditions import few_keys
 from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
-from optimum_neuron.parity.rope_length import keep_frequencies
+from optimum_neuron.parity.text_length import keep_frequencies
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.step.model_cache import CacheNeeds
+from optimum_neuron.step.cache_needs import CacheNeeds
 
 
 # Longer than any window or attention chunk, and no multiple of one.
@@ -112,7 +112,7 @@ def _compare(name: str, folder: Path) -> Outcome:
     ).eval()
     own.generation_config.eos_token_id = own.generation_config.forced_eos_token_id = None
     # Of itself generate numbers tokens from 0, where some models' forward pass numbers them from behind their padding id.
-    first = CacheNeeds.of(own).first_position
+    first = CacheNeeds.read_code(own).first_position
     positions = {"position_ids": torch.arange(first, first + PROMPT)[None]} if first else {}
     with few_keys(own):  # of equal scores the first: torch leaves open which
         text = own.generate(

@@ -23,12 +23,13 @@ from transformers.masking_utils import (
 )
 
 from optimum_neuron.checkpoints.language_model import register_language_model
+from optimum_neuron.errors import UnsupportedModelError
 from optimum_neuron.parity import inspect
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.step.attention_rows import AttentionRows
+from optimum_neuron.step.attention.kv_cache import KVCache
+from optimum_neuron.step.attention.masks import AttentionChunk, causal_mask
+from optimum_neuron.step.attention.rows import AttentionRows
 from optimum_neuron.step.interface import ATTENTION_NAME, set_implementation, with_attention
-from optimum_neuron.step.kv_cache import KVCache
-from optimum_neuron.step.masks import AttentionChunk, UnsupportedModelError, causal_mask
 from optimum_neuron.step.program import export_graph
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule
@@ -71,7 +72,7 @@ def test_tokens_that_influence_each_other_outside_of_attention_are_found(dtype: 
 
 def test_a_config_that_transformers_own_attention_cannot_run_is_compared_with_its_own_whole_prompt() -> None:
     model = tiny_model("deepseek_v3", num_key_value_heads=2)
-    assert len(inspect_model(model).layers) == 4
+    assert len(inspect_model(model).states) == 4
     model.model.layers[0].mlp = Mixer(model.model.layers[0].mlp)
     with pytest.raises(ValueError, match="it lets tokens of different requests in a step influence each other"):
         inspect_model(model)
@@ -84,7 +85,7 @@ def test_a_language_model_that_transformers_has_only_inside_of_others_is_compare
     register_language_model(config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
     sharpen(model)
-    assert len(inspect_model(model).layers) == 2
+    assert len(inspect_model(model).states) == 2
     model.model.layers[0].mlp = Mixer(model.model.layers[0].mlp)
     with pytest.raises(ValueError, match="it lets tokens of different requests in a step influence each other"):
         inspect_model(model)
@@ -158,12 +159,12 @@ def test_rounding_refuses_no_model_whose_many_routers_amplify_it() -> None:
     """Near-ties between experts fall otherwise when anything is rounded otherwise: logits of these steps are far off."""
     layers = {"num_hidden_layers": 32, "n_routed_experts": 32, "num_experts_per_tok": 4}
     for dtype in (torch.bfloat16, torch.float16):
-        assert len(inspect_model(tiny_model("deepseek_v3", dtype, **layers)).layers) == 32
+        assert len(inspect_model(tiny_model("deepseek_v3", dtype, **layers)).states) == 32
 
 
 def test_falcon_is_taken_with_rotary_positions_and_with_alibi() -> None:
-    assert len(inspect_model(tiny_model("falcon")).layers) == 4
-    assert len(inspect_model(tiny_model("falcon", alibi=True)).layers) == 4
+    assert len(inspect_model(tiny_model("falcon")).states) == 4
+    assert len(inspect_model(tiny_model("falcon", alibi=True)).states) == 4
 
 
 def test_a_model_made_bidirectional_is_refused() -> None:
@@ -285,7 +286,7 @@ def test_no_llama_is_refused_for_its_untrained_weights() -> None:
     )
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-        assert len(inspect_model(model.eval()).layers) == 2
+        assert len(inspect_model(model.eval()).states) == 2
 
 
 def test_a_model_that_knows_only_the_names_of_transformers_gets_our_attention_afterwards() -> None:

@@ -17,12 +17,13 @@ from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact.artifact import FORMAT_VERSION, MANIFEST_NAME, WEIGHTS_NAME, Artifact, ArtifactError
 from optimum_neuron.artifact.weights import allocate_states, read_weights, write_weights
 from optimum_neuron.artifact.writer import copy_artifact, write_artifact
-from optimum_neuron.step.model_spec import LayerCache, ModelSpec
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import graph_specs
 
 
 GRAPH = "graphs/token_generation_context64.json"
-MODEL = ModelSpec(300, (LayerCache(0, 2, 16, 16),), num_embeddings=300)
+MODEL = ModelSpec(300, (KeyValueState(0, 2, 16, 16),), num_embeddings=300)
 TENSORS = {"model.a": torch.arange(12.0).view(3, 4), "model.b": torch.ones(5, dtype=torch.bfloat16)}
 
 

@@ -14,14 +14,15 @@ from helpers import tiny_config
 
 from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.artifact.writer import ArtifactWriter, write_artifact
-from optimum_neuron.step.model_spec import LayerCache, ModelSpec
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import graph_specs
 
 
 CONFIG = tiny_config()
 MANIFEST = {
     "config": CONFIG.to_dict(),
-    "model": ModelSpec(300, (LayerCache(0, 2, 16, 16),), num_embeddings=300).to_dict(),
+    "model": ModelSpec(300, (KeyValueState(0, 2, 16, 16),), num_embeddings=300).to_dict(),
     "target": "eager",
     "target_data": {},
     "task": "text-generation",

@@ -25,7 +25,7 @@ from optimum_neuron.checkpoints.quantize.rounding import round_int4
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export.export_command import export_command
 from optimum_neuron.export.recipe import export_model
-from optimum_neuron.step.features.experts.expert_modules import is_experts
+from optimum_neuron.step.features.codes.expert_weights import is_experts
 
 
 SIZES: dict[str, Any] = {"target": "eager", "sequence_length": 64, "dtype": "float32", "quantization": "int4"}

@@ -126,7 +126,7 @@ def test_all_experts_together_compute_what_each_does() -> None:
     x = torch.randn(3, 5, 160)
     together = dequantized_experts(x, weight)
     for expert in range(3):
-        assert torch.equal(together[expert], reference_product(x[expert], weight.part(expert), None))
+        assert torch.equal(together[expert], reference_product(x[expert], weight.select_part(expert), None))
 
 
 @pytest.mark.parametrize("stored", ["Q8_0", "Q4_0"])

@@ -30,8 +30,8 @@ from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.prefill import prefill_prompts
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import DecodeRows
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.family import GraphFamily
-from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.ops import EAGER_OPS, StepOps
 from optimum_neuron.step.spec import GREEDY, GraphSpec, SamplingParams, graph_specs

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.spec import TensorSpec, graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.graphs.io import HLO_SUFFIX, LoweredGraph, write_graph

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.graphs.state_graphs import copy_graphs, score_graphs

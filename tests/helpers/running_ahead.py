@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.model_spec import ModelSpec
-from optimum_neuron.step.sampling.chosen import ChosenTokens, slots_of_rows
+from optimum_neuron.step.sampling.buffers import ChosenTokens, slots_of_rows
 from optimum_neuron.step.spec import GraphSpec
 from optimum_neuron.targets import Executable
 

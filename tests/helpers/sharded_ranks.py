@@ -23,8 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from optimum_neuron.artifact.skeleton import assign, empty_model
 from optimum_neuron.artifact.weights import named_tensors, rank_weights_name
 from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.step.attention.kv_cache import KVCache
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.features.recurrence.state import RecurrentState
 from optimum_neuron.step.interface import ATTENTION_NAME
-from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.ops import DEFAULT_OPS, StepOps
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
@@ -173,8 +175,8 @@ def run_steps(model: PreTrainedModel, ops: StepOps = DEFAULT_OPS) -> dict[str, T
         ("token_generation", {0: (14, int(tokens[14])), 1: (6, int(tokens[26]))}, {}),
     ]
     outputs = {
-        "kv_heads": torch.tensor([layer.kv_heads for layer in spec.layers]),
-        "state_heads": torch.tensor([state.heads for state in spec.recurrences]),
+        "kv_heads": torch.tensor([layer.kv_heads for layer in spec.states_of(KeyValueState)]),
+        "state_heads": torch.tensor([state.heads for state in spec.states_of(RecurrentState)]),
     }
     for number, (kind, decode, chunks) in enumerate(steps):
         graph = modules[kind].spec

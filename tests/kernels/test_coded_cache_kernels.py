@@ -11,7 +11,7 @@ from test_kernels import ATTEND_ERROR
 from torch import Tensor
 
 from optimum_neuron.kernels.steps.access import PlanError
-from optimum_neuron.step.features.codes.coded_states import CodedStates, round_states
+from optimum_neuron.step.attention.coded_states import CodedStates, round_states
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")

@@ -28,10 +28,10 @@ from torch.nn.functional import linear
 
 from optimum_neuron.kernels.steps.access import PlanError
 from optimum_neuron.kernels.steps.steps import Layer, Linears
-from optimum_neuron.step.attention import attend_cache
-from optimum_neuron.step.attention_rows import AttentionRows
-from optimum_neuron.step.interface import AttentionCall
-from optimum_neuron.step.masks import AttentionChunk
+from optimum_neuron.step.attention.cached_attention import attend_cache
+from optimum_neuron.step.attention.call import AttentionCall
+from optimum_neuron.step.attention.masks import AttentionChunk
+from optimum_neuron.step.attention.rows import AttentionRows
 from optimum_neuron.targets.cpu import ops
 
 

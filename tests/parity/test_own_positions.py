@@ -14,11 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.parity.rope_length import check_text_length
-from optimum_neuron.parity.text_length import check_tables
-from optimum_neuron.step import model_cache
+from optimum_neuron.parity.text_length import check_tables, check_text_length
+from optimum_neuron.step import cache_needs as model_cache
+from optimum_neuron.step.cache_needs import CacheNeeds
 from optimum_neuron.step.interface import ATTENTION_NAME, set_implementation
-from optimum_neuron.step.model_cache import CacheNeeds
 
 
 # Of each kind, one that all runs try.
@@ -68,7 +67,7 @@ def own_logits(name: str, dtype: torch.dtype) -> Tensor:
 
 @with_models
 def test_steps_number_positions_as_the_model_does(name: str) -> None:
-    needs = CacheNeeds.of(model_of(name))
+    needs = CacheNeeds.read_code(model_of(name))
     assert needs.first_position == (4 if name in BEHIND_PADDING else 0) and needs.numbers == (name in FROM_BEFORE)
     runner = eager_runner(model_of(name), tiny_config())
     found = prefill_pieces(runner, 1, PROMPT, [8, 8, 8, 6])

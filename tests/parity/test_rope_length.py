@@ -18,9 +18,9 @@ from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.checkpoints.language_model import register_language_model
 from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.parity.rope_length import check_text_length, keep_frequencies, take_long_frequencies
+from optimum_neuron.parity.text_length import check_text_length, keep_frequencies, take_long_frequencies
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.interface import ATTENTION_NAME
-from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.program import export_graph
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs

@@ -23,9 +23,9 @@ from torch.export import ExportedProgram
 from optimum_neuron import NeuronConfig, export_model
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
-from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.program import export_layers_once
-from optimum_neuron.step.sampling.scores import Scores
+from optimum_neuron.step.sampling.buffers import Scores
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.cache.store import CompileCache
@@ -101,7 +101,7 @@ def _program_digests(artifact: Artifact, config: NeuronConfig) -> Iterator[tuple
     rank = rank_model(artifact.path, config, artifact.tied_weights, trust_remote_code=False)
     cache = KVCache(state_specs(config, rank.spec))
     for spec in graph_specs(config):
-        scores = Scores.of(spec, rank.columns)
+        scores = Scores.for_graph(spec, rank.columns)
         program = export_layers_once(rank.model, cache, spec, rank.ops, scores, decompose)
         yield spec.name, digest("\n".join(_lines(program)).encode())
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimum_neuron.step.attention_rows import AttentionRows
-from optimum_neuron.step.features.shared_blocks.block_owners import BlockOwners, OwnerSizes, fill_owners
-from optimum_neuron.step.interface import AttentionCall
-from optimum_neuron.step.masks import AttentionChunk, Window
+from optimum_neuron.step.attention.call import AttentionCall
+from optimum_neuron.step.attention.masks import AttentionChunk, Window
+from optimum_neuron.step.attention.rows import AttentionRows
+from optimum_neuron.step.block_owners import BlockOwners, OwnerSizes, fill_owners
 from optimum_neuron.targets.neuron.operators import attention
 from optimum_neuron.targets.neuron.operators.block_attention import OwnedBlocks, attend_blocks, heads_at_once
 

@@ -13,14 +13,15 @@ from biased import BLOCKS, MODELS, PIECES, PROMPT, SIZES, answers, model_of, own
 from helpers import eager_runner, prefill_pieces, tiny_config
 from torch import Tensor
 
-from optimum_neuron.parity.inspect import check_blocks, inspect_model
+from optimum_neuron.errors import UnsupportedModelError
+from optimum_neuron.parity.inspect import check_states, inspect_layers, inspect_model
 from optimum_neuron.parity.text_length import check_tables
-from optimum_neuron.step.attention import added_bias, attend_cache
-from optimum_neuron.step.attention_rows import AttentionRows
+from optimum_neuron.step.attention.cached_attention import added_bias, attend_cache
+from optimum_neuron.step.attention.call import AttentionCall
+from optimum_neuron.step.attention.masks import CausalMask
+from optimum_neuron.step.attention.rows import AttentionRows
+from optimum_neuron.step.cache_needs import CacheNeeds
 from optimum_neuron.step.features.own_code.own_scores import BiasMask, ScoreKeys
-from optimum_neuron.step.interface import AttentionCall
-from optimum_neuron.step.masks import CausalMask, UnsupportedModelError
-from optimum_neuron.step.model_cache import CacheNeeds
 
 
 with_models = pytest.mark.parametrize(
@@ -58,16 +59,16 @@ def test_cuts_neighbors_slots_and_blocks_change_no_bit(name: str) -> None:
 def test_models_in_16_bits_are_taken(name: str, dtype: torch.dtype) -> None:
     model = model_of(name).to(dtype)
     try:
-        assert len(inspect_model(model).layers) == configs.LAYERS
+        assert len(inspect_model(model).states) == configs.LAYERS
     finally:
         model.float()
 
 
 def test_what_is_read_as_attention_gathers_no_slots_and_attends_to_blocks_where_they_lie() -> None:
     for name in MODELS:
-        needs = CacheNeeds.of(model_of(name))
+        needs = CacheNeeds.read_code(model_of(name))
         assert needs.biased and not needs.by_itself
-        assert check_blocks(model_of(name), tiny_config(**BLOCKS, target="hlo")) is False
+        check_states(model_of(name), inspect_layers(model_of(name)), tiny_config(**BLOCKS, target="hlo"))
 
 
 def test_a_table_that_is_shorter_than_a_text_is_refused_with_its_length() -> None:
@@ -191,4 +192,4 @@ def test_a_bias_that_follows_from_what_is_in_the_text_is_found_by_the_comparison
     finally:
         del model.transformer.build_alibi_tensor
         hook.remove()
-    assert len(inspect_model(model).layers) == configs.LAYERS
+    assert len(inspect_model(model).states) == configs.LAYERS

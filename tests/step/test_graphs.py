@@ -29,13 +29,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, XLMConfig, XLNetConfig
 
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.step.kv_cache import KVCache
-from optimum_neuron.step.model_spec import LayerCache, ModelSpec
+from optimum_neuron.step.attention.kv_cache import KVCache
+from optimum_neuron.step.attention.rows import actual_tokens_mask
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.ops import StepOps
 from optimum_neuron.step.program import export_graph
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
-from optimum_neuron.step.step import StepModule, actual_tokens_mask
+from optimum_neuron.step.step import StepModule
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +175,7 @@ def test_a_model_is_asked_for_its_own_sizes(tiny_specs: dict[str, ModelSpec]) ->
     for name in ARCHITECTURES:
         sizes = (4, 24, 12) if name == "deepseek_v3" else (2, 16, 16)
         assert tiny_specs[name] == ModelSpec(
-            VOCAB, (LayerCache(0, *sizes), LayerCache(1, *sizes)), num_embeddings=VOCAB
+            VOCAB, (KeyValueState(0, *sizes), KeyValueState(1, *sizes)), num_embeddings=VOCAB
         )
 
 

@@ -23,7 +23,6 @@ from helpers import (
     random_tokens,
     read_states,
     reuse_prefix,
-    same_states,
     tiny_config,
 )
 from hypothesis import given
@@ -145,20 +144,6 @@ def test_inside_the_mixed_graph_no_schedule_changes_a_bit(open_runner: Opener, n
     check()
     runner.reset_slots()
     assert set(runner.graph_calls) == {f"mixed_chunk{CHUNK_SIZE}_context{LENGTH}"}
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_prompt_that_takes_several_rows_of_a_step_is_the_same_to_the_bit(
-    open_runner: Opener, tiny_specs: dict[str, ModelSpec], target: str
-) -> None:
-    runner, prompt = open_runner("llama", target), random_tokens(30)
-    expected = prefill_pieces(runner, 1, prompt, [8, 8, 8, 6])
-    states = read_states(runner, tiny_specs["llama"])
-    runner.reset_slots()
-    fill_rows(runner, tiny_specs["llama"], [1], None)
-    assert torch.equal(prefill_pieces(runner, 1, prompt, [3, 16, 11]), expected)
-    assert same_states(read_states(runner, tiny_specs["llama"]), states, [1], stop=30)
-    assert sum(runner.graph_calls.values()) >= 3
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -14,7 +14,8 @@ from torch import Tensor
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.family import GraphFamily
-from optimum_neuron.step.model_spec import ConvolutionState, ModelSpec
+from optimum_neuron.step.features.convolution.state import ConvolutionState
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.ops import EAGER_OPS
 from optimum_neuron.step.spec import GREEDY, PROMPT_LOGITS, GraphSpec, SamplingParams, graph_specs
 from optimum_neuron.targets import Executable
@@ -165,4 +166,4 @@ def slot_runner(*, keeps_state: bool = False, **sizes: Any) -> GraphRunner:
 
 
 MODEL = ModelSpec(VOCAB, (), num_embeddings=VOCAB)
-STATEFUL = ModelSpec(VOCAB, (), (ConvolutionState(0, 0, 1, 1),), num_embeddings=VOCAB)
+STATEFUL = ModelSpec(VOCAB, (ConvolutionState(0, 0, 1, 1),), num_embeddings=VOCAB)

@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams
 
 from optimum_neuron import NeuronConfig, export_model
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.step.state_sizes import byte_count
+from optimum_neuron.step.state_specs import byte_count
 
 
 SIZES = NeuronConfig(

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 
 from ... import progress
 from ...config import NeuronConfig
-from ...parity.parity import nonfinite
-from ...step.features.codes.expert_weights import natural_shape, plain_weights, replace_weights
+from ...parity.nonfinite import nonfinite
+from ...step.features.codes.expert_weights import is_experts, natural_shape, plain_weights, replace_weights
 from ...step.features.codes.formats import WeightFormat, make_room
 from ...step.features.codes.modules import QuantizedEmbedding, QuantizedLinear, replace_embedding, replace_linear
 from ...step.features.codes.weight import QuantizedWeight
-from ...step.features.experts.expert_modules import is_experts
 from ...step.one_thread import one_thread
 from .calibration import Calibration
 from .importance import input_importance

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole numbers of up to 60 bits as float32 digits, and sums of them that are exact, in whatever order they are taken.
+"""Exact sums of whole numbers in float32.
 
-A number is `[..., digits]` in base 4096, the highest digit first. A digit may be any whole number of up to 24 bits, as far as
-float32 is exact; no device is asked for a sum of more, and none for integers wider than that.
+A number is `[..., digits]` in base 4096, the highest digit first. A digit may be any whole number of up to 24 bits, as far as float32
+is exact. No device needs integers wider than that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GROUP = 16
 
 
 def to_digits(number: Tensor, count: int) -> Tensor:
-    """`[..., count]` of a float32 number that is whole and not negative."""
+    """Return `[..., count]` digits of a float32 number that is whole and not negative."""
     digits = []
     for place in range(count - 1, 0, -1):
         digit = (number * BASE**-place).floor()
@@ -30,16 +30,16 @@ def to_digits(number: Tensor, count: int) -> Tensor:
 
 
 def to_float(digits: Tensor) -> Tensor:
-    """`[...]` float32 of `[..., digits]`, rounded after each digit of base 4096."""
-    digits = _carried(digits)
+    """Return `[...]` float32 of `[..., digits]`, rounded after each digit."""
+    digits = _carry_digits(digits)
     number = digits[..., 0]
     for place in range(1, digits.shape[-1]):
         number = number * BASE + digits[..., place]
     return number
 
 
-def _carried(digits: Tensor) -> Tensor:
-    """The same numbers, with all digits but the highest below 4096."""
+def _carry_digits(digits: Tensor) -> Tensor:
+    """Return the same numbers with all digits but the highest below 4096."""
     whole = list(digits.unbind(-1))
     for place in range(len(whole) - 1, 0, -1):
         over = (whole[place] * (1 / BASE)).floor()
@@ -48,14 +48,14 @@ def _carried(digits: Tensor) -> Tensor:
     return torch.stack(whole, dim=-1)
 
 
-def widened(digits: Tensor) -> Tensor:
-    """The same numbers with a digit more, all below 8192, so that many of them can be added."""
+def widen_digits(digits: Tensor) -> Tensor:
+    """Return the same numbers with a digit more, all below 8192, so that many of them can be added."""
     over = (digits * (1 / BASE)).floor()
     return pad(over, (0, 1)) + pad(digits - over * BASE, (1, 0))
 
 
 def is_less(left: Tensor, right: Tensor) -> Tensor:
-    """`[...]` bool: the sign of the difference is that of its highest digit, when the others are not negative."""
+    """Return `[...]` bool: the sign of the difference is that of its highest digit, when the others are not negative."""
     difference = left - right
     highest = difference[..., -1]
     for place in range(difference.shape[-1] - 2, -1, -1):
@@ -63,37 +63,34 @@ def is_less(left: Tensor, right: Tensor) -> Tensor:
     return highest < 0
 
 
-def padded(tokens: Tensor, fill: float) -> Tensor:
-    """`[..., size]` as `blocks` takes it, with `fill` behind the tokens."""
+def pad_tokens(tokens: Tensor, fill: float) -> Tensor:
+    """Return `[..., size]` as `blocks` takes it, with `fill` after the tokens."""
     size = tokens.shape[-1]
     return pad(tokens, (0, -size % (_GROUP**2 if size <= _BLOCK else _BLOCK)), value=fill)
 
 
-def blocks(planes: Tensor) -> Tensor:
-    """`[..., blocks, groups, 16, 16]` of `[..., size]`, padded; a block has at most 4096 tokens."""
+def split_blocks(planes: Tensor) -> Tensor:
+    """Return `[..., blocks, groups, 16, 16]` of `[..., size]`, padded; a block has at most 4096 tokens."""
     groups = min(planes.shape[-1], _BLOCK) // _GROUP**2
     return planes.unflatten(-1, (-1, groups, _GROUP, _GROUP))
 
 
-def total(planes: Tensor) -> Tensor:
-    """`[rows, ..., digits]`: the sums of tokens' numbers, `[digits, rows, ..., size]`, padded.
+def sum_tokens(planes: Tensor) -> Tensor:
+    """Return `[rows, ..., digits]`: the sums of tokens' numbers, `[digits, rows, ..., size]`, padded.
 
     It has a digit more than they, unless that is one: those number tokens.
     """
-    of_blocks = blocks(planes).sum((-3, -2, -1)).movedim(0, -1)
-    return (widened(of_blocks) if of_blocks.shape[-1] > 1 else of_blocks).sum(-2)
+    of_blocks = split_blocks(planes).sum((-3, -2, -1)).movedim(0, -1)
+    return (widen_digits(of_blocks) if of_blocks.shape[-1] > 1 else of_blocks).sum(-2)
 
 
-def pick(sums: Tensor, base: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of some parts that reaches beyond `target`, and what lies before it.
+def pick_part(sums: Tensor, base: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first of some parts that reaches beyond `target`, `[rows]` float32, and the sum before it, `[rows, digits]`.
 
     Args:
         sums: `[rows, parts, digits]`, of each part, in order.
-        base: `[rows, digits]`, what lies before the first.
+        base: `[rows, digits]`, the sum before the first.
         target: `[rows, digits]`, from `base` on, and less than the end of the last.
-
-    Returns:
-        `[rows]` float32, the number of the part, and `[rows, digits]`.
     """
     if sums.shape[1] == 1:
         return torch.zeros_like(base[:, 0]), base
@@ -102,10 +99,10 @@ def pick(sums: Tensor, base: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     starts = base[:, None] + torch.where(before, sums[:, None], 0.0).sum(2)
     # The last part that begins at `target` or before; a part of nothing begins where the next one does.
     index = (~is_less(target[:, None], starts)).float().sum(-1) - 1
-    return index, take(starts, index)
+    return index, take_part(starts, index)
 
 
-def take(numbers: Tensor, index: Tensor) -> Tensor:
-    """`[rows, digits]` of `[rows, parts, digits]`: that of each row's part."""
+def take_part(numbers: Tensor, index: Tensor) -> Tensor:
+    """Return each row's part: `[rows, digits]` of `[rows, parts, digits]`."""
     order = torch.arange(numbers.shape[1], dtype=torch.int32)
     return torch.where((order == index[:, None])[..., None], numbers, 0.0).sum(1)

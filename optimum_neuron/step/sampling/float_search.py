@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which float32 number is the largest that something holds for: found digit by digit, in the order of float32.
+"""A search for a float32 number, digit by digit.
 
-Numbers are made by products that are exact, so no device is asked for integers of 32 bits, or to read a float's bits.
+All products are exact, so no device needs integers of 32 bits, or reads a float's bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .exact_sums import take
+from .exact_sums import take_part
 
 
 # The numbers of float32 in their order, by sign and exponent (512 of them) and mantissa.
@@ -22,14 +22,14 @@ _EXPONENTS = 256
 
 @dataclass(frozen=True)
 class FloatSteps:
-    """How a number is found: of exponent (512) and mantissa (2^23), each digit's unit and how many values it has, the highest first."""
+    """The steps of a search: each digit's unit and number of values, the highest digit first, of exponent (512) and mantissa (2^23)."""
 
     exponent: tuple[tuple[float, int], ...]
     mantissa: tuple[tuple[float, int], ...]
 
 
-def _ordered(place: int) -> tuple[float, float, float]:
-    """Of the place-th sign and exponent in the order of float32, from -inf to inf: `size`, `first` and `slope`.
+def _order_place(place: int) -> tuple[float, float, float]:
+    """Return `size`, `first` and `slope` of the place-th sign and exponent in the order of float32, from -inf to inf.
 
     Its numbers are `size * (first + slope * mantissa)`, in their order from mantissa 0 to 2^23 - 1; each product is exact.
     """
@@ -39,23 +39,23 @@ def _ordered(place: int) -> tuple[float, float, float]:
     return (size, lead, 2.0**-23) if place >= _EXPONENTS else (-size, lead + 1 - 2.0**-23, -(2.0**-23))
 
 
-_ORDERED = [_ordered(place) for place in range(2 * _EXPONENTS)]
+_ORDERED = [_order_place(place) for place in range(2 * _EXPONENTS)]
 _SMALLEST = [size * first for size, first, _ in _ORDERED]
 
 
 def largest_float(found: Callable[[Tensor], Tensor], like: Tensor, steps: FloatSteps) -> Tensor:
-    """`[rows, 1]`: the largest number that is not too high; minus infinity where all are.
+    """Return `[rows, 1]`: the largest number that is not too high; minus infinity where all are.
 
     Args:
-        found: from `[rows, n]` numbers in their order to `[rows, 1]`, how many of them are not too high.
+        found: counts, of `[rows, n]` numbers in their order, those that are not too high: `[rows, 1]`.
         like: `[rows, 1]` float32.
     """
     smallest, places = torch.tensor(_SMALLEST)[None, :, None], torch.tensor(_ORDERED)[None]
     exponent = mantissa = torch.zeros_like(like)
     for unit, count in steps.exponent:
         tried = exponent + unit * torch.arange(1, count, dtype=torch.float32)
-        exponent = exponent + unit * found(take(smallest, tried.flatten()).unflatten(0, (-1, count - 1))[..., 0])
-    size, first, slope = take(places, exponent[:, 0])[:, None].unbind(-1)
+        exponent = exponent + unit * found(take_part(smallest, tried.flatten()).unflatten(0, (-1, count - 1))[..., 0])
+    size, first, slope = take_part(places, exponent[:, 0])[:, None].unbind(-1)
     for unit, count in steps.mantissa:
         tried = mantissa + unit * torch.arange(1, count, dtype=torch.float32)
         mantissa = mantissa + unit * found(size * (first + slope * tried))

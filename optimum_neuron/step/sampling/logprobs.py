@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of tokens, from what a model's head returned: before temperature and whatever else chooses tokens.
+"""Log-probabilities of chosen tokens and of the most likely ones.
 
-Written with what every target can lower, and so that each rank can look at its own part of the vocabulary alone.
+Every target can lower it, and each rank looks at its own part of the vocabulary alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .exact_sums import take
+from .exact_sums import take_part
 from .sampler import Gather, alone, first_largest, real_columns
 
 
@@ -19,7 +19,7 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 class Logprobs(NamedTuple):
-    """Of the rows of a group.
+    """Log-probabilities for the rows of a group.
 
     Attributes:
         chosen: `[rows]` float32, of the chosen tokens.
@@ -35,7 +35,7 @@ class Logprobs(NamedTuple):
 
 
 def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
-    """Those of chosen tokens and of the `count` most likely ones.
+    """Return log-probabilities of chosen tokens and of the `count` most likely ones.
 
     Args:
         logits: `[rows, vocab]` float32.
@@ -47,13 +47,10 @@ def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
 def logprobs_of_shard(
     logits: Tensor, chosen: Tensor, count: int, first: Tensor | int, vocab_size: int, gather: Gather
 ) -> Logprobs:
-    """`logprobs` where each rank has the logits of its own part of the vocabulary.
+    """Return `logprobs`, the same on all ranks, where each rank has the logits of its own part of the vocabulary.
 
     Args:
-        logits, first, vocab_size, gather: as in `sampling.sample_shard`.
-
-    Returns:
-        The same on all ranks.
+        logits, first, vocab_size, gather: as in `sample_shard`.
     """
     own = torch.arange(logits.shape[-1], dtype=torch.int32) + first
     logits = torch.where(real_columns(logits, first, vocab_size), logits, _LOWEST)
@@ -69,29 +66,29 @@ def logprobs_of_shard(
     whole = highest + (sums * (maxima - highest).exp()).sum(-1, keepdim=True).log()
     logit = found.sum(-1, keepdim=True)
     above = gather((logits >= logit).float().sum(-1, keepdim=True))[..., 0].sum(-1)
-    tokens, best = _best(logits, own, count, gather)
+    tokens, best = _find_best(logits, own, count, gather)
     return Logprobs((logit - whole)[:, 0], above.to(torch.int32), tokens.to(torch.int32), best - whole)
 
 
-def _best(logits: Tensor, own: Tensor, count: int, gather: Gather) -> tuple[Tensor, Tensor]:
-    """The `count` largest of all ranks, `[rows, count]`: tokens in float32, and logits."""
+def _find_best(logits: Tensor, own: Tensor, count: int, gather: Gather) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest of all ranks, `[rows, count]`: tokens in float32, and logits."""
     if not count:
         return logits[:, :0], logits[:, :0]
-    tokens, values = _largest(logits, own.float().expand(logits.shape), count)
+    tokens, values = _select_largest(logits, own.float().expand(logits.shape), count)
     ranks = gather(torch.cat([tokens, values], dim=-1))
     if ranks.shape[1] == 1:
         return tokens, values
     # Ranks are in the order of their tokens, and so are equal logits of a rank.
-    return _largest(ranks[..., count:].flatten(1), ranks[..., :count].flatten(1), count)
+    return _select_largest(ranks[..., count:].flatten(1), ranks[..., :count].flatten(1), count)
 
 
-def _largest(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """In rounds: the largest that is left, and of equal ones the first."""
+def _select_largest(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Select in rounds: the largest that is left, and of equal ones the first."""
     place = torch.arange(logits.shape[-1], dtype=torch.int32)
     chosen_tokens, values = [], []
     for _ in range(count):
         index = first_largest(logits)
         values.append(logits.amax(-1, keepdim=True))
-        chosen_tokens.append(take(tokens[..., None], index[:, 0].float()))
+        chosen_tokens.append(take_part(tokens[..., None], index[:, 0].float()))
         logits = torch.where(place == index, _LOWEST, logits)
     return torch.cat(chosen_tokens, dim=-1), torch.cat(values, dim=-1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The on-device sampler: from logits and per-row parameters to tokens. Randomness comes from outside, one number a row.
+"""The on-device sampler.
 
-Written with what every target can lower: no sort, no top-k, no cumulative sum, no integer that float32 cannot hold. A token's
-weight is a whole number, so that sums are exact: no target's order of summation, and no cut of the vocabulary, changes a token.
+It uses only what every target can lower: no sort, no top-k, no cumulative sum, no integer that float32 cannot hold. A token's weight
+is a whole number, so sums are exact: no target's order of summation, and no cut of the vocabulary, changes a token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .exact_sums import blocks, is_less, padded, pick, take, to_digits, to_float, total, widened
+from .exact_sums import (
+    is_less,
+    pad_tokens,
+    pick_part,
+    split_blocks,
+    sum_tokens,
+    take_part,
+    to_digits,
+    to_float,
+    widen_digits,
+)
 from .float_search import FloatSteps, largest_float
 
 
@@ -26,7 +36,7 @@ _PER_LN_2, _LN_2, _LN_2_REST = 1.44269504, 0.6931381225585938, 9.05798515304923e
 _SERIES = (49538.0, 334538.0, 1392892.0, 4193494.0, 8388566.0, 8388608.0)
 _WEIGHTLESS, _HALVING_BITS = 40.0, 6  # a distance at which a weight is 0, and n small enough for exact products
 _UNREACHABLE = 2.0**25
-# How the smallest score of the kept is found: exponents and mantissas tried at a time, from their highest digits.
+# How the smallest score of the kept is count_found: exponents and mantissas tried at a time, from their highest digits.
 _STEPS = FloatSteps(
     ((64.0, 8), (8.0, 8), (1.0, 8)),
     ((2.0**20, 8), (2.0**16, 16), (2.0**12, 16), (2.0**8, 16), (2.0**4, 16), (1.0, 16)),
@@ -38,18 +48,17 @@ Gather = Callable[[Tensor], Tensor]
 
 
 def alone(own: Tensor) -> Tensor:
-    """The `Gather` of a single rank."""
+    """Return a single rank's numbers: its `Gather`."""
     return own[:, None]
 
 
 def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
-    """Chooses one token per row.
+    """Choose one token per row.
 
-    Temperature 0 is the exact argmax (lowest index on a tie). Otherwise temperature, top-k, top-p and min-p are applied in
-    transformers' order, over the whole vocabulary. All tokens that tie with the last one kept stay. The token is drawn by
-    inverse CDF: the first one, in order of token ids, at which the sum of kept weights exceeds `uniform * total`.
-
-    Where the largest logit, or that over the temperature, is not finite, nothing is drawn: the argmax is taken.
+    Temperature 0 is the exact argmax (lowest index on a tie). Otherwise temperature, top-k, top-p and min-p are applied in transformers'
+    order, over the whole vocabulary. All tokens that tie with the last one kept stay. The token is drawn by inverse CDF: the first one, in
+    order of token ids, at which the sum of kept weights exceeds `uniform * total`. Where the largest logit, or that over the temperature,
+    is not finite, the argmax is taken.
 
     Args:
         logits: `[rows, vocab]` float32.
@@ -65,21 +74,18 @@ def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
 def sample_shard(
     logits: Tensor, sampling_params: Tensor, uniforms: Tensor, first: Tensor | int, vocab_size: int, gather: Gather
 ) -> Tensor:
-    """`sample` where each rank has the logits of its own part of the vocabulary.
+    """Choose as `sample` does, where each rank has the logits of its own part of the vocabulary; the same on all ranks.
 
     Args:
         logits: `[rows, columns]` float32.
         first: the token of this rank's first column; ranks are in the order of their tokens.
         vocab_size: columns of tokens from here on are padding.
         gather: brings all ranks' numbers together.
-
-    Returns:
-        `[rows]` int32, the same on all ranks.
     """
     temperature = sampling_params[:, TEMPERATURE]
     real = real_columns(logits, first, vocab_size)
     logits = torch.where(real, logits, _LOWEST)
-    largest, greedy_token = _best(logits, first, vocab_size, gather)
+    largest, greedy_token = _find_best(logits, first, vocab_size, gather)
     greedy = temperature <= 0
     divisor = torch.where(greedy, 1.0, temperature)[:, None]
     best = largest / divisor
@@ -90,42 +96,39 @@ def sample_shard(
 
 
 def largest_of_shard(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gather) -> Tensor:
-    """What `sample_shard` chooses at temperature 0."""
+    """Choose as `sample_shard` does at temperature 0."""
     logits = torch.where(real_columns(logits, first, vocab_size), logits, _LOWEST)
-    return _best(logits, first, vocab_size, gather)[1].to(torch.int32)
+    return _find_best(logits, first, vocab_size, gather)[1].to(torch.int32)
 
 
 def real_columns(logits: Tensor, first: Tensor | int, vocab_size: int) -> Tensor:
-    """`[columns]` bool: which columns are tokens."""
+    """Return `[columns]` bool: the columns that are tokens."""
     return torch.arange(logits.shape[-1], dtype=torch.int32) + first < vocab_size
 
 
 def kept_weights(
     scores: Tensor, best: Tensor, real: Tensor, sampling_params: Tensor, gather: Gather = alone
 ) -> Tensor:
-    """The weight of each token, as digits of a whole number; 0 where top-k, top-p and min-p leave it out.
+    """Return each token's weight as digits, `[digits, rows, size]` float32, padded; 0 where top-k, top-p and min-p leave it out.
 
     Args:
         scores: `[rows, columns]` float32, logits over the temperature.
         best: `[rows, 1]`, the largest of all ranks.
-        real: `[columns]` bool, which columns are tokens.
-
-    Returns:
-        `[digits, rows, size]` float32, padded for sums.
+        real: `[columns]` bool, the columns that are tokens.
     """
     top_k, top_p, min_p = (sampling_params[:, i] for i in (TOP_K, TOP_P, MIN_P))
-    scores = padded(scores, _LOWEST)
-    kept = (padded(real.float(), 0.0) > 0).expand(scores.shape)
+    scores = pad_tokens(scores, _LOWEST)
+    kept = (pad_tokens(real.float(), 0.0) > 0).expand(scores.shape)
     wanted = torch.where(top_k < 1, _UNREACHABLE, top_k)[:, None]
-    kept = kept & _largest(scores, kept.float()[None], wanted, gather)
+    kept = kept & _keep_largest(scores, kept.float()[None], wanted, gather)
     weights = weights_of(best - scores)
     digits = torch.where(kept, to_digits(weights, _WEIGHT_DIGITS).movedim(-1, 0), 0.0)
-    kept = _largest(scores, digits, _nucleus(top_p, _sum(total(digits), gather)), gather)
+    kept = _keep_largest(scores, digits, _nucleus_sum(top_p, _sum_ranks(sum_tokens(digits), gather)), gather)
     return torch.where(kept & (weights >= min_p[:, None] * WHOLE), digits, 0.0)
 
 
 def first_largest(logits: Tensor) -> Tensor:
-    """`[rows, 1]` int32: the argmax of `[rows, vocab]`, the lowest index on a tie; as torch's, NaN is the largest."""
+    """Return `[rows, 1]` int32: the argmax of `[rows, vocab]`, the lowest index on a tie; as torch's, NaN is the largest."""
     size = logits.shape[-1]
     index = torch.arange(size, dtype=torch.int32)
     largest = logits.amax(-1, keepdim=True)
@@ -134,18 +137,18 @@ def first_largest(logits: Tensor) -> Tensor:
     return torch.where(less, size, index).amin(-1, keepdim=True)
 
 
-def _best(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gather) -> tuple[Tensor, Tensor]:
-    """The largest logit of all ranks `[rows, 1]`, and its token `[rows]` float32."""
+def _find_best(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gather) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of all ranks `[rows, 1]`, and its token `[rows]` float32."""
     token = (first_largest(logits) + first).clamp(max=vocab_size - 1)  # of NaN alone, padding may count as the largest
     ranks = gather(torch.cat([logits.amax(-1, keepdim=True), token.float()], dim=-1))
     rank = first_largest(ranks[..., 0])
-    return ranks[..., 0].amax(-1, keepdim=True), take(ranks[..., 1:], rank[:, 0].float())[:, 0]
+    return ranks[..., 0].amax(-1, keepdim=True), take_part(ranks[..., 1:], rank[:, 0].float())[:, 0]
 
 
 def weights_of(distances: Tensor) -> Tensor:
-    """`exp(-distance) * 2^36` in whole numbers, float32; at most a few units of the last place off.
+    """Return `exp(-distance) * 2^36` in whole numbers, float32; at most a few units of the last place off.
 
-    No sum follows a product that is rounded, and so no compiler can make one operation of the two, which changes bits.
+    No sum follows a rounded product, so no compiler can make one operation of the two, which changes bits.
 
     Args:
         distances: not negative.
@@ -164,22 +167,22 @@ def weights_of(distances: Tensor) -> Tensor:
     return (series * power).floor()
 
 
-def _sum(own: Tensor, gather: Gather) -> Tensor:
-    """`[rows, ..., digits]` of all ranks, from this rank's."""
+def _sum_ranks(own: Tensor, gather: Gather) -> Tensor:
+    """Return `[rows, ..., digits]` of all ranks, from this rank's."""
     return gather(own.flatten(1)).sum(1).unflatten(-1, own.shape[1:])
 
 
-def _nucleus(top_p: Tensor, whole: Tensor) -> Tensor:
-    """`[rows, digits]`: the sum of weights that the tokens within top-p reach; 1 at least, so that there is one."""
+def _nucleus_sum(top_p: Tensor, whole: Tensor) -> Tensor:
+    """Return `[rows, digits]`: the sum of weights that the tokens within top-p reach; at least 1, so that there is one."""
     wanted = to_digits((top_p * to_float(whole)).ceil().clamp(min=1.0), whole.shape[-1])
     # All tokens at top_p = 1, also where rounding makes the product less than the whole.
     return torch.where(top_p[:, None] < 1, wanted, _UNREACHABLE)
 
 
-def _largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather) -> Tensor:
-    """`[rows, size]` bool: the fewest tokens of the largest scores whose numbers add up to `target`, with all ties.
+def _keep_largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather) -> Tensor:
+    """Return `[rows, size]` bool: the fewest tokens of the largest scores with numbers that add up to `target`, with all ties.
 
-    The smallest of their scores is found digit by digit. Where all of them do not add up to it, all stay.
+    The smallest of their scores is count_found digit by digit. Where all of them do not add up to it, all stay.
 
     Args:
         scores: `[rows, size]`.
@@ -187,34 +190,34 @@ def _largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather) -> 
         target: `[rows, digits]`, with a digit more, unless that is one.
     """
 
-    def found(lowest: Tensor) -> Tensor:
-        """`[rows, 1]`: how many of `[rows, n]` scores, in their order, are not too high."""
+    def count_found(lowest: Tensor) -> Tensor:
+        """Count the scores of `[rows, n]`, in their order, that are not too high."""
         counted = scores[:, None] >= lowest[..., None]
-        sums = _sum(total(torch.where(counted, digits[:, :, None], 0.0)), gather)
+        sums = _sum_ranks(sum_tokens(torch.where(counted, digits[:, :, None], 0.0)), gather)
         return (~is_less(sums, target[:, None])).float().sum(-1, keepdim=True)
 
-    return scores >= largest_float(found, scores[:, :1], _STEPS)
+    return scores >= largest_float(count_found, scores[:, :1], _STEPS)
 
 
 def draw_tokens(weights: Tensor, uniforms: Tensor, first: Tensor | int = 0, gather: Gather = alone) -> Tensor:
-    """`[rows]` float32: each row's token, by inverse CDF in the order of tokens.
+    """Return `[rows]` float32: each row's token, by inverse CDF in the order of tokens.
 
     Args:
-        weights: `[digits, rows, size]`, as of `kept_weights`.
+        weights: `[digits, rows, size]`, of `kept_weights`.
         uniforms, first, gather: as in `sample_shard`.
     """
-    ranks = gather(total(weights))
+    ranks = gather(sum_tokens(weights))
     end = ranks.sum(1)
     target = to_digits((uniforms * to_float(end)).floor(), end.shape[-1])
     last = torch.cat([end[:, :-1], end[:, -1:] - 1], dim=-1)
     target = torch.where(is_less(target, end)[:, None], target, last)  # rounding may reach the end
-    rank, base = pick(ranks, torch.zeros_like(end), target)
+    rank, base = pick_part(ranks, torch.zeros_like(end), target)
     token = torch.zeros_like(rank)
-    parts = blocks(weights).movedim(0, -1)  # [rows, blocks, groups, 16, 16, digits]
+    parts = split_blocks(weights).movedim(0, -1)  # [rows, blocks, groups, 16, 16, digits]
     while parts.ndim > 2:
         sums = parts.flatten(2, -2).sum(2) if parts.ndim > 3 else parts
-        index, base = pick(widened(sums), base, target)
+        index, base = pick_part(widen_digits(sums), base, target)
         token = token * parts.shape[1] + index
         chosen = torch.arange(parts.shape[1], dtype=torch.int32) == index[:, None]
         parts = torch.where(chosen.unflatten(-1, (-1, *[1] * (parts.ndim - 2))), parts, 0.0).sum(1)
-    return take(gather((token + first)[:, None]), rank)[:, 0]
+    return take_part(gather((token + first)[:, None]), rank)[:, 0]

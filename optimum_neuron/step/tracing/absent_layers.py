@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes weights and states of layers that a trace leaves out away from their module, and gives the program their inputs.
+"""Tensors of layers that a trace leaves out.
 
 torch.export takes time for each tensor of a module, whether the graph reads it or not.
 """
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
-from ..step import StepModule
-from .layer_names import NotAlikeError, has, renaming
+from ..attention.kv_cache import KVCache
+from .alike import NotAlikeError, belongs_to, make_renaming
 from .repeated_layers import LayerTrace
 
 
@@ -38,15 +38,16 @@ class AbsentLayers:
     """The tensors of layers that a trace need not run.
 
     Args:
-        module: whole.
+        module: a whole step module.
+        cache: its states.
         trace: of its model; learns which layers are absent.
 
     Raises:
         NotAlikeError: it is open which tensors are a layer's.
     """
 
-    def __init__(self, module: StepModule, trace: LayerTrace) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, cache: KVCache, trace: LayerTrace) -> None:
+        self._module, self._cache = module, cache
         parameters, buffers = (
             dict(tensors(remove_duplicate=False)) for tensors in (module.named_parameters, module.named_buffers)
         )
@@ -55,13 +56,13 @@ class AbsentLayers:
         absent, present = dict[str, _Absent](), set[str]()
         for template in trace.templates:
             kind, first = template.kind, template.traceable[0]
-            own = [name for name in named if has(kind, first, name)]
+            own = [name for name in named if belongs_to(kind, first, name)]
             for member in template.left_out:
-                rename = renaming(kind, first, member)
+                rename = make_renaming(kind, first, member)
                 for name in own:
                     role = InputKind.PARAMETER if name in parameters else InputKind.BUFFER
                     absent[rename(name)] = _Absent(named[rename(name)], role, name)
-            present |= {name for name in named for member in template.traceable if has(kind, member, name)}
+            present |= {name for name in named for member in template.traceable if belongs_to(kind, member, name)}
             template.absent = frozenset(template.left_out)
         known = {id(named[name]) for name in named.keys() - absent.keys()}
         self._absent = {
@@ -69,8 +70,8 @@ class AbsentLayers:
         }
 
     @contextmanager
-    def away(self) -> Iterator[None]:
-        """Within it, the module has none of them, and who looks for a state gets an error."""
+    def take_away(self) -> Iterator[None]:
+        """Take them from the module within; a look-up of a state raises an error."""
         names = defaultdict[str, set[str]](set)
         for name in self._absent:
             path, _, own = name.rpartition(".")
@@ -82,16 +83,16 @@ class AbsentLayers:
                 tensors = getattr(part, members)
                 whole.append((part, members, tensors))
                 setattr(part, members, {name: each for name, each in tensors.items() if name not in own_names})
-        self._module.kv_cache.away = names["kv_cache"]
+        self._cache.away = names["kv_cache"]
         try:
             yield
         finally:
-            self._module.kv_cache.away = set()
+            self._cache.away = set()
             for part, members, tensors in whole:
                 setattr(part, members, tensors)
 
-    def restore(self, program: ExportedProgram) -> None:
-        """Gives a program, traced while they were away, inputs for them, where a whole trace has them; `expand` uses them.
+    def restore_inputs(self, program: ExportedProgram) -> None:
+        """Give a program that was traced while they were away their inputs, where a whole trace has them; `expand_layers` uses them.
 
         Raises:
             NotAlikeError: the program has other inputs than the module has tensors.
@@ -102,7 +103,7 @@ class AbsentLayers:
         if list(own) != sorted(own, key=lambda name: self._order[name or ""]):
             raise NotAlikeError
         persistent = self._module.state_dict(keep_vars=True).keys()
-        behind = defaultdict[str, list[InputSpec]](list)
+        following = defaultdict[str, list[InputSpec]](list)
         last = ""  # of each kind a layer that is traced comes first
         for name in self._order:
             if name in own:
@@ -113,13 +114,13 @@ class AbsentLayers:
                     node = graph.placeholder(_placeholder_name(each.role, name))
                 like = own[each.like]
                 node.meta = dict(nodes[like.arg.name].meta)
-                behind[last].append(InputSpec(each.role, TensorArgument(node.name), name, like.persistent))
+                following[last].append(InputSpec(each.role, TensorArgument(node.name), name, like.persistent))
                 (program.state_dict if name in persistent else program.constants)[name] = each.tensor
         signature.input_specs[:] = [
-            each for spec in signature.input_specs for each in (spec, *behind.pop(spec.target or "", ()))
+            each for spec in signature.input_specs for each in (spec, *following.pop(spec.target or "", ()))
         ]
 
 
 def _placeholder_name(role: InputKind, name: str) -> str:
-    """As torch.export calls it."""
+    """Return the name that torch.export gives."""
     return ("p_" if role is InputKind.PARAMETER else "b_") + re.sub(r"[^a-zA-Z0-9]+", "_", name).lower()

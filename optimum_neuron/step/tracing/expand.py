@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces the nodes that stand for layers by the nodes of a layer that was traced, with each layer's own weights and cache."""
+"""The nodes of all layers, from a trace of a few."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Outpu
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .layer_names import NotAlikeError, Rename, renaming
+from .alike import NotAlikeError, Rename, make_renaming
 from .repeated_layers import LayerTrace, Template, operators
 
 
 _BEGIN, _END, _REPEATED = (getattr(operators, name).default for name in ("begin", "end", "repeated"))
 
 
-def expand(program: ExportedProgram, trace: LayerTrace) -> None:
-    """Gives a program that was traced within `few_layers` the nodes of all layers, in the order of a whole trace.
+def expand_layers(program: ExportedProgram, trace: LayerTrace) -> None:
+    """Give a program that was traced within `few_layers` the nodes of all layers, in the order of a whole trace.
 
     Args:
         program: as it was traced, or decomposed: then states that layers write are results of the program.
 
     Raises:
-        NotAlikeError: what was traced does not tell what was left out.
+        NotAlikeError: what was traced does not determine what was left out.
     """
     nodes = list(program.graph_module.graph.nodes)
     if not any(node.target in (_BEGIN, _END, _REPEATED) for node in nodes):
         return
     segments = _Segments(program, trace)
     for template in trace.templates:
-        if any(trace.layers[_number(node)][0] is template for node in nodes if node.target is _REPEATED):
-            segments.check(template)
+        if any(trace.layers[_number_of(node)][0] is template for node in nodes if node.target is _REPEATED):
+            segments.check_alike(template)
     graph = Graph()
     made: dict[Node, Node] = {}
     for node in nodes:
         if node.target in (_BEGIN, _END):
             made[node] = made[node.all_input_nodes[0]]
         elif node.target is _REPEATED:
-            made[node] = segments.copy(node, graph, made)
+            made[node] = segments.copy_layer(node, graph, made)
         elif node.op != "output":
             made[node] = graph.node_copy(node, made.__getitem__)
-    segments.end(graph, made)
+    segments.add_results(graph, made)
     program.graph_module.graph = graph
 
 
-def _number(node: Node) -> int:
+def _number_of(node: Node) -> int:
     number: Any = node.args[1]
     return int(number)
 
@@ -70,28 +70,28 @@ class _Segments:
             if spec.kind is not InputKind.USER_INPUT
         }
         self._placeholders = {spec.target: node for node, spec in self._specs.items()}
-        ends = {_number(node): node for node in nodes if node.target is _END}
+        ends = {_number_of(node): node for node in nodes if node.target is _END}
         self._ends: dict[tuple[int, int], Node] = {}
         self._begins: dict[tuple[int, int], Node] = {}
         self._inner: dict[tuple[int, int], list[Node]] = {}
         for begin in nodes:
-            if begin.target is _BEGIN and _number(begin) in ends:
-                template, member = trace.layers[_number(begin)]
-                key, end = (id(template), member), ends[_number(begin)]
+            if begin.target is _BEGIN and _number_of(begin) in ends:
+                template, member = trace.layers[_number_of(begin)]
+                key, end = (id(template), member), ends[_number_of(begin)]
                 self._begins[key], self._ends[key] = begin, end
                 self._inner[key] = nodes[place[begin] + 1 : place[end]]
         # What a decomposed program returns of the states that it writes, by name; and that of layers that are copied.
-        results = zip(self._signature.output_specs, self._results, strict=True)
+        results = zip(self._signature.output_specs, self._program_results, strict=True)
         self._states = {spec.target or "": node for spec, node in results if spec.kind is OutputKind.BUFFER_MUTATION}
         self._copied: dict[str, Node] = {}
 
     @property
-    def _results(self) -> list[Node]:
+    def _program_results(self) -> list[Node]:
         results: Any = self._output.args[0]
         return list(results)
 
-    def check(self, template: Template) -> None:
-        """Compares the layers that were traced; others may read what a layer computes only where it ends.
+    def check_alike(self, template: Template) -> None:
+        """Compare the layers that were traced; other nodes may read only a layer's end.
 
         Raises:
             NotAlikeError: they are not the same.
@@ -104,12 +104,12 @@ class _Segments:
                 if any(user not in own and not (user is self._output and node in returned) for user in node.users):
                     raise NotAlikeError
         for key in others:
-            rename = renaming(template.kind, template.traced[0], key[1])
+            rename = make_renaming(template.kind, template.traced[0], key[1])
             same = {self._begins[first]: self._begins[key]}
             if len(self._inner[first]) != len(self._inner[key]):
                 raise NotAlikeError
             for one, other in zip(self._inner[first], self._inner[key], strict=True):
-                self._compare(one, other, same, rename)
+                self._compare_nodes(one, other, same, rename)
                 same[one] = other
             results = [self._ends[each].all_input_nodes[0] for each in (first, key)]
             written = [
@@ -121,32 +121,34 @@ class _Segments:
             if {rename(name): same[node] for name, node in written[0].items()} != written[1]:
                 raise NotAlikeError
 
-    def _compare(self, one: Node, other: Node, same: dict[Node, Node], rename: Rename) -> None:
-        expected = map_arg((one.args, one.kwargs), lambda node: self._counterpart(node, same, rename))
-        alike = one.op == other.op and one.target == other.target and self._alike(expected, (other.args, other.kwargs))
-        if not alike or _forms(one) != _forms(other):
+    def _compare_nodes(self, one: Node, other: Node, same: dict[Node, Node], rename: Rename) -> None:
+        expected = map_arg((one.args, one.kwargs), lambda node: self._find_counterpart(node, same, rename))
+        alike = (
+            one.op == other.op and one.target == other.target and self._are_alike(expected, (other.args, other.kwargs))
+        )
+        if not alike or _list_forms(one) != _list_forms(other):
             raise NotAlikeError
 
-    def _counterpart(self, node: Node, same: dict[Node, Node], rename: Rename) -> Node:
-        """What another layer reads in the place of a node."""
+    def _find_counterpart(self, node: Node, same: dict[Node, Node], rename: Rename) -> Node:
+        """Return what another layer reads in the place of a node."""
         if node in same:
             return same[node]
         spec = self._specs.get(node)
         if spec is None or spec.target is None or spec.kind is InputKind.CONSTANT_TENSOR:
-            return node  # constants may be named by the layer whose code has them, and are numbered through all layers
+            return node  # constants may be named by a layer, and are numbered through all layers
         renamed = rename(spec.target)
         if renamed not in self._placeholders:
             raise NotAlikeError
         return self._placeholders[renamed]
 
-    def _alike(self, one: Any, other: Any) -> bool:
-        """Whether arguments are the same; of constants that torch.export lifted out of the code, whether they are equal."""
+    def _are_alike(self, one: Any, other: Any) -> bool:
+        """Return whether arguments are the same; whether constants that torch.export lifted out of the code are equal."""
         if isinstance(one, Node) and isinstance(other, Node):
             return one is other or self._are_equal_constants(one, other)
         if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-            return len(one) == len(other) and all(map(self._alike, one, other))
+            return len(one) == len(other) and all(map(self._are_alike, one, other))
         if isinstance(one, dict) and isinstance(other, dict):
-            return one.keys() == other.keys() and all(self._alike(one[key], other[key]) for key in one)
+            return one.keys() == other.keys() and all(self._are_alike(one[key], other[key]) for key in one)
         return type(one) is type(other) and bool(one == other)
 
     def _are_equal_constants(self, one: Node, other: Node) -> bool:
@@ -158,28 +160,28 @@ class _Segments:
             tensors.append(self._constants[spec.target])
         return tensors[0].dtype == tensors[1].dtype and torch.equal(*tensors)
 
-    def copy(self, node: Node, graph: Graph, made: dict[Node, Node]) -> Node:
-        """Appends the nodes of the layer for which a node stands; returns its result."""
-        template, member = self._trace.layers[_number(node)]
+    def copy_layer(self, node: Node, graph: Graph, made: dict[Node, Node]) -> Node:
+        """Append the nodes of the layer that a node stands for; return its result."""
+        template, member = self._trace.layers[_number_of(node)]
         key = (id(template), template.traced[0])
-        rename = renaming(template.kind, template.traced[0], member)
+        rename = make_renaming(template.kind, template.traced[0], member)
         own = {self._begins[key]: made[node.all_input_nodes[0]]}
 
-        def source(read: Node) -> Node:
-            return own[read] if read in own else made[self._counterpart(read, {}, rename)]
+        def find_source(read: Node) -> Node:
+            return own[read] if read in own else made[self._find_counterpart(read, {}, rename)]
 
         for each in self._inner[key]:
-            own[each] = graph.node_copy(each, source)
+            own[each] = graph.node_copy(each, find_source)
             own[each].meta = _renamed_modules(each.meta, rename)
         self._copied |= {rename(name): own[state] for name, state in self._states.items() if state in own}
         return own[self._ends[key].all_input_nodes[0]]
 
-    def end(self, graph: Graph, made: dict[Node, Node]) -> None:
-        """Appends the program's results, states first, in the order of their inputs."""
+    def add_results(self, graph: Graph, made: dict[Node, Node]) -> None:
+        """Append the program's results, states first, in the order of their inputs."""
         states = {name: made[node] for name, node in self._states.items()} | self._copied
         order = [spec.target for spec in self._signature.input_specs if spec.target in states]
         results = [(OutputKind.BUFFER_MUTATION, states[name], name) for name in order if name is not None]
-        for spec, node in zip(self._signature.output_specs, self._results, strict=True):
+        for spec, node in zip(self._signature.output_specs, self._program_results, strict=True):
             if spec.kind is not OutputKind.BUFFER_MUTATION:
                 results.append((spec.kind, made[node], spec.target))
         graph.output(tuple(node for _, node, _ in results)).meta = self._output.meta
@@ -189,13 +191,13 @@ class _Segments:
 
 
 def _renamed_modules(meta: dict[str, Any], rename: Rename) -> dict[str, Any]:
-    """What is known of a node, of which the modules that it comes from are another layer's."""
+    """Return a node's facts with the modules of another layer."""
     stack = meta.get("nn_module_stack") or {}
     renamed = {key: (rename(f"{path}.")[:-1], *others) for key, (path, *others) in stack.items()}
     return {**meta, "nn_module_stack": renamed}
 
 
-def _forms(node: Node) -> list[Any]:
+def _list_forms(node: Node) -> list[Any]:
     values = node.meta.get("val")
     forms: list[Any] = []
     for each in values if isinstance(values, list | tuple) else [values]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces a few of the layers that are the same; the others become one node each, which expand.py replaces by nodes like theirs.
+"""A trace of a few of the layers that are the same; the others become one node each, which expand.py replaces.
 
-The model's own code runs for every layer and decides what each is given. A layer is left out only where it is given the same
-objects as the layers before, but for the one tensor that each makes of the last one's.
+The model's own code runs for every layer and decides what each is given. A layer is left out only where it is given the same objects
+as the layers before, but for the one tensor that each makes of the last one's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .alike import Kind, kinds_of_layers
-from .layer_index import WatchedIndex
-from .layer_names import NotAlikeError
+from ..layer_numbers import WatchedIndex
+from .alike import LayerKind, NotAlikeError, kinds_of_layers
 
 
 NAMESPACE = "optimum_neuron_layers"
@@ -42,15 +41,15 @@ class Template:
     """Layers of a kind in one trace.
 
     Attributes:
-        absent: layers whose tensors are away, so that they cannot run.
-        traced: the layers between whose `begin` and `end` nodes everything is; `expand` compares them.
+        absent: layers without their tensors, which cannot run.
+        traced: the layers with all nodes between their `begin` and `end`; `expand_layers` compares them.
         given: what the last layer was given, flat, and its structure.
-        carried: where in it the tensor is that each layer makes anew; None until two layers were seen.
-        returned: what the last layer that was traced returned, flat, its structure, and where in it the tensor is.
+        carried: the place in it of the tensor that each layer makes; None until two layers were seen.
+        returned: what the last traced layer returned, flat, its structure, and the place of the tensor.
         varies: layers return something else than one tensor of the carried one's form, so that all are traced.
     """
 
-    kind: Kind
+    kind: LayerKind
     absent: frozenset[int] = frozenset()
     traced: list[int] = field(default_factory=list)
     given: tuple[list[Any], Any] | None = None
@@ -60,24 +59,24 @@ class Template:
 
     @property
     def traceable(self) -> list[int]:
-        """The layers that are traced in any case."""
+        """Return the layers that are traced in any case."""
         return self.kind.members[: 1 + COMPARED]
 
     @property
     def left_out(self) -> list[int]:
-        """The layers that need not be traced if they are given what the others are."""
+        """Return the layers that need not be traced if they are given what the others are."""
         return self.kind.members[1 + COMPARED :]
 
     def carries_on(self, leaves: list[Any], structure: Any) -> bool:
-        """Whether a layer is given what the one before it was given, but for one tensor, which is always the same one."""
+        """Return whether a layer is given what the one before was given, but for one tensor, which is always the same one."""
         before, self.given = self.given, (leaves, structure)
         if before is None or before[1] != structure:
             return False
-        others = [place for place, pair in enumerate(zip(before[0], leaves, strict=True)) if not _same(*pair)]
+        others = [place for place, pair in enumerate(zip(before[0], leaves, strict=True)) if not _are_same(*pair)]
         if len(others) != 1 or self.carried not in (None, others[0]):
             return False
         one, other = before[0][others[0]], leaves[others[0]]
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or _form(one) != _form(other):
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or _form_of(one) != _form_of(other):
             return False
         self.carried = others[0]
         return True
@@ -85,7 +84,7 @@ class Template:
 
 @dataclass
 class LayerTrace:
-    """What is known of a trace's layers.
+    """The layers of one trace.
 
     Attributes:
         layers: by the number that nodes have: a layer's template and its place in the list.
@@ -98,11 +97,13 @@ class LayerTrace:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the trace cannot be used: a layer's number was computed with, or a layer ran twice."""
+        """Return whether the trace cannot be used: a layer's number was computed with, or a layer ran twice."""
         return len(set(self._ran)) < len(self._ran) or any(index.used for index in self._watched)
 
-    def run(self, template: Template, member: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of a layer's forward."""
+    def run_layer(
+        self, template: Template, member: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run in place of a layer's forward."""
         self._ran.append(template.kind.layers[member])
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if not template.carries_on(leaves, structure) or template.varies:
@@ -113,28 +114,32 @@ class LayerTrace:
         x = leaves[template.carried]
         if len(template.traced) == COMPARED and template.returned is not None:
             returned, form, place = template.returned
-            return _replaced(returned, form, place, self._mark("repeated", x, template, member))
-        begun = self._mark("begin", x, template, member)
-        args, kwargs = _replaced(leaves, structure, template.carried, begun)
-        with self._watching(template.kind, member):
+            return _replace_leaf(returned, form, place, self._mark_layer("repeated", x, template, member))
+        begun = self._mark_layer("begin", x, template, member)
+        args, kwargs = _replace_leaf(leaves, structure, template.carried, begun)
+        with self._watch_numbers(template.kind, member):
             output = forward(*args, **kwargs)
         returned, form = pytree.tree_flatten(output)
         places = [place for place, each in enumerate(returned) if isinstance(each, Tensor)]
         others = [each for each in returned if not isinstance(each, Tensor)]
-        if len(places) != 1 or _form(returned[places[0]]) != _form(x) or any(each is not None for each in others):
+        if (
+            len(places) != 1
+            or _form_of(returned[places[0]]) != _form_of(x)
+            or any(each is not None for each in others)
+        ):
             template.varies = True
             return output
         template.traced.append(member)
         template.returned = returned, form, places[0]
-        return _replaced(returned, form, places[0], operators.end(returned[places[0]], len(self.layers) - 1))
+        return _replace_leaf(returned, form, places[0], operators.end(returned[places[0]], len(self.layers) - 1))
 
-    def _mark(self, name: str, x: Tensor, template: Template, member: int) -> Tensor:
+    def _mark_layer(self, name: str, x: Tensor, template: Template, member: int) -> Tensor:
         self.layers.append((template, member))
         marked: Tensor = getattr(operators, name)(x, len(self.layers) - 1)
         return marked
 
     @contextmanager
-    def _watching(self, kind: Kind, member: int) -> Iterator[None]:
+    def _watch_numbers(self, kind: LayerKind, member: int) -> Iterator[None]:
         places = [(kind.layers[member].get_submodule(path), name) for path, name in kind.numbers]
         numbers = [(module, name, getattr(module, name)) for module, name in places]
         for module, name, number in numbers:
@@ -149,7 +154,7 @@ class LayerTrace:
 
 @contextmanager
 def few_layers(model: nn.Module) -> Iterator[LayerTrace]:
-    """Within it, one pass of the model computes a few layers of each kind."""
+    """Compute only a few layers of each kind in one pass of the model within."""
     templates = [Template(kind) for kind in kinds_of_layers(model) if len(kind.members) > COMPARED + 1]
     trace = LayerTrace(templates)
     changed: list[nn.Module] = []
@@ -158,7 +163,7 @@ def few_layers(model: nn.Module) -> Iterator[LayerTrace]:
             layer = template.kind.layers[member]
             if "forward" not in vars(layer):
                 changed.append(layer)
-                layer.forward = partial(trace.run, template, member, layer.forward)
+                layer.forward = partial(trace.run_layer, template, member, layer.forward)
     try:
         yield trace
     finally:
@@ -166,13 +171,13 @@ def few_layers(model: nn.Module) -> Iterator[LayerTrace]:
             del layer.forward
 
 
-def _replaced(leaves: list[Any], structure: Any, place: int, leaf: Tensor) -> Any:
+def _replace_leaf(leaves: list[Any], structure: Any, place: int, leaf: Tensor) -> Any:
     return pytree.tree_unflatten([*leaves[:place], leaf, *leaves[place + 1 :]], structure)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and isinstance(one, bool | int | float | str) and one == other)
 
 
-def _form(tensor: Tensor) -> Any:
+def _form_of(tensor: Tensor) -> Any:
     return tensor.shape, tensor.dtype, tensor.stride(), tensor.device

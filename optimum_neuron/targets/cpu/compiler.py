@@ -24,8 +24,8 @@ from ...artifact.tensor_file import stored_tensors
 from ...checkpoints.mapped import map_tensors
 from ...config import NeuronConfig
 from ...kernels.lower.lower import lower
-from ...step.kv_cache import KVCache
-from ...step.model_spec import ModelSpec
+from ...step.attention.kv_cache import KVCache
+from ...step.model_spec import SECTIONS, ModelSpec
 from ...step.one_thread import one_thread
 from ...step.program import export_layers_once
 from ...step.spec import PROMPT_LOGITS, GraphSpec
@@ -42,7 +42,7 @@ from .plan_keys import plan_keys
 _FACTS = record(
     {
         "graph": record(dict.fromkeys((field.name for field in fields(GraphSpec)), anything), closed=True),
-        "model": record(dict.fromkeys((field.name for field in fields(ModelSpec)), anything), closed=True),
+        "model": record(dict.fromkeys(("vocab_size", "num_embeddings", *SECTIONS), anything), closed=True),
         "dtype": TEXT,
     },
     closed=True,
@@ -62,7 +62,7 @@ class PlanFacts:
         return cls(graph, model, config.dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        lists: dict[str, Any] = {"convolutions": [], "recurrences": [], "selections": [], "compressions": []}
+        lists: dict[str, Any] = {section: [] for section in SECTIONS}
         return {"graph": asdict(self.graph), "model": lists | self.model.to_dict(), "dtype": self.dtype}
 
     def check(self, found: Mapping[str, Any]) -> None:

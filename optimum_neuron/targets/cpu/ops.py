@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from ...kernels.operators import NAMESPACE
 from ...kernels.steps.access import COLUMN_BLOCK, HEAD_DIM_LIMIT, HEAD_DIM_STEP
-from ...step.attention import attend_cache
-from ...step.attention_rows import AttentionRows
-from ...step.features.codes.coded_states import Stored
+from ...step.attention.cached_attention import attend_cache
+from ...step.attention.call import AttentionCall
+from ...step.attention.coded_states import Stored
+from ...step.attention.kv_cache import write_rounded
+from ...step.attention.masks import AttentionChunk
+from ...step.attention.rows import AttentionRows
 from ...step.features.codes.weight import PACKED, QuantizedWeight
 from ...step.features.experts.experts import ExpertsCall, dense_experts
 from ...step.features.recurrence.recurrence import ScanCall, ScanRows, ScanState
-from ...step.interface import AttentionCall
-from ...step.kv_cache import write_rounded
-from ...step.masks import AttentionChunk
 from ...step.ops import StepOps
 
 
@@ -68,7 +68,7 @@ def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tenso
 
 
 def _write_cache(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
-    """Write as `kv_cache.write`."""
+    """Write as `kv_cache.write_tokens`."""
     operators = getattr(torch.ops, NAMESPACE)
     if isinstance(cache, Tensor):
         operators.write_cache(cache, states, blocks, columns)
@@ -83,10 +83,10 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
 
     What a token gets depends on it and its experts only, to the bit.
     """
-    if call.layer.is_transposed or call.dtype not in DTYPES:
+    if call.layer.is_transposed or call.compute_dtype not in DTYPES:
         return dense_experts(call)
     index = call.index.to(torch.int64)
-    up = expert_linear(call.hidden_states.to(call.dtype), index, call.up_weight, call.up_bias)
+    up = expert_linear(call.hidden_states.to(call.compute_dtype), index, call.up_weight, call.up_bias)
     return call.weighted_sum(call.normalize(expert_linear(call.activate(up), index, call.down_weight, call.down_bias)))
 
 

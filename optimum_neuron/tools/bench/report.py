@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ... import progress
 from ...artifact.artifact import Artifact, is_weight_file
 from ...generate import NeuronModelForCausalLM
-from ...step.state_sizes import byte_count
+from ...step.state_specs import byte_count
 from .machine import describe_machine, peak_bytes
 from .measure import Bench, BenchPlan, Decode, Prefill, Spread
 

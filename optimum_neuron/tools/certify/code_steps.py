@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...step import kv_cache
-from ...step.features.codes.coded_states import LARGEST_CODE, Stored
+from ...step.attention import kv_cache
+from ...step.attention.coded_states import LARGEST_CODE, Stored
 
 
 def as_steps(values: Tensor) -> Tensor:
@@ -21,12 +21,12 @@ def as_steps(values: Tensor) -> Tensor:
 
 
 def write_moved(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
-    """Write as `kv_cache.write` does, with one code of each token's head replaced by the code next to it."""
+    """Write as `kv_cache.write_tokens` does, with one code of each token's head replaced by the code next to it."""
     kv_cache.write_rounded(_write_codes, cache, states, blocks, columns)
 
 
 def _write_codes(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
-    kv_cache.write(cache, _move_codes(states) if states.dtype in LARGEST_CODE else states, blocks, columns)
+    kv_cache.write_tokens(cache, _move_codes(states) if states.dtype in LARGEST_CODE else states, blocks, columns)
 
 
 def _move_codes(codes: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...step.sampling.logprobs import Logprobs, logprobs
 from ...step.spec import CHUNK, DECODE, PROMPT_LOGITS
-from ...step.state_sizes import BY_TOKEN
+from ...step.state_specs import BY_TOKEN
 from ...targets.neuron.graphs.io import CACHE, CHOSEN, SNAPSHOTS
 from .code_steps import as_steps
 from .parts import StateParts, places_of, real_heads, take_part

@@ -9,6 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ...step.attention.state import KeyValueState
+from ...step.features.convolution.state import ConvolutionState
+from ...step.features.recurrence.state import RecurrentState
 from ...step.model_spec import ModelSpec
 from ...targets.neuron.graphs.io import SNAPSHOTS, cut_dim
 from ...targets.neuron.sharding.plan import ShardPlan
@@ -38,7 +41,7 @@ def _head_parts(
     plan: ShardPlan, spec: ModelSpec, model: nn.Module
 ) -> Iterator[tuple[str, tuple[tuple[int, ...], ...]]]:
     shared = _layer_numbers(plan.attention, model)
-    for layer in spec.layers:
+    for layer in spec.states_of(KeyValueState):
         if layer.layer_idx not in shared:
             continue
         layout = plan.attention[shared[layer.layer_idx]].layout
@@ -54,7 +57,7 @@ def _recurrence_parts(
     """Yield the parts of convolutions, which are equal or follow their recurrence's heads, and of recurrences."""
     ranks = range(plan.world_size)
     convolutions, recurrences = (_layer_numbers(each, model) for each in (set(plan.convolutions), plan.recurrences))
-    for each in spec.convolutions:
+    for each in spec.states_of(ConvolutionState):
         name, layer = f"kv_cache.conv_{each.layer_idx}_{each.index}", recurrences.get(each.layer_idx)
         channels = [None if layer is None else plan.channels(layer, each.index, rank) for rank in ranks]
         if None not in channels:
@@ -62,7 +65,7 @@ def _recurrence_parts(
         elif each.layer_idx in convolutions:
             count = each.channels // plan.world_size
             yield name, tuple(tuple(range(rank * count, (rank + 1) * count)) for rank in ranks)
-    for state in spec.recurrences:
+    for state in spec.states_of(RecurrentState):
         if state.layer_idx in recurrences:
             shared = plan.recurrences[recurrences[state.layer_idx]]
             heads, inputs = (tuple(tuple(of(rank)) for rank in ranks) for of in (shared.heads_of, shared.inputs_of))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...step.features.shared_blocks.block_owners import BlockOwners, fill_owners
+from ...step.block_owners import BlockOwners, fill_owners
 from ...step.spec import BLOCK_TABLE, CHUNK, DECODE, WRITE_BLOCKS, GraphSpec
 
 

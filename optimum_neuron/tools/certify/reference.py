@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...parity.parity import shaken
-from ...step.kv_cache import KVCache
+from ...parity.conditions import shaken
+from ...step.attention.kv_cache import KVCache
 from ...step.model_spec import ModelSpec
 from ...step.ops import EAGER_OPS
 from ...step.spec import GraphSpec, SamplingParams, TensorSpec
-from ...step.state_sizes import BY_TOKEN
+from ...step.state_specs import BY_TOKEN
 from ...step.step import StepModule
 from ...targets.eager import EagerExecutable
 from ...targets.neuron.graphs.io import CACHE, COPIES, COPY_SLOT, KEEP_STATE, SNAPSHOTS

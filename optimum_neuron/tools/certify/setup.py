@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,7 @@ from ...artifact.skeleton import empty_model
 from ...artifact.weights import named_tensors, rank_weights_name
 from ...config import NeuronConfig
 from ...step.model_spec import ModelSpec
-from ...step.sampling.chosen import slots_of_rows
+from ...step.sampling.buffers import slots_of_rows
 from ...step.spec import LOGPROBS, GraphSpec, TensorSpec, graph_specs
 from ...step.state_specs import state_specs
 from ...targets.neuron.graphs.io import CHOSEN, HLO_SUFFIX, SCORES, read_graph_io, read_hlo
@@ -166,11 +166,7 @@ def make_setup(
 
 def _first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
     """Return the spec of a model's first layers."""
-    kinds = ("layers", "convolutions", "recurrences", "selections", "compressions")
-    kept: dict[str, Any] = {
-        kind: tuple(each for each in getattr(spec, kind) if each.layer_idx < layers) for kind in kinds
-    }
-    return dataclasses.replace(spec, **kept)
+    return dataclasses.replace(spec, states=tuple(each for each in spec.states if each.layer_idx < layers))
 
 
 def split_kinds(folder: Path, config: NeuronConfig) -> frozenset[str]:

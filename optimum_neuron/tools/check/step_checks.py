@@ -20,8 +20,7 @@ from ...runtime.runner import GraphRunner
 from ...runtime.step_tensors import DecodeRows
 from ...runtime.timing import measure_seconds
 from ...step.spec import GREEDY, GraphSpec
-from ...step.state_sizes import BY_TOKEN
-from ...step.state_specs import slot_state_specs
+from ...step.state_specs import BY_TOKEN, slot_state_specs
 from .report import CheckError
 
 

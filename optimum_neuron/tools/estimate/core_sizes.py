@@ -10,7 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...step.model_spec import ConvolutionState, LayerCache, ModelSpec, RecurrentState
+from ...step.attention.state import KeyValueState
+from ...step.features.convolution.state import ConvolutionState
+from ...step.features.recurrence.state import RecurrentState
+from ...step.model_spec import ModelSpec
 from ...targets.neuron.operators.expert_forms import ExpertLayer
 from ...targets.neuron.sharding import ShardPlan, shard_plan
 from ...targets.neuron.sharding.plan import ShardedRecurrence
@@ -109,8 +112,8 @@ class CoreSizes:
     @property
     def state_bytes(self) -> int:
         """Bytes that a step reads and writes of a slot, whatever its length: inputs of convolutions, and states."""
-        states = sum(each.heads * each.key_dim * each.value_dim for each in self.spec.recurrences)
-        inputs = sum(each.past * each.channels for each in self.spec.convolutions)
+        states = sum(each.heads * each.key_dim * each.value_dim for each in self.spec.states_of(RecurrentState))
+        inputs = sum(each.past * each.channels for each in self.spec.states_of(ConvolutionState))
         return _STATE_BYTES * states + self.itemsize * inputs
 
 
@@ -127,7 +130,7 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
         sizes_of["table"] += size * weight.also_table
     alike = Counter(
         (count, layer.kv_heads, layer.key_dim, layer.value_dim)
-        for layer, count in zip(spec.layers, heads, strict=True)
+        for layer, count in zip(spec.states_of(KeyValueState), heads, strict=True)
     )
     return CoreSizes(
         weight_bytes=sum(sizes_of.values()) + (_RANK_BYTES if tensor_parallel_size > 1 else 0),
@@ -193,23 +196,21 @@ def _core_shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ..
     layouts = {module.layer_idx: plan.attention[short].layout for short, module in shorts if short in plan.attention}
     convolutions = {module.layer_idx for short, module in shorts if short in plan.convolutions}
     recurrent = {module.layer_idx: short for short, module in shorts if short in plan.recurrences}
-    layers, heads = list[LayerCache](), list[int]()
-    for layer, count in zip(sizes.spec.layers, sizes.heads, strict=True):
+    layers, heads = list[KeyValueState](), list[int]()
+    for layer, count in zip(sizes.spec.states_of(KeyValueState), sizes.heads, strict=True):
         layout = layouts.get(layer.layer_idx)  # None: every core computes all heads
         layers.append(replace(layer, kv_heads=layout.local_key_value) if layout else layer)
         heads.append(layout.local_query if layout else count)
-    spec = replace(
-        sizes.spec,
-        layers=tuple(layers),
-        convolutions=tuple(
-            replace(state, channels=_core_channels(plan, recurrent.get(state.layer_idx), state, convolutions))
-            for state in sizes.spec.convolutions
-        ),
-        recurrences=tuple(
-            _core_heads(plan.recurrences[recurrent[state.layer_idx]], state) if state.layer_idx in recurrent else state
-            for state in sizes.spec.recurrences
-        ),
+    convolved = (
+        replace(state, channels=_core_channels(plan, recurrent.get(state.layer_idx), state, convolutions))
+        for state in sizes.spec.states_of(ConvolutionState)
     )
+    recurrences = (
+        _core_heads(plan.recurrences[recurrent[state.layer_idx]], state) if state.layer_idx in recurrent else state
+        for state in sizes.spec.states_of(RecurrentState)
+    )
+    whole = (s for s in sizes.spec.states if not isinstance(s, KeyValueState | ConvolutionState | RecurrentState))
+    spec = replace(sizes.spec, states=(*layers, *convolved, *recurrences, *whole))
     return {weight.name: plan.local_shape(kinds.short_name(weight.name)) for weight in sizes.weights}, spec, heads
 
 

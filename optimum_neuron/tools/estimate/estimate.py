@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...artifact.artifact import MANIFEST_NAME, Artifact
 from ...config import TARGETS_WITHOUT_FP8, NeuronConfig
 from ...step.family import GraphFamily
+from ...step.features.recurrence.state import RecurrentState
 from ...step.spec import graph_specs
 from ...targets.neuron.sdk.devices import resolve_neuron_target
 from ...targets.neuron.sdk.hardware import CHIPS, PARALLEL_SIZES, Instance, check_parallel_size, hosts_of
@@ -126,12 +127,11 @@ def estimate_model(
             f"sequence_length"
         )
     from ...checkpoints.find import find_config
-    from ...parity.inspect import check_kv_codes, check_snapshots
+    from ...parity.inspect import check_states
 
     found = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
     sizes, assumed = measure_checkpoint(found, config)
-    for check in (check_snapshots, check_kv_codes):
-        check(sizes.model, sizes.spec, config)
+    check_states(sizes.model, sizes.spec, config)
     estimates, refused = _estimates(sizes, options | {"dtype": sizes.dtype}, groups, context)
     return EstimateReport(model, sizes, context, estimates, (*assumed, *without, *notes, *refused))
 
@@ -230,8 +230,12 @@ def _estimates(
         notes.append(
             "The model's tensor parallel plan leaves its attention whole: every core has all of its heads and their cache."
         )
-    recurrences = sizes.spec.recurrences
-    whole = [str(cores) for cores, share in shares.items() if cores > 1 and share.spec.recurrences == recurrences]
+    recurrences = sizes.spec.states_of(RecurrentState)
+    whole = [
+        str(cores)
+        for cores, share in shares.items()
+        if cores > 1 and share.spec.states_of(RecurrentState) == recurrences
+    ]
     if whole and recurrences:
         notes.append(
             f"On {', '.join(whole)} cores layers with recurrences are whole on every core, and so are the states that slots keep of them."

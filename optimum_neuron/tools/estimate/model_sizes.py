@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...errors import first_line
 from ...parity.inspect import inspect_model
-from ...parity.rope_length import keep_frequencies
+from ...parity.text_length import keep_frequencies
+from ...step.attention.call import AttentionBackend, AttentionCall
+from ...step.attention.state import KeyValueState
 from ...step.features.codes.expert_weights import plain_weights, quantized_weights
 from ...step.features.codes.formats import WeightFormat, make_room
 from ...step.features.codes.modules import QuantizedEmbedding, QuantizedLinear
 from ...step.features.codes.weight import PACKED
-from ...step.interface import ATTENTION_NAME, AttentionBackend, AttentionCall, with_attention
+from ...step.interface import ATTENTION_NAME, with_attention
 from ...step.model_spec import ModelSpec
 from .layer_kinds import LayerKinds, one_of_each_kind
 
@@ -64,7 +66,7 @@ class ModelSizes:
 
     Attributes:
         spec: spec of an export.
-        heads: query heads by attention layer, in the order of `spec.layers`.
+        heads: query heads by attention layer, in the order of the states with keys.
         keeps_logits: whether logits are computed for the chosen tokens only.
         longest: `max_position_embeddings`, if the model has such a limit.
         parameters: parameters of the plain model.
@@ -136,7 +138,7 @@ def measure_model(
         dtype=dtype,
         weights=tuple(_list_weights(model, wanted, probe.per_token)),
         spec=spec,
-        heads=tuple(probe.heads) or tuple(text_config.num_attention_heads for _ in spec.layers),
+        heads=tuple(probe.heads) or tuple(text_config.num_attention_heads for _ in spec.states_of(KeyValueState)),
         hidden_size=hidden_size,
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         longest=getattr(text_config, "max_position_embeddings", None),

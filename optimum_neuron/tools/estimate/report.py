@@ -9,8 +9,7 @@ from itertools import groupby
 from math import floor, log10
 from typing import TYPE_CHECKING, Any
 
-from ...step.state_sizes import StateSizes
-from ...step.state_specs import state_specs
+from ...step.state_specs import StateSizes, state_specs
 from ...targets.neuron.sdk.hardware import GIB, MIB, Instance
 from ...targets.neuron.sdk.step_times import DECODE, MEASURED_CORES, PREFILL
 from .step_needs import GRAPH_RESERVE
@@ -166,7 +165,7 @@ def write_sentences(report: EstimateReport) -> list[str]:
 
 
 def _state_sizes(report: EstimateReport) -> StateSizes:
-    return StateSizes.of(state_specs(report.estimates[0].config, report.sizes.spec))
+    return StateSizes.measure(state_specs(report.estimates[0].config, report.sizes.spec))
 
 
 def _mib_text(size: int) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...config import NeuronConfig
+from ...step.features.recurrence.state import RecurrentState
 from ...step.spec import GraphSpec, TensorSpec, graph_specs
 from ...step.state_specs import state_specs
 from ...targets.neuron.graphs.state_graphs import snapshot_states
@@ -215,7 +216,7 @@ def _recurrence_bytes(sizes: CoreSizes, groups: list[GraphRows], block: int) -> 
     rows all blocks of their windows at once: a selective scan has a state after each token, others have scores and decayed
     queries, keys and values."""
     most = 0
-    for each in sizes.spec.recurrences:
+    for each in sizes.spec.states_of(RecurrentState):
         state, keys, values = each.key_dim * each.value_dim, each.heads * each.key_dim, each.heads * each.value_dim
         numbers = sum(group.tokens for group in groups) * (each.width + keys + values)
         for group in groups:

@@ -10,7 +10,7 @@ from ...config import HLO_TARGETS, NEURON_TARGETS
 from ...errors import first_line
 from ...hub.facts import MemoryParts
 from ...step.spec import TensorSpec
-from ...step.state_sizes import BY_TOKEN, byte_count
+from ...step.state_specs import BY_TOKEN, byte_count
 
 
 WEIGHTS, CACHE, STATE = "weights", "KV cache", "state of slots"

@@ -11,7 +11,7 @@ from ...cli import graph_table
 from ...config import HLO_TARGETS
 from ...hub.facts import rounding_text
 from ...hub.measurements import Measurements
-from ...step.state_sizes import StateSizes, byte_count
+from ...step.state_specs import StateSizes, byte_count
 from ..certify import NOT_CERTIFIED, is_certified
 
 
@@ -37,7 +37,7 @@ def _facts_table(artifact: Artifact) -> Table:
     for name, value in artifact.config.to_dict().items():
         facts.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
     facts.add_section()
-    kept = StateSizes.of(artifact.states())
+    kept = StateSizes.measure(artifact.states())
     facts.add_row("cache per token", f"{kept.per_token:,} bytes")
     facts.add_row("state per slot", f"{kept.per_slot:,} bytes")
     for name, specs in (("KV cache and state", artifact.states()), ("snapshots of state", artifact.snapshots())):

@@ -17,7 +17,7 @@ from ...generate import NeuronModelForCausalLM
 from ...kernels.host.machine import available_memory
 from ...runtime.timing import measure_seconds
 from ...step.spec import GraphSpec, graph_specs
-from ...step.state_sizes import byte_count
+from ...step.state_specs import byte_count
 from ...targets.neuron.sdk.hardware import CHIPS
 from ...targets.neuron.sdk.step_times import DECODE, PREFILL
 from ..estimate.core_sizes import CoreSizes

@@ -48,7 +48,7 @@ def test_a_number_has_one_float_whatever_its_digits_hold() -> None:
 
 def test_widened_digits_are_the_same_number_and_leave_room() -> None:
     digits = torch.cat([random_digits(50, 3, below=2**24), torch.full((1, 3), 2.0**24 - 1)])
-    found = exact_sums.widened(digits)
+    found = exact_sums.widen_digits(digits)
     assert [value(each) for each in found.tolist()] == [value(each) for each in digits.tolist()]
     assert found.shape[-1] == 4 and bool((found < 2 * BASE).all())
 
@@ -66,18 +66,18 @@ def test_numbers_are_compared_whatever_their_digits_hold() -> None:
 @pytest.mark.parametrize("digits", [1, 3])
 def test_a_total_is_exact_over_any_number_of_tokens(size: int, digits: int) -> None:
     for tokens in (random_digits(digits, 2, size, below=BASE), torch.full((digits, 2, size), BASE - 1.0)):
-        planes = exact_sums.padded(tokens, 0.0)
+        planes = exact_sums.pad_tokens(tokens, 0.0)
         assert planes.shape[-1] % (256 if size <= 4096 else 4096) == 0 and planes.shape[-1] - size < 4096
         if digits == 1:  # one alone numbers few tokens
             planes = (planes > 0).float()
-        found = exact_sums.total(planes)
+        found = exact_sums.sum_tokens(planes)
         expected = planes[..., :size].long().sum(-1).T.tolist()
         assert [value(each) for each in found.tolist()] == [value(each) for each in expected]
         assert found.shape == (2, digits + (digits > 1))
 
 
 def test_padding_is_what_was_asked_for() -> None:
-    assert exact_sums.padded(torch.zeros(2, 300), 7.0)[:, 300:].tolist() == [[7.0] * 212] * 2
+    assert exact_sums.pad_tokens(torch.zeros(2, 300), 7.0)[:, 300:].tolist() == [[7.0] * 212] * 2
 
 
 @pytest.mark.parametrize("parts", [1, 2, 16])
@@ -92,7 +92,7 @@ def test_the_part_that_reaches_beyond_a_target_is_picked(parts: int) -> None:
         if not starts[0] <= wanted < starts[-1]:
             continue
         target = torch.tensor([wanted // BASE**2, wanted // BASE % BASE, wanted % BASE], dtype=torch.float32)
-        index, before = exact_sums.pick(sums[row, None], base[row, None], target[None])
+        index, before = exact_sums.pick_part(sums[row, None], base[row, None], target[None])
         expected = max(place for place in range(parts) if starts[place] <= wanted)
         assert int(index) == expected
         assert value(before[0].tolist()) == starts[expected]

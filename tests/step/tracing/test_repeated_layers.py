@@ -16,12 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.kernels.lower.lower import lower
 from optimum_neuron.parity.inspect import look_at
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.interface import ATTENTION_NAME
-from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.layer_numbers import IndexUsedError, WatchedIndex, plain_index
 from optimum_neuron.step.program import export_graph, export_layers_once
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
-from optimum_neuron.step.tracing.layer_index import IndexUsedError, WatchedIndex, plain_index
 from optimum_neuron.targets.cpu.ops import OPS
 
 
@@ -47,7 +47,7 @@ def layers_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return own(self, x)
 
     monkeypatch.setattr(LlamaMLP, "forward", noted)
-    graph = next(graph for graph in graph_specs(config) if graph.kind == "mixed")
+    graph = next(graph for graph in graph_specs(config) if graph.kind == "token_generation")
     whole, constants = lower(export_graph(model, cache, graph, OPS))
     ran.clear()
     found, own_constants = lower(export_layers_once(model, cache, graph, OPS))

@@ -23,7 +23,9 @@ from optimum_neuron.kernels.plan import FORMAT, OldPlanError, Plan
 from optimum_neuron.kernels.run.encode import encode_step
 from optimum_neuron.kernels.steps.access import PlanError
 from optimum_neuron.kernels.steps.steps import Buffer, Item, Map, Operand, TorchCall
-from optimum_neuron.step.model_spec import ConvolutionState, LayerCache, ModelSpec
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.features.convolution.state import ConvolutionState
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import SamplingParams, graph_specs
 from optimum_neuron.targets.cpu import loader
 from optimum_neuron.targets.cpu.compiler import PlanFacts
@@ -31,7 +33,7 @@ from optimum_neuron.targets.cpu.compiler import PlanFacts
 
 SPEC = graph_specs(tiny_config(target="cpu"))[0]
 GRAPH = f"graphs/{SPEC.name}.json"
-FACTS = PlanFacts(SPEC, ModelSpec(300, (LayerCache(0, 2, 16, 16),), num_embeddings=300), "float32")
+FACTS = PlanFacts(SPEC, ModelSpec(300, (KeyValueState(0, 2, 16, 16),), num_embeddings=300), "float32")
 TENSORS = {"model.a": torch.ones(2, 3), "kv_cache.key_0": torch.ones(4, dtype=torch.bfloat16)}
 A = Operand(0, "float32", 0, (2, 3), (3, 1))
 CALL = TorchCall("aten.clamp.default", [{"tensor": A}, {"number": "-inf"}, 3.5], {"x": {"dtype": "bool"}}, (A, None))
@@ -50,9 +52,9 @@ def test_a_plan_is_read_as_it_was_written(path: Path) -> None:
 
 OTHER_SIZES = {field.name: 7 for field in dataclasses.fields(SPEC) if isinstance(getattr(SPEC, field.name), int)}
 OTHER_FACTS: dict[str, dict[str, Any]] = {
-    "heads": {"model": ModelSpec(300, (LayerCache(0, 4, 16, 16),), num_embeddings=300)},
-    "words": {"model": ModelSpec(301, FACTS.model.layers, num_embeddings=300)},
-    "convolutions": {"model": ModelSpec(300, FACTS.model.layers, (ConvolutionState(0, 0, 3, 8),), num_embeddings=300)},
+    "heads": {"model": ModelSpec(300, (KeyValueState(0, 4, 16, 16),), num_embeddings=300)},
+    "words": {"model": ModelSpec(301, FACTS.model.states, num_embeddings=300)},
+    "convolutions": {"model": ModelSpec(300, (*FACTS.model.states, ConvolutionState(0, 0, 3, 8)), num_embeddings=300)},
     "type": {"dtype": "bfloat16"},
 }
 

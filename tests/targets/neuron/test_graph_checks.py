@@ -15,7 +15,9 @@ from helpers import tiny_config
 
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
 from optimum_neuron.artifact.manifest import describe_graph
-from optimum_neuron.step.model_spec import ConvolutionState, LayerCache, ModelSpec
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.features.convolution.state import ConvolutionState
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import GraphSpec, TensorSpec, graph_specs, sampler_inputs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.graphs.checks import check_graphs, check_weights, graph_names
@@ -29,7 +31,7 @@ from optimum_neuron.targets.neuron.graphs.io import (
 )
 
 
-CONFIG, MODEL = tiny_config(target="hlo"), ModelSpec(300, (LayerCache(0, 2, 16, 16),), num_embeddings=300)
+CONFIG, MODEL = tiny_config(target="hlo"), ModelSpec(300, (KeyValueState(0, 2, 16, 16),), num_embeddings=300)
 SPECS = graph_specs(CONFIG)
 WEIGHT = {"name": "model.a", "role": "weight", "shape": [3, 4], "dtype": "float32"}
 ARTIFACT = Artifact(
@@ -168,7 +170,7 @@ def test_a_sampler_that_writes_scores_is_refused() -> None:
 
 
 # Of a slot: the last inputs of a convolution, `[batch_size + 1, past, channels]`.
-KEEPING = dataclasses.replace(MODEL, convolutions=(ConvolutionState(1, 0, 2, 6),))
+KEEPING = dataclasses.replace(MODEL, states=(*MODEL.states, ConvolutionState(1, 0, 2, 6)))
 CONV, KEPT = (
     TensorSpec("kv_cache.conv_1_0", (4, 2, 6), "float32"),
     TensorSpec("snapshots.kv_cache.conv_1_0", (5, 2, 6), "float32"),

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimum_neuron.step import kv_cache
-from optimum_neuron.step.features.codes.coded_states import CodedStates
+from optimum_neuron.step.attention import kv_cache
+from optimum_neuron.step.attention.coded_states import CodedStates
 from optimum_neuron.step.spec import GREEDY
 from optimum_neuron.tools.certify.code_steps import as_steps, write_moved
 from optimum_neuron.tools.certify.comparison import Comparison, compare
@@ -176,7 +176,7 @@ def test_moved_codes_are_each_heads_own_but_for_the_next_code_of_one(dtype: torc
     states = torch.randn(4, 2, 8)
     states[3] = 0
     places = torch.zeros(4, dtype=torch.int64), torch.arange(4)
-    kv_cache.write(own, states, *places)
+    kv_cache.write_tokens(own, states, *places)
     write_moved(moved, states, *places)
     difference = (as_steps(moved.codes) - as_steps(own.codes)).abs()
     assert difference.sum(-1).eq(1).all() and torch.equal(moved.scale, own.scale)

@@ -12,7 +12,7 @@ import torch
 from lowered_again import Case, make_case, places, wrap
 
 from optimum_neuron.step import step as step_module
-from optimum_neuron.step.features.shared_blocks.owned_blocks import OwnedBlocks
+from optimum_neuron.step.attention.rows import OwnedBlocks
 from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT
 from optimum_neuron.targets.neuron.lowering.graph_modules import SlotCopy
 

@@ -11,9 +11,8 @@ import torch
 from lowered_again import Case, make_case, places, wrap
 from torch import Tensor
 
-from optimum_neuron.step import kv_cache
-from optimum_neuron.step.features.codes import coded_states
-from optimum_neuron.step.features.codes.coded_states import CodedStates, Stored
+from optimum_neuron.step.attention import coded_states, kv_cache
+from optimum_neuron.step.attention.coded_states import CodedStates, Stored
 from optimum_neuron.targets.neuron.operators import attention
 
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from optimum_neuron.artifact.weights import rank_weights_name
-from optimum_neuron.step import kv_cache
 from optimum_neuron.step import step as step_module
-from optimum_neuron.step.attention_rows import AttentionRows
-from optimum_neuron.step.sampling.chosen import ChosenTokens
-from optimum_neuron.step.sampling.scores import Scores
+from optimum_neuron.step.attention import kv_cache
+from optimum_neuron.step.attention.rows import AttentionRows
+from optimum_neuron.step.sampling.buffers import ChosenTokens, Scores
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lowering import decompositions, xla_trace

@@ -35,7 +35,10 @@ from transformers import (
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.artifact.weights import named_tensors
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.attention.kv_cache import KVCache
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.features.convolution.state import ConvolutionState
+from optimum_neuron.step.features.recurrence.state import RecurrentState
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule, example_inputs
@@ -178,11 +181,13 @@ def test_each_core_has_what_a_rank_writes(name: str, cores: int, checkpoints: di
     files = [tmp_path / f"weights/tp{rank}.safetensors" for rank in range(cores)]
     assert {tensor_bytes(file, sizes) for file in files} == {core.weight_bytes}
     shared = [heads.layout for heads in plan.attention.values()]
-    whole = [layer.kv_heads for layer in sizes.spec.layers]
-    assert [layer.kv_heads for layer in core.spec.layers] == [one.local_key_value for one in shared] or whole
+    whole = [layer.kv_heads for layer in sizes.spec.states_of(KeyValueState)]
+    assert [layer.kv_heads for layer in core.spec.states_of(KeyValueState)] == [
+        one.local_key_value for one in shared
+    ] or whole
     assert core.heads == sum(one.local_query for one in shared) or not shared
-    channels = [state.channels for state in sizes.spec.convolutions]
-    assert [cores * state.channels for state in core.spec.convolutions] == channels
+    channels = [state.channels for state in sizes.spec.states_of(ConvolutionState)]
+    assert [cores * state.channels for state in core.spec.states_of(ConvolutionState)] == channels
 
 
 @pytest.mark.parametrize("cores", [2, pytest.param(4, marks=pytest.mark.full)])
@@ -195,10 +200,12 @@ def test_a_core_is_counted_with_the_states_of_a_rank(name: str, cores: int) -> N
         apply_plan(rank, shard_plan(model, cores))
         spec = inspect_model(rank)
     core = core_sizes(sizes, cores)
-    assert core.spec.recurrences == spec.recurrences and core.spec.convolutions == spec.convolutions
+    assert core.spec.states_of(RecurrentState) == spec.states_of(RecurrentState) and core.spec.states_of(
+        ConvolutionState
+    ) == spec.states_of(ConvolutionState)
     assert core.state_bytes < core_sizes(sizes, 1).state_bytes
-    assert sum(each.heads for each in core.spec.recurrences) * cores == sum(
-        each.heads for each in sizes.spec.recurrences
+    assert sum(each.heads for each in core.spec.states_of(RecurrentState)) * cores == sum(
+        each.heads for each in sizes.spec.states_of(RecurrentState)
     )
 
 
@@ -220,7 +227,7 @@ def test_one_layer_of_each_kind_decides_for_all() -> None:
 def test_more_cores_than_heads_repeat_them_in_the_cache() -> None:
     sizes = sized(LLAMA_8B)
     assert sizes.parameters == 8_030_261_248
-    per_core = [core_sizes(sizes, cores).spec.layers[0].kv_heads for cores in (1, 2, 8, 16, 32)]
+    per_core = [core_sizes(sizes, cores).spec.states_of(KeyValueState)[0].kv_heads for cores in (1, 2, 8, 16, 32)]
     assert per_core == [8, 4, 1, 1, 1]
     assert [core_sizes(sizes, cores).heads // 32 for cores in (8, 16, 32)] == [4, 2, 1]
 

@@ -12,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
-from optimum_neuron.step.model_spec import LayerCache, ModelSpec
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.targets.neuron.operators.expert_forms import ExpertLayer
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB
@@ -40,7 +41,7 @@ def core_models(draw: st.DrawFn) -> CoreSizes:
         attention=(AttentionSizes(layers, heads, kv_heads, dim, dim),),
         block_width=draw(st.integers(1, 100_000)),
         spec=ModelSpec(
-            32_000, tuple(LayerCache(layer, kv_heads, dim, dim) for layer in range(layers)), num_embeddings=32_000
+            32_000, tuple(KeyValueState(layer, kv_heads, dim, dim) for layer in range(layers)), num_embeddings=32_000
         ),
         local_vocab=draw(st.integers(1, 32_000)),
         hidden_size=draw(st.integers(1, 16_384)),

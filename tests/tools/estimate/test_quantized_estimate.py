@@ -19,8 +19,7 @@ from optimum_neuron.checkpoints.quantize.quantize import formats_of, quantize
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.step.features.codes.formats import weight_formats
 from optimum_neuron.step.interface import ATTENTION_NAME
-from optimum_neuron.step.state_sizes import StateSizes, byte_count
-from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.step.state_specs import StateSizes, byte_count, state_specs
 from optimum_neuron.targets.neuron.sharding import shard_plan
 from optimum_neuron.tools.estimate.core_sizes import core_sizes
 from optimum_neuron.tools.estimate.estimate import estimate_model
@@ -107,6 +106,6 @@ def test_bytes_of_codes_are_those_of_the_states(kind: str, tmp_path: Path) -> No
     options = {"batch_size": 2, "sequence_length": 128, "kv_cache_dtype": kind, "dtype": "bfloat16"}
     report = estimate_model(str(tmp_path), options, ("trn1", "trn2"), tensor_parallel_size=1)
     assert {each.config.target for each in report.estimates} == ({"trn2"} if kind == "fp8" else {"trn1", "trn2"})
-    coded = StateSizes.of(state_specs(tiny_config(dtype="bfloat16", kv_cache_dtype=kind), sizes.spec)).per_token
+    coded = StateSizes.measure(state_specs(tiny_config(dtype="bfloat16", kv_cache_dtype=kind), sizes.spec)).per_token
     core = core_sizes(sizes, 1)
     assert replace(core, cache_has_codes=True).token_bytes == coded < core.token_bytes

@@ -31,7 +31,7 @@ from optimum_neuron.hub.facts import (
     bytes_text,
     count_text,
 )
-from optimum_neuron.step.state_sizes import byte_count
+from optimum_neuron.step.state_specs import byte_count
 from optimum_neuron.tools.inspect.collect import collect_facts
 from optimum_neuron.tools.inspect.html import render_page
 

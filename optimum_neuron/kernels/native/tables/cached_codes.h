@@ -65,7 +65,7 @@ INLINE void scaleScores(float* scores, int64_t rows, int64_t vectors, int64_t st
   }
 }
 
-// What codes stand for at most, before they are scaled: step/features/codes/coded_states.py.
+// What codes stand for at most, before they are scaled: step/attention/coded_states.py.
 constexpr float largestCode(Coding coding) { return coding == Coding::kInt8 ? 127.0f : 240.0f; }
 
 // Adding this rounds to the nearest whole number, ties to even, which the sum's lowest bits then are.

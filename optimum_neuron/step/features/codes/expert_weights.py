@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized weights of transformers' experts, which are parameters of one module: `[experts, outputs, inputs]`."""
+"""Weights of layers of experts, plain or quantized."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ _KINDS = "_quantized_kinds"
 _PARTS = ("codes", "scale", "shift")
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module follows transformers' experts interface, which says how its parameters are laid out."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
+
+
 def expert_weight(layer: Any, name: str) -> Tensor | QuantizedWeight:
-    """A layer's weight by the name of its parameter, plain or quantized."""
+    """Return a layer's weight by the name of its parameter, plain or quantized."""
     form = getattr(layer, _KINDS, {}).get(name)
     if form is None:
         weight: Tensor = getattr(layer, name)
@@ -28,24 +33,24 @@ def expert_weight(layer: Any, name: str) -> Tensor | QuantizedWeight:
 
 
 def quantized_weights(layer: nn.Module) -> dict[str, QuantizedWeight]:
-    """Those of a layer that are quantized, by the names that their parameters had."""
+    """Return the quantized weights of a layer, by the names that their parameters had."""
     found = {name: expert_weight(layer, name) for name in getattr(layer, _KINDS, {})}
     return {name: weight for name, weight in found.items() if isinstance(weight, QuantizedWeight)}
 
 
 def plain_weights(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of a layer of experts that are not quantized, by name."""
+    """Return the plain weights of a layer of experts, by name."""
     return {name: weight for name, weight in layer.named_parameters(recurse=False) if weight.dim() == 3}
 
 
 def natural_shape(layer: Any, weight: Tensor) -> tuple[int, int, int]:
-    """`[experts, outputs, inputs]` of a plain weight, however it lies."""
+    """Return `[experts, outputs, inputs]` of a plain weight, in whichever order its dimensions lie."""
     experts, rows, columns = weight.shape
     return (experts, columns, rows) if layer.is_transposed else (experts, rows, columns)
 
 
 def replace_weights(layer: Any, weights: Mapping[str, QuantizedWeight]) -> None:
-    """Takes quantized weights in place of all plain ones of a layer of experts, in `[experts, outputs, inputs]`.
+    """Replace all plain weights of a layer of experts by quantized ones, in `[experts, outputs, inputs]`.
 
     Raises:
         ValueError: they are not those of the layer.
@@ -64,6 +69,6 @@ def replace_weights(layer: Any, weights: Mapping[str, QuantizedWeight]) -> None:
 
 
 def round_activations_of(layer: nn.Module, name: str, activations: str) -> None:
-    """Has what meets a quantized weight of a layer of experts rounded, from now on."""
+    """Round the inputs of a layer of experts' quantized weight from now on."""
     forms = getattr(layer, _KINDS)
     setattr(layer, _KINDS, forms | {name: (forms[name][0], activations)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the quantized weights of a model are stored, as data: told of a model, and made of that in a model without weights."""
+"""The forms of a model's quantized weights."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..experts.expert_modules import is_experts
-from .expert_weights import natural_shape, plain_weights, quantized_weights, replace_weights
+from .expert_weights import is_experts, natural_shape, plain_weights, quantized_weights, replace_weights
 from .modules import QuantizedEmbedding, QuantizedLinear, replace_embedding, replace_linear
 from .weight import CODE_DTYPES, PACKED, QuantizedWeight
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a layer's weight is stored, but for its size.
+    """The form of a layer's weight, but for its size.
 
     Attributes:
-        kind: of `QuantizedWeight`.
+        kind: as in `QuantizedWeight`.
         groups: groups of inputs, each with a scale of its own.
         scale: torch's name of the type of scales.
         has_shift: whether values are not symmetric.
-        activations: what they are rounded to before they meet it, if anything.
+        activations: what inputs are rounded to, if anything.
     """
 
     kind: str
@@ -35,12 +34,12 @@ class WeightFormat:
     activations: str | None = None
 
     @classmethod
-    def of(cls, weight: QuantizedWeight) -> WeightFormat:
+    def describe(cls, weight: QuantizedWeight) -> WeightFormat:
         scale = str(weight.scale.dtype).removeprefix("torch.")
         return cls(weight.kind, weight.scale.shape[-1], scale, weight.shift is not None, weight.activations)
 
     def empty(self, *shape: int) -> QuantizedWeight:
-        """A weight of this form and a shape `[..., outputs, inputs]`, to be filled.
+        """Return a weight of this form and a shape `[..., outputs, inputs]`, to be filled.
 
         Raises:
             ValueError: no such weight has this shape.
@@ -60,18 +59,18 @@ class WeightFormat:
 
 
 def weight_formats(model: nn.Module) -> dict[str, WeightFormat]:
-    """The quantized weights of a model: by the names of linear layers, tables of embeddings, and parameters of experts."""
+    """Return the forms of a model's quantized weights, by the names of linear layers, tables of embeddings, and parameters of experts."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):
-            found[name] = WeightFormat.of(module.quantized_weight)
+            found[name] = WeightFormat.describe(module.quantized_weight)
         for own, weight in quantized_weights(module).items():
-            found[f"{name}.{own}"] = WeightFormat.of(weight)
+            found[f"{name}.{own}"] = WeightFormat.describe(weight)
     return found
 
 
 def coded_tensors(model: nn.Module) -> set[str]:
-    """Names of the buffers of a model that stand for its quantized weights."""
+    """Return the names of a model's buffers that hold its quantized weights."""
     found = set()
     for name, module in model.named_modules():
         prefixes = [f"{name}.{own}_" for own in quantized_weights(module)]
@@ -82,7 +81,7 @@ def coded_tensors(model: nn.Module) -> set[str]:
 
 
 def make_room(model: nn.Module, formats: Mapping[str, WeightFormat]) -> None:
-    """Replaces a model's weights by quantized ones, to be filled, on the device that torch makes tensors on.
+    """Replace a model's weights by quantized ones, to be filled, on the device that torch makes tensors on.
 
     Raises:
         ValueError: the model has no such weights.

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules with quantized weights, in place of a model's own: linear layers, whose product a step chooses, and tables of embeddings."""
+"""Modules with quantized weights: linear layers with a product that the step chooses, and tables of embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
 
-from .activations import integer_product
-from .weight import QuantizedWeight
+from ...serving import set_within
+from .weight import QuantizedWeight, integer_product
 
 
 # From `x [..., inputs]`, a weight and `bias [outputs]` to `[..., outputs]` of x's type.
@@ -19,13 +19,13 @@ QuantizedProduct = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
 
 
 def dequantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """transformers' linear layer with the dequantized weight, in float32, rounded once to x's type."""
+    """Compute transformers' linear layer with the dequantized weight, in float32, rounded once to x's type."""
     wide = None if bias is None else bias.float()
     return nn.functional.linear(x.float(), weight.dequantize(), wide).to(x.dtype)
 
 
 def reference_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """What all others compute, to float32 rounding: `dequantized_product`, or where activations are rounded `integer_product`."""
+    """Compute what all others do, to float32 rounding: `dequantized_product`, or where activations are rounded `integer_product`."""
     if weight.activations is None:
         return dequantized_product(x, weight, bias)
     wide = integer_product(x, weight)
@@ -35,18 +35,13 @@ def reference_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -
 _product: ContextVar[QuantizedProduct] = ContextVar("how quantized layers multiply", default=reference_product)
 
 
-@contextmanager
-def multiplying(product: QuantizedProduct) -> Iterator[None]:
-    """By which function the quantized layers of a model that runs within it compute."""
-    token = _product.set(product)
-    try:
-        yield
-    finally:
-        _product.reset(token)
+def multiplying(product: QuantizedProduct) -> AbstractContextManager[None]:
+    """Set the function by which the quantized layers of a model that runs within compute."""
+    return set_within(_product, product)
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose weight is quantized. It has no `weight`: code that reads one itself gets an error, not codes.
+    """A linear layer with a quantized weight. It has no `weight`: code that reads one itself gets an error, not codes.
 
     Args:
         weight: `[outputs, inputs]`.
@@ -71,7 +66,7 @@ class QuantizedLinear(nn.Module):
         return QuantizedWeight(self.kind, self.codes, self.scale, self.shift, self.activations)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`[..., outputs]` of x `[..., inputs]`, without the layer's own bias."""
+        """Return `[..., outputs]` of x `[..., inputs]`, without the layer's own bias."""
         return _product.get()(x, self.quantized_weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,11 +77,11 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """A table of embeddings of codes, such as that of a head that shares it.
+    """A table of embeddings as codes, such as that of a head that shares it.
 
     Args:
-        weight: `[tokens, hidden]`, whose codes are whole numbers, without a shift.
-        dtype: of what is looked up.
+        weight: `[tokens, hidden]`, whole numbers without a shift.
+        dtype: of the results.
     """
 
     codes: Tensor
@@ -111,7 +106,7 @@ class QuantizedEmbedding(nn.Module):
 
 
 def replace_linear(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
-    """Puts a quantized layer where a model has a linear one, with the bias of that.
+    """Replace a model's linear layer by a quantized one, with the same bias.
 
     Raises:
         ValueError: there is none of that name and size.
@@ -132,12 +127,12 @@ def replace_linear(model: nn.Module, name: str, weight: QuantizedWeight) -> None
 
 
 def can_be_looked_up(weight: QuantizedWeight) -> bool:
-    """Whether a table of embeddings may have this weight."""
+    """Return whether a table of embeddings may have this weight."""
     return weight.kind == "int8" and weight.shift is None
 
 
 def replace_embedding(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
-    """Puts a quantized table where a model has a table of embeddings.
+    """Replace a model's table of embeddings by a quantized one.
 
     Raises:
         ValueError: there is none of that name and size, or such a weight cannot be looked up in.
@@ -149,5 +144,5 @@ def replace_embedding(model: nn.Module, name: str, weight: QuantizedWeight) -> N
             f"{type(model).__name__} has no table of embeddings {name} for a quantized weight of [{weight.outputs}, {weight.inputs}]"
         )
     if not can_be_looked_up(weight):
-        raise ValueError(f"{name} is a table of embeddings, whose codes are int8 without a shift")
+        raise ValueError(f"{name} is a table of embeddings, which needs codes of int8 without a shift")
     setattr(model.get_submodule(parent_name), own, QuantizedEmbedding(weight, table.weight.dtype))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quantized weight: codes of 4 or 8 bits, and what a group of them is multiplied by; what it stands for, to the bit."""
+"""A quantized weight: codes of 4 or 8 bits, with a scale for each group."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ class QuantizedWeight:
         codes: `[..., outputs, inputs]`, or of 4 bits `[..., outputs, inputs / 2]`; of the type in `CODE_DTYPES`. A code of int4 is
             0 to 15, and stands for itself less 8 where there is no shift.
         scale: `[..., outputs, groups]` in one of `SCALE_DTYPES`; as many inputs share one as there are in a group.
-        shift: float32 as `scale`, where values are not symmetric: less a zero point times the scale, or what GGUF calls a minimum; of
-            int4 and int8 alone.
-        activations: what is multiplied with it is rounded to before, one of `ACTIVATIONS` (activations.py): of int4 and int8 alone. None:
-            nothing.
+        shift: float32 as `scale`, where values are not symmetric: less a zero point times the scale, or GGUF's minimum; for int4 and
+            int8 alone.
+        activations: what inputs are rounded to, one of `ACTIVATIONS` (activations.py), for int4 and int8 alone; None: nothing.
 
     Raises:
         ValueError: types or shapes do not agree, or activations are rounded to what does not meet such codes.
@@ -87,16 +86,16 @@ class QuantizedWeight:
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale: all, or a part of them."""
+        """Return how many inputs share a scale."""
         return self.inputs // self.scale.shape[-1]
 
-    def part(self, index: int) -> QuantizedWeight:
-        """One of several weights, as of an expert."""
+    def select_part(self, index: int) -> QuantizedWeight:
+        """Return one of several weights, such as an expert's."""
         shift = None if self.shift is None else self.shift[index]
         return QuantizedWeight(self.kind, self.codes[index], self.scale[index], shift, self.activations)
 
     def values(self) -> Tensor:
-        """Codes as numbers `[..., outputs, inputs]` float32, not yet scaled."""
+        """Return codes as numbers `[..., outputs, inputs]` float32, not yet scaled."""
         if self.kind not in PACKED:
             return self.codes.float()
         codes = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2)
@@ -105,13 +104,61 @@ class QuantizedWeight:
         return codes.float() if self.shift is not None else codes.float().sub_(INT4_MIDDLE)
 
     def dequantize(self) -> Tensor:
-        """`[..., outputs, inputs]` float32. Exact but for one rounding where a shift is added."""
+        """Return `[..., outputs, inputs]` float32. Exact but for one rounding where a shift is added."""
         grouped = self.values().unflatten(-1, (-1, self.group_size))
         grouped.mul_(self.scale.float()[..., None])  # in place: of a head of many tokens a second copy is gigabytes
         return (grouped if self.shift is None else grouped.add_(self.shift[..., None])).flatten(-2)
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Codes 0 to 15 `[..., inputs]`, in any type of whole numbers, two to a byte: `[..., inputs / 2]` uint8."""
+    """Pack codes 0 to 15 `[..., inputs]`, whole numbers of any type, two to a byte: `[..., inputs / 2]` uint8."""
     pairs = codes.to(torch.uint8).unflatten(-1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+BLOCK = 64
+LARGEST_CODE = 127
+# Below it no scale has an inverse that is a normal number: the block counts as zeros.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def round_block(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes of int8 and scales of blocks.
+
+    Args:
+        x: `[..., n]` float32, a block in each row.
+
+    Returns:
+        `[..., n]` float32, whole numbers; `[..., 1]` float32: NaN where the block holds NaN or infinity, with codes of zeros.
+    """
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = largest / LARGEST_CODE
+    usable = (scale >= SMALLEST_SCALE) & scale.isfinite()
+    inverse = torch.where(usable, torch.ones_like(scale) / torch.where(usable, scale, 1.0), 0.0)
+    codes = torch.where(usable, torch.round(torch.where(usable, x, 0.0) * inverse), 0.0)
+    scale = torch.where(usable, scale, torch.where(largest.isfinite(), 0.0, torch.nan))
+    return codes, scale
+
+
+def integer_product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """Return `[..., outputs]` float32 of x `[..., inputs]` and a weight `[outputs, inputs]` of int8 or int4."""
+    rows = x.reshape(-1, weight.inputs).float()
+    values, size = weight.values(), weight.group_size
+    total = rows.new_zeros((len(rows), weight.outputs))
+    for group, first in enumerate(range(0, weight.inputs, size)):
+        product, ones = torch.zeros_like(total), rows.new_zeros((len(rows), 1))
+        for begin in range(first, first + size, BLOCK):
+            end = min(begin + BLOCK, first + size)
+            codes, scale = round_block(rows[:, begin:end])
+            # Whole numbers below 2^24, in whatever order they are added.
+            product = _multiply_add(torch.matmul(codes, values[:, begin:end].t()), scale, product)
+            ones = _multiply_add(codes.sum(-1, keepdim=True), scale, ones)
+        total = _multiply_add(product, weight.scale[:, group].float(), total)
+        if weight.shift is not None:
+            total = _multiply_add(ones, weight.shift[:, group], total)
+    return total.reshape(*x.shape[:-1], weight.outputs)
+
+
+def _multiply_add(left: Tensor, right: Tensor, added: Tensor) -> Tensor:
+    """Multiply and add float32 tensors. The product is exact in float64, so the sum is rounded nearly as a fused operation does it."""
+    return (left.double() * right.double() + added.double()).float()

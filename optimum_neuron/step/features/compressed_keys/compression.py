@@ -1,36 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed keys as transformers' layers write them: one for each group of consecutive tokens, which attention reads behind its window.
+"""Compressed keys as transformers' layers write them.
 
-A layer's compressor hands each token's values and gates to the layer of its cache, gets back whole groups of them, makes a key of
-each, and gets all keys so far. A step's tokens are of several slots, so the cache's layer here is a `CompressingLayer`: it gives
-out the groups that tokens of the step end, each behind the one before it, and what it returns for their keys stands for those of
-each token's own slot (`GroupKeys`): code may score over them, or have them behind the step's own keys, where attention finds them.
+A layer's compressor hands each token's values and gates to the layer of its cache, gets back whole groups of them, makes a key of each,
+and gets all keys so far. A step has tokens from several slots, so the cache's layer here is a `CompressingLayer`. It gives the groups
+that tokens of the step end, each after the one before it, and returns `GroupKeys` for those of each token's own slot. Code may score
+over them, or put them after the step's own keys, where attention finds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from ...masks import UnsupportedModelError
-from ...model_spec import Compression
-from ...tracing.layer_index import plain_index
-from ..selected_keys.index_keys import ASKED_COLUMNS, IndexKeys, ScoresOf
-
-
-# Groups of tokens that a layer which is only looked at is given to make keys of.
-_ASKED_WINDOWS = 2
+from ....errors import UnsupportedModelError
+from ...attention.call import CompressedKeys
+from ...layer_numbers import plain_index
+from ...stand_in import StandIn
+from ..selected_keys.index_keys import ASKED_COLUMNS, IndexKeys, KeySource, ScoresOf
 
 
 class GroupWindows(NamedTuple):
-    """Groups of tokens, of which keys are made.
+    """Groups of tokens that keys are made of.
 
     Attributes:
-        values, gates: `[1, windows * rate, width]`, the tokens of each window side by side.
+        values, gates: `[1, windows * rate, width]`, the tokens of each window in a row.
         first: `[windows]` int32, to be added to `window * rate`, which makes the position of a window's first token.
     """
 
@@ -39,54 +36,39 @@ class GroupWindows(NamedTuple):
     first: Tensor
 
 
-@dataclass(frozen=True)
-class CompressedKeys:
-    """What a layer's attention reads beside keys and values.
+class GroupSource(KeySource):
+    """The compressed keys of each token's own slot; here those of a layer that is only recorded.
 
     Attributes:
-        keys: `[slots, 1, groups, dim]`, the cache of them, also their values.
-        rate: tokens that each stands for.
-        selected: in the call of a layer `[tokens, groups]`, in that of a group of rows `[rows, tokens, groups]` bool: which of those that a
-            token sees it attends to; None: all.
+        columns: groups that a slot has keys for; 1, without meaning, where no token can see a whole group.
     """
 
-    keys: Tensor
-    rate: int
-    selected: Tensor | None = None
+    columns = ASKED_COLUMNS
 
+    def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> NoIndices:
+        """Keep the `count` groups with the largest `scores [tokens, 1, columns]` of those that each token sees."""
+        return NoIndices.for_scores(scores)
 
-class GroupSource(Protocol):
-    """The compressed keys of each token's own slot, as `KeySource` has index keys."""
-
-    @property
-    def columns(self) -> int:
-        """Of how many groups a slot has room for keys; 1, without meaning, where no token can see a whole group."""
-
-    def products(self, query: Tensor) -> Tensor:
-        """From `query [tokens, n, dim]` to its products `[tokens, n, columns]` with the keys, in the query's type."""
-
-    def top(self, scores: Tensor, of: ScoresOf, count: int) -> NoIndices:
-        """Keeps which groups have the largest `scores [tokens, 1, columns]`, so many, of what each token sees."""
-
-    def attended(self) -> CompressedKeys | None:
-        """What attention gets; None where no token can see a whole group."""
+    def attended_keys(self) -> CompressedKeys | None:
+        """Return what attention gets; None where no token can see a whole group."""
+        return None
 
 
 class CompressionBackend(Protocol):
-    """Keeps what layers make compressed keys of, and these keys."""
+    """A backend that keeps compressed keys, and what they are made of."""
 
-    def windows(self, layer: CompressingLayer, index: int, values: Tensor, gates: Tensor) -> GroupWindows:
-        """Takes those of the step's tokens, `[1, tokens, width]`."""
+    def take_windows(self, layer: CompressingLayer, index: int, values: Tensor, gates: Tensor) -> GroupWindows:
+        """Take values and gates of the step's tokens, `[1, tokens, width]`."""
 
-    def overlap(self, layer: CompressingLayer, index: int) -> None:
-        """A key is made of its own group and of the one before it, which stands before it among the windows."""
+    def add_overlap(self, layer: CompressingLayer, index: int) -> None:
+        """Make keys of their own group and of the one before it, which precedes it among the windows."""
 
     def keep_keys(self, layer: CompressingLayer, index: int, keys: Tensor) -> GroupSource:
-        """Takes `keys [windows, dim]`, one of each window."""
+        """Take `keys [windows, dim]`, one of each window."""
 
 
 class NoIndices(NamedTuple):
-    """Stands for what a selection took: which groups these are is kept by layer, so that no code needs to be told.
+    """A stand-in for the result of a selection: the layer itself keeps the selected groups.
 
     Attributes:
         indices: `[1, tokens, 0]`.
@@ -95,17 +77,17 @@ class NoIndices(NamedTuple):
     indices: Tensor
 
     @classmethod
-    def of(cls, scores: Tensor) -> NoIndices:
+    def for_scores(cls, scores: Tensor) -> NoIndices:
         return cls(torch.zeros((1, len(scores), 0), dtype=torch.int64))
 
 
 @dataclass
 class CompressingLayer:
-    """Stands for the layer of transformers' cache that keeps compressed keys.
+    """A stand-in for the layer of transformers' cache that keeps compressed keys.
 
     Attributes:
         rate: tokens of a group.
-        selected: `[tokens, groups]` bool, what the layer selected in this step; None: all that a token sees.
+        selected: `[tokens, groups]` bool, the layer's selection in this step; None: all that a token sees.
     """
 
     backend: CompressionBackend
@@ -122,18 +104,18 @@ class CompressingLayer:
         if name in self.names:
             raise UnsupportedModelError(f"layer {self.layer_idx} keeps compressed keys twice by the name {name!r}")
         self.names.append(name)
-        return self.backend.windows(self, self._index(name), kv, gate)
+        return self.backend.take_windows(self, self._index_of(name), kv, gate)
 
     def update_overlap_state(self, name: str, *_: Any) -> tuple[None, None]:
-        """Nothing comes before the first window: each that counts has the one before it in front."""
-        self.backend.overlap(self, self._index(name))
+        """Return nothing before the first window: each that counts has the one before it in front."""
+        self.backend.add_overlap(self, self._index_of(name))
         return None, None
 
     def update_compressor_states(self, name: str, compressed: Tensor) -> GroupKeys:
-        source: Any = self.backend.keep_keys(self, self._index(name), compressed[0])  # of which nobody makes pools
+        source = self.backend.keep_keys(self, self._index_of(name), compressed[0])
         return GroupKeys(source, compressed.shape[-1], compressed.dtype)
 
-    def _index(self, name: str) -> int:
+    def _index_of(self, name: str) -> int:
         if name not in self.names:
             raise UnsupportedModelError(
                 f"layer {self.layer_idx} keeps compressed keys of no tokens by the name {name!r}"
@@ -168,7 +150,7 @@ class CompressingLayers:
 
 
 class GroupKeys(IndexKeys):
-    """Stands for the compressed keys `[1, columns, dim]` of each token's slot."""
+    """A stand-in for the compressed keys `[1, columns, dim]` of each token's slot."""
 
     _source: Any  # a GroupSource
 
@@ -177,106 +159,52 @@ class GroupKeys(IndexKeys):
         return torch.device("cpu")
 
     def new_full(self, size: tuple[int, ...], value: float) -> Tensor:
-        """For a bias over groups that a layer makes, and adds only to a mask that is a tensor."""
+        """Return a bias over groups, which a layer adds only to a mask that is a tensor."""
         return torch.full(size, value, dtype=self.dtype)
 
     def new_zeros(self, size: tuple[int, ...]) -> Tensor:
         return self.new_full(size, 0.0)
 
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func is torch.cat:
-            return _joined(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+    def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _join_keys(*args, **kwargs) if func is torch.cat else super().call_torch(func, args, kwargs)
 
 
-class JoinedKeys:
-    """Stands for keys or values, and behind them compressed ones, until attention gets them.
+@dataclass(frozen=True)
+class JoinedKeys(StandIn):
+    """A stand-in for keys or values followed by compressed ones, until attention gets them.
 
     Attributes:
         own: `[1, 1, tokens, dim]`, of the step's tokens.
-        groups: those behind.
+        groups: the compressed ones.
     """
 
-    def __init__(self, own: Tensor, groups: GroupSource) -> None:
-        self.own = own
-        self.groups = groups
+    own: Tensor
+    groups: GroupSource
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        _refuse(f"reads .{name} of them")
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> NoReturn:
-        _refuse(f"passes them to {getattr(func, '__name__', func)}")
+    def refuse_use(self, use: str) -> NoReturn:
+        _refuse_keys(use)
 
 
-def _joined(tensors: Any, dim: int = 0) -> JoinedKeys:
+def _join_keys(tensors: Any, dim: int = 0) -> JoinedKeys:
     parts = list(tensors)
     own, keys = parts if len(parts) == 2 else (None, None)
     if not isinstance(own, Tensor) or not isinstance(keys, GroupKeys):
-        _refuse("joins them in another order than behind a step's own")
+        _refuse_keys("joins them in another order than after a step's own")
     shape = keys.shape
     if own.dim() != 4 or len(shape) != 4 or dim not in (2, -2) or own.shape[1] != 1 or own.shape[3] != shape[3]:
-        _refuse(f"joins {list(shape)} of them to keys {list(own.shape)} along dimension {dim}")
+        _refuse_keys(f"joins {list(shape)} of them to keys {list(own.shape)} along dimension {dim}")
     return JoinedKeys(own, keys._source)
 
 
 def split_joined(key: Any, value: Any) -> tuple[Tensor, Tensor, CompressedKeys | None]:
-    """What attention is given, without compressed keys, and these."""
+    """Return keys and values without compressed ones, and these."""
     groups = [each.groups if isinstance(each, JoinedKeys) else None for each in (key, value)]
     if groups[0] is None and groups[1] is None:
         return key, value, None
     if groups[0] is not groups[1] or groups[0] is None:
-        _refuse("attends to keys with compressed ones and values with others")
-    return key.own, value.own, groups[0].attended()
+        _refuse_keys("attends to keys with compressed ones and values with others")
+    return key.own, value.own, groups[0].attended_keys()
 
 
-class AskedGroups:
-    """Compressed keys of a layer that is only looked at."""
-
-    columns = ASKED_COLUMNS
-
-    def products(self, query: Tensor) -> Tensor:
-        return query.new_zeros((*query.shape[:2], self.columns))
-
-    def top(self, scores: Tensor, of: ScoresOf, count: int) -> NoIndices:
-        return NoIndices.of(scores)
-
-    def attended(self) -> None:
-        return None
-
-
-@dataclass
-class CompressionRecorder:
-    """Compression backend that learns what each layer keeps from one pass of the model."""
-
-    compressions: list[Compression] = field(default_factory=list)
-
-    def windows(self, layer: CompressingLayer, index: int, values: Tensor, gates: Tensor) -> GroupWindows:
-        width = values.shape[-1] + gates.shape[-1]
-        self.compressions.append(Compression(layer.layer_idx, index, layer.rate, spans=1, width=width, key_dim=0))
-        first = torch.zeros(_ASKED_WINDOWS, dtype=torch.int32)
-        values, gates = (each.new_zeros((1, _ASKED_WINDOWS * layer.rate, each.shape[-1])) for each in (values, gates))
-        return GroupWindows(values, gates, first)
-
-    def overlap(self, layer: CompressingLayer, index: int) -> None:
-        self._change(layer, index, spans=2)
-
-    def keep_keys(self, layer: CompressingLayer, index: int, keys: Tensor) -> AskedGroups:
-        if len(keys) != _ASKED_WINDOWS:
-            raise UnsupportedModelError(
-                f"layer {layer.layer_idx} makes {len(keys)} keys of {_ASKED_WINDOWS} groups of {layer.rate} tokens"
-            )
-        self._change(layer, index, key_dim=keys.shape[1])
-        return AskedGroups()
-
-    def _change(self, layer: CompressingLayer, index: int, **sizes: int) -> None:
-        places = [(each.layer_idx, each.index) for each in self.compressions]
-        place = places.index((layer.layer_idx, index))
-        self.compressions[place] = replace(self.compressions[place], **sizes)
-
-
-def _refuse(what: str) -> NoReturn:
+def _refuse_keys(what: str) -> NoReturn:
     raise UnsupportedModelError(f"it computes with its compressed keys in code of its own ({what})")

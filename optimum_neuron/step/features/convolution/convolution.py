@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short causal convolutions over the tokens of each slot, whose last inputs a slot keeps from step to step.
+"""Short causal convolutions over the tokens of each slot, which keeps its last inputs from step to step.
 
-transformers' layers hand their inputs to the cache, get them back behind those of earlier calls, and convolve the whole.
-A step holds tokens of several slots side by side, so ours get a `ConvolutionInput` back, and torch's convolution of one is
-computed by `SlotConvolutions`: each token from the inputs of its own slot at the positions before it, wherever these are.
+transformers' layers hand their inputs to the cache, get them back after those of earlier calls, and convolve the whole. A step holds
+tokens of several slots, so ours get a `ConvolutionInput` back. `SlotConvolutions` computes torch's convolution of one: each token from
+the inputs of its own slot at the positions before it.
 """
 
 from __future__ import annotations
@@ -14,43 +14,33 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kv_cache import KVCache
-from ...masks import UnsupportedModelError
-from ...model_spec import ConvolutionState
+from ....errors import UnsupportedModelError
+from ...attention.kv_cache import KVCache
 
 
 class ConvolutionBackend(Protocol):
-    """Computes the convolutions of a model's forward pass."""
+    """A backend that computes the convolutions of a forward pass."""
 
     def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """From `inputs [1, channels, tokens]` and `weight [channels, kernel]` to `[1, channels, tokens]`."""
+        """Convolve `inputs [1, channels, tokens]` by `weight [channels, kernel]` to `[1, channels, tokens]`."""
 
-    def before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
-        """For a layer that convolves by itself: from `inputs [1, channels, tokens]` to `[tokens, channels, past]`, what came before
-        each, zeros before position 0."""
+    def read_before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
+        """Return `[tokens, channels, past]`, the inputs before each of `inputs [1, channels, tokens]`; zeros before position 0."""
 
 
 # From inputs, weight and bias, as those of a backend.
 Convolve = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # A member of StepOps: from inputs `[tokens, channels]`, weight `[channels, kernel]`, bias `[channels]`, the state that it takes on in
-# place, `[slots + 1, kernel - 1, channels]`, and whose tokens these are, as SlotConvolutions has it, to `[tokens, channels]` float32.
+# place, `[slots + 1, kernel - 1, channels]`, and the places of the tokens (SlotConvolutions), to `[tokens, channels]` float32.
 SlotConvolution = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
 
 
 class ConvolutionInput:
-    """Stands for the inputs `[1, channels, tokens]` of a step's tokens, each behind those of its own slot before it."""
+    """A stand-in for the inputs `[1, channels, tokens]` of a step's tokens, each after those of its own slot."""
 
     def __init__(self, inputs: Tensor, convolve: Convolve) -> None:
-        self._inputs = inputs
-        self._convolve = convolve
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._inputs.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._inputs.dtype
+        self._inputs, self._convolve = inputs, convolve
+        self.shape, self.dtype = inputs.shape, inputs.dtype
 
     def to(self, dtype: torch.dtype) -> ConvolutionInput:
         return ConvolutionInput(self._inputs.to(dtype), self._convolve)
@@ -65,10 +55,10 @@ class ConvolutionInput:
         if func is not nn.functional.conv1d:
             name = getattr(func, "__name__", func)
             raise UnsupportedModelError(f"it passes what a convolution is to be applied to to {name}")
-        return _conv1d(*args, **(kwargs or {}))
+        return _convolve_inputs(*args, **(kwargs or {}))
 
 
-def _conv1d(
+def _convolve_inputs(
     input: ConvolutionInput,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -77,7 +67,7 @@ def _conv1d(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """As torch's, without the columns behind the last token, which no causal layer looks at."""
+    """Convolve as torch does, without the columns after the last token, which no causal layer looks at."""
     channels, width, kernel = weight.shape
     options = [value if isinstance(value, int) else value[0] for value in (stride, padding, dilation)]
     if options != [1, kernel - 1, 1] or width != 1 or groups != channels:
@@ -89,15 +79,14 @@ def _conv1d(
 
 
 class SlotConvolutions:
-    """Convolution backend of the step graphs.
+    """The convolution backend of step graphs.
 
-    A slot keeps its last `past` inputs `[past, channels]`, in the order of their positions. A step takes each slot on from
-    where it is: the tokens of a slot stand side by side, in the order of their positions.
+    A slot keeps its last `past` inputs `[past, channels]`, in the order of their positions. The tokens of a slot are neighbors in a step, in
+    the order of their positions.
 
     Args:
-        rows, columns: `[tokens]`, where each token of the step is written in the KV cache: its slot and its position, or
-            the trash row and a column that no other token has.
-        convolve: how a target computes them; None: as the reference does.
+        rows, columns: `[tokens]`, the slot and the position of each token; of padding, the trash row and a column that no other token has.
+        convolve: a target's operator; None: the reference.
     """
 
     def __init__(self, cache: KVCache, rows: Tensor, columns: Tensor, convolve: SlotConvolution | None = None) -> None:
@@ -109,20 +98,20 @@ class SlotConvolutions:
 
     def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self._convolve is None:
-            output = self._sum(self._take_on(layer_idx, index, inputs), weight, bias)
+            output = self._sum_taps(self._take_on(layer_idx, index, inputs), weight, bias)
         else:
-            state = self._cache.convolution(layer_idx, index)
+            state = self._cache.get_state("conv", layer_idx, index)
             own = inputs[0].transpose(0, 1).to(state.dtype)
             output = self._convolve(own, weight, bias, state, self._rows, self._columns)
         return output.to(inputs.dtype).transpose(0, 1)[None]
 
-    def before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
+    def read_before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
         _, *before = self._take_on(layer_idx, index, inputs)
         return torch.stack(before[::-1], -1)
 
     @staticmethod
-    def _sum(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Term by term: in one order, whatever the number of tokens."""
+    def _sum_taps(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Sum term by term: in one order, whatever the number of tokens."""
         own, *before = inputs
         taps = weight.to(torch.promote_types(own.dtype, torch.float32)).unbind(1)
         output = own * taps[-1]
@@ -131,8 +120,8 @@ class SlotConvolutions:
         return output if bias is None else output + bias
 
     def _take_on(self, layer_idx: int, index: int, inputs: Tensor) -> list[Tensor]:
-        """Inputs `[tokens, channels]` of each token, of the position before it, and so on; keeps the last ones."""
-        state = self._cache.convolution(layer_idx, index)
+        """Return inputs `[tokens, channels]` of each token, of the position before it, and so on; keep the last ones."""
+        state = self._cache.get_state("conv", layer_idx, index)
         slots, past, channels = state.shape
         if past not in self._sources:
             self._sources[past] = self._find_sources(slots, past)
@@ -144,11 +133,10 @@ class SlotConvolutions:
         return [own, *earlier]
 
     def _find_sources(self, slots: int, past: int) -> tuple[list[Tensor], Tensor]:
-        """Rows of `[slots * past + tokens + 1, channels]`, which are the states, the step's own inputs, and zeros.
+        """Return rows of `[slots * past + tokens + 1, channels]`: the states, the step's own inputs, and zeros.
 
         Returns:
-            For each of the `past` positions before a token, the nearest first, `[tokens]`; and `[slots * past]`, what the
-            states become.
+            For each of the `past` positions before a token, the nearest first, `[tokens]`; and the new states, `[slots * past]`.
         """
         slot = torch.arange(slots, dtype=torch.int32)[:, None]
         mine = self._rows == slot
@@ -163,7 +151,7 @@ class SlotConvolutions:
         return before, kept.flatten()
 
     def _find_before(self, back: int, first: Tensor, slots: int, past: int) -> Tensor:
-        """Where the inputs are that come `back` positions before each token, given its slot's first position in the step."""
+        """Return the places of the inputs `back` positions before each token, given its slot's first position in the step."""
         rows, columns, tokens = self._rows, self._columns, len(self._rows)
         shift = min(back, tokens)
         earlier = nn.functional.pad(rows[: tokens - shift], (shift, 0), value=-1)
@@ -172,15 +160,3 @@ class SlotConvolutions:
         own = torch.arange(slots * past - back, slots * past - back + tokens, dtype=torch.int32)
         in_state = torch.where(wanted >= 0, rows * past + wanted - first + past, slots * past + tokens)
         return torch.where(in_step, own, in_state)
-
-
-def state_of(layer_idx: int, index: int, inputs: Tensor, weight: Tensor) -> ConvolutionState:
-    """What a convolution keeps per slot.
-
-    Raises:
-        UnsupportedModelError: it keeps nothing.
-    """
-    kernel = weight.shape[-1]
-    if kernel < 2:
-        raise UnsupportedModelError(f"layer {layer_idx} keeps the inputs of a convolution with a kernel of {kernel}")
-    return ConvolutionState(layer_idx, index, kernel - 1, inputs.shape[1])

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts: where transformers' experts interface meets the step, and the reference formulations.
+"""Mixtures of experts: transformers' experts interface, and the reference formulations.
 
-Routing is transformers' own. What an expert computes of a token depends on that token alone, and tokens that are padding
-are routed nowhere: to the number that follows the last expert's.
+Routing is transformers' own. What an expert computes for a token depends on that token alone. Padding is routed to the number after the
+last expert's, which is nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ...masks import UnsupportedModelError
-from ..codes.activations import integer_product
-from ..codes.expert_weights import expert_weight
+from ....errors import UnsupportedModelError
+from ...serving import set_within
+from ..codes.expert_weights import expert_weight, is_experts
 from ..codes.modules import reference_product
-from ..codes.weight import QuantizedWeight
-from .expert_modules import is_experts
+from ..codes.weight import QuantizedWeight, integer_product
 
 
 EXPERTS_NAME = "optimum_neuron"
@@ -31,13 +30,13 @@ ROWS_OF_A_PRODUCT = 12  # as many as the eager target fills products up to
 
 @dataclass(frozen=True)
 class ExpertsCall:
-    """One layer's experts, and where its router sends the tokens of a step.
+    """One layer's experts, and the router's choice for the tokens of a step.
 
     Attributes:
-        layer: a module of transformers' experts interface, which tells how its weights are laid out.
+        layer: a module of transformers' experts interface, which says how its weights are laid out.
         hidden_states: `[tokens, hidden]`.
         index: `[tokens, k]`, integers; from `experts` on: nowhere.
-        weights: `[tokens, k]`; what they are does not matter where a token goes nowhere.
+        weights: `[tokens, k]`; any where a token goes nowhere.
     """
 
     layer: Any
@@ -53,19 +52,19 @@ class ExpertsCall:
         return (up.codes if isinstance(up, QuantizedWeight) else up).shape[0]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the products: the weights', or where they are quantized that of the hidden states."""
+    def compute_dtype(self) -> torch.dtype:
+        """Return the type of products: the weights', or with quantized weights the hidden states'."""
         up = self.up_weight
         return self.hidden_states.dtype if isinstance(up, QuantizedWeight) else up.dtype
 
     @property
     def up_name(self) -> str:
-        """Of the parameter of the first projection."""
+        """Return the name of the first projection's parameter."""
         return "gate_up_proj" if self.layer.has_gate else "up_proj"
 
     @property
     def up_weight(self) -> Tensor | QuantizedWeight:
-        """`[experts, out, in]`, or `[experts, in, out]` where the layer is transposed, as none with quantized weights is."""
+        """Return `[experts, out, in]`, or `[experts, in, out]` where the layer is transposed, as none with quantized weights is."""
         return expert_weight(self.layer, self.up_name)
 
     @property
@@ -74,16 +73,16 @@ class ExpertsCall:
 
     @property
     def up(self) -> Tensor:
-        """The plain weight, for who computes with no other."""
-        return _plain(self.up_weight)
+        """Return the plain weight, where no other can be computed with."""
+        return _require_plain(self.up_weight)
 
     @property
     def down(self) -> Tensor:
-        return _plain(self.down_weight)
+        return _require_plain(self.down_weight)
 
     @property
     def up_bias(self) -> Tensor | None:
-        """`[experts, out]`."""
+        """Return `[experts, out]`."""
         if not self.layer.has_bias:
             return None
         bias: Tensor = self.layer.gate_up_proj_bias if self.layer.has_gate else self.layer.up_proj_bias
@@ -94,21 +93,21 @@ class ExpertsCall:
         return self.layer.down_proj_bias if self.layer.has_bias else None
 
     def activate(self, up: Tensor) -> Tensor:
-        """What stands between the two projections; it looks at the last dimension alone."""
+        """Compute what is between the two projections; it looks at the last dimension alone."""
         output: Tensor = self.layer._apply_gate(up) if self.layer.has_gate else self.layer.act_fn(up)
         return output
 
     def normalize(self, outputs: Tensor) -> Tensor:
-        """What follows an expert's last projection; it looks at the last dimension alone, and zeros stay zeros."""
+        """Compute what follows an expert's last projection; it looks at the last dimension alone, and zeros stay zeros."""
         if not getattr(self.layer, "has_post_expert_norm", False):  # not every version of transformers knows it
             return outputs
         normalized: Tensor = self.layer.post_expert_norm(outputs)
         return normalized
 
     def weighted_sum(self, outputs: Tensor) -> Tensor:
-        """From `[tokens, k, hidden]`, zero where a token goes nowhere, to `[tokens, hidden]`.
+        """Sum `[tokens, k, hidden]`, zero where a token goes nowhere, to `[tokens, hidden]`.
 
-        Written out: how torch sums over a dimension may depend on the others.
+        Written out: torch's order of summation may depend on the other dimensions.
         """
         terms = outputs.float() * self.weights.float()[:, :, None]
         total = terms[:, 0]
@@ -117,7 +116,7 @@ class ExpertsCall:
         return total.to(self.hidden_states.dtype)
 
 
-def _plain(weight: Tensor | QuantizedWeight) -> Tensor:
+def _require_plain(weight: Tensor | QuantizedWeight) -> Tensor:
     assert isinstance(weight, Tensor), "quantized weights, where only plain ones are computed with"
     return weight
 
@@ -127,9 +126,9 @@ QuantizedExpertsProduct = Callable[[Tensor, QuantizedWeight], Tensor]
 
 
 def dequantized_experts(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """The reference."""
+    """Multiply by the reference."""
     if weight.activations is not None:
-        return torch.stack([integer_product(own, weight.part(number)) for number, own in enumerate(x)])
+        return torch.stack([integer_product(own, weight.select_part(number)) for number, own in enumerate(x)])
     return x.float() @ weight.dequantize().transpose(1, 2)
 
 
@@ -138,32 +137,31 @@ Experts = Callable[[ExpertsCall], Tensor]
 
 
 def dense_experts(call: ExpertsCall, product: QuantizedExpertsProduct = dequantized_experts) -> Tensor:
-    """Every expert computes every token, and a token takes those that it was routed to.
+    """Compute every token by every expert, and take for each token those that it was routed to.
 
-    No shape depends on the routing and no weight is gathered, so every target can lower it; what it costs is the other
-    experts' arithmetic.
+    No shape depends on the routing and no weight is gathered, so every target can lower it. The cost is the other experts' arithmetic.
 
     Args:
         product: with quantized weights.
     """
     chosen = call.index[:, :, None] == torch.arange(call.experts, dtype=torch.int32)  # [tokens, k, experts]
     routing = torch.where(chosen, call.weights[:, :, None], 0.0).sum(1).t()[:, :, None]
-    inputs = call.hidden_states.to(call.dtype).expand(call.experts, *call.hidden_states.shape)
-    up = call.activate(_every(call, inputs, call.up_weight, call.up_bias, product))
-    outputs = call.normalize(_every(call, up, call.down_weight, call.down_bias, product))
+    inputs = call.hidden_states.to(call.compute_dtype).expand(call.experts, *call.hidden_states.shape)
+    up = call.activate(_multiply_every(call, inputs, call.up_weight, call.up_bias, product))
+    outputs = call.normalize(_multiply_every(call, up, call.down_weight, call.down_bias, product))
     # Not only times 0: an expert may overflow on a token that is not its own.
     outputs = torch.where(chosen.any(1).t()[:, :, None], outputs * routing, 0.0)
     return outputs.sum(0).to(call.hidden_states.dtype)
 
 
-def _every(
+def _multiply_every(
     call: ExpertsCall,
     x: Tensor,
     weight: Tensor | QuantizedWeight,
     bias: Tensor | None,
     product: QuantizedExpertsProduct,
 ) -> Tensor:
-    """`[experts, tokens, in]` to `[experts, tokens, out]`."""
+    """Multiply `[experts, tokens, in]` to `[experts, tokens, out]`."""
     if isinstance(weight, QuantizedWeight):
         wide = product(x, weight)
         return (wide if bias is None else wide + bias[:, None].float()).to(x.dtype)
@@ -172,58 +170,60 @@ def _every(
 
 
 def active_experts(call: ExpertsCall) -> Tensor:
-    """Each expert in use computes the tokens that are routed to it: for modules that run as they are.
+    """Compute each expert in use for the tokens that are routed to it: for modules that run as they are.
 
-    Products are of so many rows each, zeros after the last token: libraries sum in another order for other numbers of rows,
-    which follow the routing. So does the number of products, and no graph can contain it.
+    Products have a fixed number of rows, zeros after the last token: libraries sum in another order for other numbers of rows, which follow
+    the routing. So does the number of products, and no graph can contain it.
     """
-    hidden_states = call.hidden_states.to(call.dtype)
+    rows = min(ROWS_OF_A_PRODUCT, len(call.hidden_states))
+
+    def compute(expert: int, inputs: Tensor) -> Tensor:
+        blocks = nn.functional.pad(inputs, (0, 0, 0, -len(inputs) % rows)).split(rows)
+        return torch.cat([_compute_expert(call, expert, block) for block in blocks])[: len(inputs)]
+
+    return _sum_experts(call, compute)
+
+
+def _sum_experts(call: ExpertsCall, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Sum `[tokens, hidden]` of the experts in use, each computed for its own tokens `[tokens, hidden]`."""
+    hidden_states = call.hidden_states.to(call.compute_dtype)
     outputs = hidden_states.new_zeros((*call.index.shape, hidden_states.shape[-1]))
-    rows = min(ROWS_OF_A_PRODUCT, len(hidden_states))
     for expert in call.index.unique().tolist():
         if expert < call.experts:
             tokens, places = (call.index == expert).nonzero(as_tuple=True)
-            padding = (0, 0, 0, -len(tokens) % rows)
-            blocks = nn.functional.pad(hidden_states[tokens], padding).split(rows)
-            outputs[tokens, places] = torch.cat([_expert(call, expert, block) for block in blocks])[: len(tokens)]
+            outputs[tokens, places] = compute(expert, hidden_states[tokens])
     return call.weighted_sum(outputs)
 
 
-# Told of the name of a weight, an expert, and what that one's product with it takes, `[tokens, inputs]`.
+# Gets the name of a weight, an expert, and the inputs of its product, `[tokens, inputs]`.
 Watcher = Callable[[str, int, Tensor], None]
 
 
 def watched_experts(call: ExpertsCall, watch: Watcher) -> Tensor:
-    """As `active_experts`, with all tokens of an expert in one product, and its inputs told."""
-    hidden_states = call.hidden_states.to(call.dtype)
-    outputs = hidden_states.new_zeros((*call.index.shape, hidden_states.shape[-1]))
-    for expert in call.index.unique().tolist():
-        if expert < call.experts:
-            tokens, places = (call.index == expert).nonzero(as_tuple=True)
-            inputs = hidden_states[tokens]
-            watch(call.up_name, expert, inputs)
-            up = call.activate(_one(call, expert, inputs, call.up_weight, call.up_bias))
-            watch(call.down_name, expert, up)
-            outputs[tokens, places] = call.normalize(_one(call, expert, up, call.down_weight, call.down_bias))
-    return call.weighted_sum(outputs)
+    """Compute as `active_experts`, with all tokens of an expert in one product, and show its inputs to `watch`."""
+    return _sum_experts(call, lambda expert, inputs: _compute_expert(call, expert, inputs, watch))
 
 
-def _expert(call: ExpertsCall, expert: int, x: Tensor) -> Tensor:
-    """`[tokens, hidden]`, both."""
-    up = call.activate(_one(call, expert, x, call.up_weight, call.up_bias))
-    return call.normalize(_one(call, expert, up, call.down_weight, call.down_bias))
+def _compute_expert(call: ExpertsCall, expert: int, x: Tensor, watch: Watcher = lambda *_: None) -> Tensor:
+    """Compute `[tokens, hidden]` to the same shape."""
+    watch(call.up_name, expert, x)
+    up = call.activate(_multiply_one(call, expert, x, call.up_weight, call.up_bias))
+    watch(call.down_name, expert, up)
+    return call.normalize(_multiply_one(call, expert, up, call.down_weight, call.down_bias))
 
 
-def _one(call: ExpertsCall, expert: int, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """`[tokens, in]` to `[tokens, out]`."""
+def _multiply_one(
+    call: ExpertsCall, expert: int, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None
+) -> Tensor:
+    """Multiply `[tokens, in]` to `[tokens, out]`."""
     if isinstance(weight, QuantizedWeight):
-        return reference_product(x, weight.part(expert), None if bias is None else bias[expert])
+        return reference_product(x, weight.select_part(expert), None if bias is None else bias[expert])
     own = weight[expert].t() if call.layer.is_transposed else weight[expert]
     return nn.functional.linear(x, own, None if bias is None else bias[expert])
 
 
 def no_experts(call: ExpertsCall) -> Tensor:
-    """Zeros, where a model runs only to be looked at."""
+    """Return zeros, for a model that runs only to be recorded."""
     return torch.zeros_like(call.hidden_states)
 
 
@@ -237,21 +237,16 @@ _ALONE = _Routing(active_experts, None)  # a model that runs outside of a step
 _routing: ContextVar[_Routing] = ContextVar("how the running forward pass computes experts")
 
 
-@contextmanager
-def routing(experts: Experts, actual: Tensor | None = None) -> Iterator[None]:
-    """How the forward passes within compute experts.
+def routing(experts: Experts, actual: Tensor | None = None) -> AbstractContextManager[None]:
+    """Set how the forward passes within compute experts.
 
     Args:
-        actual: `[tokens]`, whether a token of the step is no padding; None: all are.
+        actual: `[tokens]`, the tokens of the step that are no padding; None: all.
     """
-    token = _routing.set(_Routing(experts, actual))
-    try:
-        yield
-    finally:
-        _routing.reset(token)
+    return set_within(_routing, _Routing(experts, actual))
 
 
-def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     routing = _routing.get(_ALONE)
     call = ExpertsCall(module, hidden_states, top_k_index, top_k_weights)
     if routing.actual is not None:
@@ -264,11 +259,11 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     return routing.experts(call)
 
 
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts)
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _run_experts)
 
 
 def set_experts(model: nn.Module, name: str = EXPERTS_NAME) -> None:
-    """Changes by whose function a model computes experts that use transformers' interface; "eager" is their own code."""
+    """Change the function by which a model computes experts of transformers' interface; "eager" is their own code."""
     for module in model.modules():
         if is_experts(module):
             module.config._experts_implementation = name  # type: ignore[union-attr]

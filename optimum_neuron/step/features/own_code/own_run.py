@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer that takes its state on in code of its own, while it runs over a step's tokens: what its operators mean is noted here."""
+"""The run of one layer that takes a state on by itself."""
 
 from __future__ import annotations
 
@@ -11,40 +11,31 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from ...masks import UnsupportedModelError
+from ....errors import UnsupportedModelError
+from ...serving import set_within
+from ...stand_in import StandIn, name_of
 from ..convolution.convolution import ConvolutionBackend
 from ..recurrence.recurrence import RecurrenceBackend, ScanCall, ScanKind
 
 
-def refuse(what: str) -> NoReturn:
+def refuse_state(what: str) -> NoReturn:
     raise UnsupportedModelError(f"it keeps a state in code of its own, which {what}: that is no recurrence of a step")
 
 
-def name_of(func: Callable) -> str:
-    return getattr(func, "__name__", str(func)).strip("_")
+class StateStandIn(StandIn):
+    """A stand-in for a state that a layer's own code takes on."""
+
+    pronoun = "it"
+
+    def refuse_use(self, use: str) -> NoReturn:
+        refuse_state(use)
+
+    def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return refuse_state(f"calls {name_of(func)} on it")
 
 
-class StandIn:
-    """What is not computed as it stands."""
-
-    def call(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch's function gives; raises UnsupportedModelError where that is nothing of a recurrence."""
-        return refuse(f"calls {name_of(func)} on it")
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, cls))
-        return own.call(func, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        refuse(f"reads .{name} of it")
-
-
-class Outer(StandIn):
+class Outer(StateStandIn):
     """Products of `key [tokens, heads, key_dim]` and `value [tokens, heads, value_dim]`: what a token adds to matrices."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
@@ -53,7 +44,7 @@ class Outer(StandIn):
 
 
 class Run(TorchFunctionMode):
-    """One layer's run over the tokens of a step. Of torch's functions it notes exponentials, and products of a column and a row."""
+    """One layer's run over the tokens of a step. It notes exponentials, and products of a column and a row."""
 
     def __init__(self, tokens: int, recurrences: RecurrenceBackend, convolutions: ConvolutionBackend) -> None:
         super().__init__()
@@ -80,60 +71,60 @@ class Run(TorchFunctionMode):
         return column.shape[:2] == row.shape[:2] and len(row) == self.tokens and column.shape[3] == row.shape[2] == 1
 
     @contextmanager
-    def _resting(self) -> Iterator[None]:
-        """What a step computes is no code of the layer's."""
+    def _rest_notes(self) -> Iterator[None]:
+        """Note nothing within: what a step computes is no code of the layer's."""
         self._rests = True
         try:
             yield
         finally:
             self._rests = False
 
-    def logarithm(self, decay: Tensor) -> Tensor:
-        """Float32; of what was an exponential its exponent, without the rounding of either."""
+    def enter_layer(self, layer_idx: Any) -> None:
+        """Note the layer that asks for states next."""
+        self._recurrences.enter_layer(layer_idx)
+
+    def take_logarithm(self, decay: Tensor) -> Tensor:
+        """Return the logarithm in float32; of an exponential its exponent, without the rounding of either."""
         for result, exponent in self._exponentials:
             if result is decay:
                 return exponent.float()
         return decay.float().clamp(min=torch.finfo(torch.float32).tiny).log()
 
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
-        with self._resting():
+        with self._rest_notes():
             return self._recurrences.scan(kind, call)
 
-    def before(self, inputs: Tensor, past: int) -> Tensor:
-        """`[tokens, channels, past]`, what came before each of `inputs [tokens, channels]`."""
+    def read_before(self, inputs: Tensor, past: int) -> Tensor:
+        """Return `[tokens, channels, past]`, what came before each of `inputs [tokens, channels]`."""
         layer_idx, index = self._recurrences.layer_idx, self._windows
         self._windows += 1
         if layer_idx is None:
             raise UnsupportedModelError("it keeps inputs in a layer that has no number")
-        with self._resting():
-            return self._convolutions.before(layer_idx, index, inputs.transpose(0, 1)[None], past)
+        with self._rest_notes():
+            return self._convolutions.read_before(layer_idx, index, inputs.transpose(0, 1)[None], past)
 
-    def expect(self, take: Callable[[Tensor], None]) -> None:
-        """A layer goes on with its last input before it tells what that is: `take` gets it then."""
+    def expect_inputs(self, take: Callable[[Tensor], None]) -> None:
+        """Take a function that gets the layer's last input when the layer hands it over, after it was used."""
         self._later.append(take)
 
-    def keeps(self, inputs: object) -> bool:
-        """Whether inputs `[tokens, channels]` that a layer hands over are those which it goes on with."""
+    def keeps_inputs(self, inputs: object) -> bool:
+        """Return whether inputs `[tokens, channels]` that a layer hands over are those that it was expected to."""
         if not isinstance(inputs, Tensor) or inputs.dim() != 2 or len(self._later) != 1:
             return False
         self._later.pop()(inputs)
         return True
 
 
-_runs: ContextVar[Run | None] = ContextVar("run of the layer whose state is read", default=None)
+_runs: ContextVar[Run | None] = ContextVar("run of the layer with a state that is read", default=None)
 
 
 @contextmanager
-def reading(run: Run) -> Iterator[None]:
-    """For the code within: a layer that takes a state on by itself."""
-    token = _runs.set(run)
-    try:
-        with run:
-            yield
-    finally:
-        _runs.reset(token)
+def reading_layer(run: Run) -> Iterator[None]:
+    """Read the code within: a layer that takes a state on by itself."""
+    with set_within(_runs, run), run:
+        yield
 
 
-def running() -> Run | None:
-    """None where no such layer runs."""
+def running_layer() -> Run | None:
+    """Return the run of the layer that runs now; None where no such layer runs."""
     return _runs.get()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that attend in code of their own and add numbers to their scores (ALiBi): what they write is read as a call of attention.
+"""Attention with a bias by column, in code of a model's own.
 
-From the cache such code gets stand-ins for the keys and values of a whole text. What it does with them is noted: products, a
-factor, a bias, the mask, a softmax. So step by step its own operators become the `AttentionCall` that they mean, and what
-serves other models serves it, too. An operator that has no place in such a call fails by name.
+From the cache such code gets stand-ins for the keys and values of a whole text. What it does with them is noted: products, a factor, a
+bias, the mask, a softmax. So its own operators become the `AttentionCall` that they mean. An operator without a place in such a call
+fails by name.
 
-A bias follows from the head and a key's column alone: the code makes it for a whole text of `columns` tokens, `[heads, 1, columns]`,
-with the rounding of its own. The table is the same in every step, whoever its tokens are.
+A bias follows from the head and a key's column alone: the code makes it for a whole text of `columns` tokens, `[heads, 1, columns]`. The
+table is the same in every step.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from ...interface import AttentionBackend, AttentionCall
-from ...masks import CausalMask, UnsupportedModelError
+from ....errors import UnsupportedModelError
+from ...attention.call import AttentionBackend, AttentionCall
+from ...attention.masks import CausalMask
+from ...stand_in import StandIn, name_of
 
 
-_Self = TypeVar("_Self", bound="_StandIn")
+_Self = TypeVar("_Self", bound="_TextStandIn")
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse_scores(what: str) -> NoReturn:
     raise UnsupportedModelError(
         f"it attends by code of its own, which {what}: that is no attention with a bias by column"
     )
 
 
 class BiasMask(CausalMask):
-    """The mask of a text, of a model that may put a bias into it: minus infinity and zero, as code that adds it thinks.
+    """The mask of a text, for a model that may put a bias into it: minus infinity and zero, as code that adds it expects.
 
     Attributes:
         table: the bias, `[1, heads, 1, columns]`; None before there is one.
@@ -42,18 +44,14 @@ class BiasMask(CausalMask):
 
     def __init__(self, mask: CausalMask, dtype: torch.dtype, table: Tensor | None = None) -> None:
         super().__init__(mask.window, mask.extra)
-        self._dtype = dtype
+        self.dtype = dtype
         self.table = table
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
 
     def to(self, *_: object, **__: object) -> BiasMask:
         return self
 
     def __lt__(self, bound: object) -> BiasMask:
-        """Where it is below zero: where a token does not see."""
+        """Return where it is below zero: where a token does not see."""
         return self
 
     def __getitem__(self, index: object) -> BiasMask:
@@ -61,16 +59,16 @@ class BiasMask(CausalMask):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        scores = next((each for each in args if isinstance(each, _Scores)), None)
+        scores = next((each for each in args if isinstance(each, _TextScores)), None)
         if scores is not None:
-            return scores.call(func, args, kwargs or {})
-        if _name(func) == "masked_fill" and isinstance(args[0], Tensor) and isinstance(args[1], BiasMask):
+            return scores.call_torch(func, args, kwargs or {})
+        if name_of(func) == "masked_fill" and isinstance(args[0], Tensor) and isinstance(args[1], BiasMask):
             return BiasMask(args[1], args[1].dtype, args[0])
         return super().__torch_function__(func, types, args, kwargs)
 
 
 @dataclass(frozen=True)
-class _Text:
+class _LayerText:
     """One layer's keys and values: the step's own, which the backend writes before it attends."""
 
     backend: AttentionBackend
@@ -80,14 +78,14 @@ class _Text:
 
 
 @dataclass(frozen=True)
-class _StandIn:
+class _TextStandIn(StandIn):
     """A tensor `[1, *sizes]`, or `[*sizes]` where the batch is folded into the heads, that is never computed.
 
     Attributes:
         turned: its last two dimensions are exchanged.
     """
 
-    text: _Text
+    text: _LayerText
     sizes: tuple[int, int, int]
     folded: bool = False
     turned: bool = False
@@ -110,72 +108,66 @@ class _StandIn:
         return self.shape if dim is None else self.shape[dim]
 
     def view(self: _Self, *sizes: Any) -> _Self:
-        """Also `reshape`: the batch of one folded into the heads, or out of them."""
+        """Fold the batch into the heads, or out of them; also `reshape`."""
         asked = tuple(sizes[0]) if isinstance(sizes[0], tuple | list | torch.Size) else sizes
         for folded in (True, False):
             found = replace(self, folded=folded)
             if len(asked) == len(found.shape) and all(a in (-1, b) for a, b in zip(asked, found.shape, strict=True)):
                 return found
-        _refuse(f"views {list(self.shape)} as {list(asked)}")
+        _refuse_scores(f"views {list(self.shape)} as {list(asked)}")
 
     reshape = view
 
     def transpose(self: _Self, first: int, second: int) -> _Self:
         dims = len(self.shape)
         if {first % dims, second % dims} != {dims - 1, dims - 2}:
-            _refuse(f"exchanges the dimensions {first} and {second} of {list(self.shape)}")
+            _refuse_scores(f"exchanges the dimensions {first} and {second} of {list(self.shape)}")
         return replace(self, turned=not self.turned)
 
     def to(self: _Self, *_: object, **__: object) -> _Self:
-        """All types are one: scores are computed in float32."""
+        """Return itself: scores are computed in float32."""
         return self
 
     contiguous = float = type_as = to
 
-    def call(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch's function gives; raises UnsupportedModelError where that is nothing of attention."""
-        return _refuse(f"calls {_name(func)} on {list(self.shape)}")
+    @property
+    def pronoun(self) -> str:  # type: ignore[override]
+        return str(list(self.shape))
 
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        places = (*args, *kwargs.values())
-        # Of a product of two stand-ins the first tells, the weights.
-        return next(each for each in places if isinstance(each, _StandIn)).call(func, args, kwargs)
+    def refuse_use(self, use: str) -> NoReturn:
+        _refuse_scores(use)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        _refuse(f"reads .{name} of {list(self.shape)}")
+    def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _refuse_scores(f"calls {name_of(func)} on {list(self.shape)}")
 
 
 @dataclass(frozen=True)
-class _Keys(_StandIn):
+class _TextKeys(_TextStandIn):
     """Keys `[kv_heads, columns, dim]`: a query's product with them are scores."""
 
-    def call(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _name(func) in ("matmul", "bmm") and isinstance(args[0], Tensor) and self.turned:
-            return self._scores(args[0])
-        if _name(func) == "baddbmm" and self.turned:
+    def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name_of(func) in ("matmul", "bmm") and isinstance(args[0], Tensor) and self.turned:
+            return self._score_query(args[0])
+        if name_of(func) == "baddbmm" and self.turned:
             bias, query = args[0], kwargs.get("batch1", args[1] if len(args) > 1 else None)
             assert isinstance(query, Tensor)
             beta = kwargs.get("beta", 1)
-            return (self._scores(query) * kwargs.get("alpha", 1)).plus(bias if beta == 1 else bias * beta)
-        return super().call(func, args, kwargs)
+            return (self._score_query(query) * kwargs.get("alpha", 1)).add_bias(bias if beta == 1 else bias * beta)
+        return super().call_torch(func, args, kwargs)
 
-    def _scores(self, query: Tensor) -> _Scores:
+    def _score_query(self, query: Tensor) -> _TextScores:
         folded = query.dim() == 3
         query = query[None] if folded else query
-        return _Scores(self.text, (query.shape[1], query.shape[2], self.sizes[1]), folded, query=query)
+        return _TextScores(self.text, (query.shape[1], query.shape[2], self.sizes[1]), folded, query=query)
 
 
 @dataclass(frozen=True)
-class _Values(_StandIn):
+class _TextValues(_TextStandIn):
     """Values `[kv_heads, columns, dim]`."""
 
 
 @dataclass(frozen=True)
-class _Scores(_StandIn):
+class _TextScores(_TextStandIn):
     """Scores `[heads, tokens, columns]`, and after the softmax their weights.
 
     Attributes:
@@ -189,59 +181,59 @@ class _Scores(_StandIn):
     mask: BiasMask | None = None
     are_weights: bool = False
 
-    def __mul__(self, factor: object) -> _Scores:
+    def __mul__(self, factor: object) -> _TextScores:
         if not isinstance(factor, int | float) or self.mask is not None:
-            _refuse(f"multiplies scores by {type(factor).__name__}")
+            _refuse_scores(f"multiplies scores by {type(factor).__name__}")
         bias = None if self.bias is None else self.bias * factor
         return replace(self, scaling=self.scaling * factor, bias=bias)
 
-    def __truediv__(self, divisor: object) -> _Scores:
+    def __truediv__(self, divisor: object) -> _TextScores:
         if not isinstance(divisor, int | float):
-            _refuse(f"divides scores by {type(divisor).__name__}")
+            _refuse_scores(f"divides scores by {type(divisor).__name__}")
         return self * (1.0 / divisor)
 
-    def __add__(self, other: object) -> _Scores:
+    def __add__(self, other: object) -> _TextScores:
         if isinstance(other, BiasMask):
             return self.masked_fill(other)
-        return self.plus(other)
+        return self.add_bias(other)
 
     __radd__ = __add__
 
-    def plus(self, table: object) -> _Scores:
-        """With a bias added, `[1, heads, 1, columns]` or without the first dimension."""
+    def add_bias(self, table: object) -> _TextScores:
+        """Add a bias, `[1, heads, 1, columns]` or without the first dimension."""
         heads, _, columns = self.sizes
         if not isinstance(table, Tensor) or self.bias is not None or table.shape[-3:-1] != (heads, 1):
-            _refuse(f"adds {_kind(table)} to scores {list(self.shape)}")
+            _refuse_scores(f"adds {_describe_kind(table)} to scores {list(self.shape)}")
         if table.shape[-1] < columns:
             raise UnsupportedModelError(
                 f"it has no bias for more than {table.shape[-1]} tokens of a text, and sequence_length is {columns}; choose a "
                 f"sequence_length of at most {table.shape[-1]}"
             )
         if table.shape[-1] > columns:
-            _refuse(f"adds {_kind(table)} to scores {list(self.shape)}")
+            _refuse_scores(f"adds {_describe_kind(table)} to scores {list(self.shape)}")
         return replace(self, bias=table.reshape(heads, columns))
 
-    def masked_fill(self, mask: object, value: object = None) -> _Scores:
-        """With what tokens do not see hidden. A mask that carries a bias carries the one there is.
+    def masked_fill(self, mask: object, value: object = None) -> _TextScores:
+        """Hide what tokens do not see. A mask that carries a bias carries the one there is.
 
-        Code that has the bias in its mask, as torch's attention takes it, may add it to its scores as well where it computes these by
-        itself (Falcon): what transformers computes by default is the former.
+        Code that has the bias in its mask, as torch's attention takes it, may add it to its scores as well where it computes these by itself
+        (Falcon): what transformers computes by default is the former.
         """
         if not isinstance(mask, BiasMask) or self.mask is not None:
-            _refuse(f"hides scores by {_kind(mask)}")
-        masked = self if mask.table is None else replace(self, bias=None).plus(mask.table)
+            _refuse_scores(f"hides scores by {_describe_kind(mask)}")
+        masked = self if mask.table is None else replace(self, bias=None).add_bias(mask.table)
         return replace(masked, mask=mask)
 
-    def softmax(self, dim: int = -1, *_: object, **__: object) -> _Scores:
+    def softmax(self, dim: int = -1, *_: object, **__: object) -> _TextScores:
         if dim % len(self.shape) != len(self.shape) - 1 or self.mask is None or self.are_weights:
             masked = "" if self.mask is not None else " without a mask"
-            _refuse(f"takes a softmax{masked} of scores {list(self.shape)}, over dimension {dim}")
+            _refuse_scores(f"takes a softmax{masked} of scores {list(self.shape)}, over dimension {dim}")
         return replace(self, are_weights=True)
 
-    def call(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name, others = _name(func), [each for each in args if each is not self]
-        if name in ("matmul", "bmm") and isinstance(others[0], _Values):
-            return self._attend(others[0])
+    def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name, others = name_of(func), [each for each in args if each is not self]
+        if name in ("matmul", "bmm") and isinstance(others[0], _TextValues):
+            return self._attend_text(others[0])
         if name in ("add", "radd") and len(others) == 1:
             return self + others[0]
         if name == "softmax":
@@ -249,17 +241,17 @@ class _Scores(_StandIn):
             return self.softmax(-1 if dim is None else dim)
         if name == "dropout" and kwargs.get("training") is False:
             return self
-        return super().call(func, args, kwargs)
+        return super().call_torch(func, args, kwargs)
 
     def __matmul__(self, values: object) -> Tensor:
-        if not isinstance(values, _Values):
-            _refuse(f"multiplies scores by {_kind(values)}")
-        return self._attend(values)
+        if not isinstance(values, _TextValues):
+            _refuse_scores(f"multiplies scores by {_describe_kind(values)}")
+        return self._attend_text(values)
 
-    def _attend(self, values: _Values) -> Tensor:
-        """`[1, heads, tokens, value_dim]`, or without the first dimension."""
+    def _attend_text(self, values: _TextValues) -> Tensor:
+        """Return `[1, heads, tokens, value_dim]`, or without the first dimension."""
         if not self.are_weights or self.mask is None or self.query is None or values.turned:
-            _refuse("multiplies values by scores without a softmax")
+            _refuse_scores("multiplies values by scores without a softmax")
         text = self.text
         call = AttentionCall(
             layer_idx=text.layer_idx,
@@ -276,31 +268,27 @@ class _Scores(_StandIn):
         return output[0] if self.folded else output
 
 
-def _name(func: Callable) -> str:
-    return getattr(func, "__name__", str(func)).strip("_")
-
-
-def _kind(value: object) -> str:
+def _describe_kind(value: object) -> str:
     shape = getattr(value, "shape", None)
     return type(value).__name__ if shape is None else f"{type(value).__name__} {list(shape)}"
 
 
 @dataclass(frozen=True)
 class ScoreKeys:
-    """What such a model's cache stores keys and values by.
+    """The key store of such a model's cache.
 
     Attributes:
-        columns: of a text, the longest one: so many tokens its code finds in the cache, whatever a step's are.
+        columns: tokens that its code finds in the cache: those of the longest text, whatever a step's are.
     """
 
     backend: AttentionBackend
     columns: int
 
     def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Any, Any]:
-        """Stand-ins for the keys and values of a text."""
-        text = _Text(self.backend, layer_idx, key, value)
+        """Return stand-ins for the keys and values of a text."""
+        text = _LayerText(self.backend, layer_idx, key, value)
         keys, values = (
             kind(text, (each.shape[1], self.columns, each.shape[-1]))
-            for kind, each in ((_Keys, key), (_Values, value))
+            for kind, each in ((_TextKeys, key), (_TextValues, value))
         )
         return keys, values

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model gets that attends in code of its own: the keys and values of all slots in a row, and a mask over them.
+"""Keys and values of all slots in a row, for a model that attends by code of its own.
 
-Its code multiplies all tokens by all columns, so that each token's own are told by the mask alone. A slot of a cache of blocks is
-gathered from its blocks, in their order: what a token sees is then at the same place wherever its blocks lie, and has the same bits.
+Its code multiplies all tokens by all columns, so the mask alone gives each token its own. A slot of a cache of blocks is gathered from its
+blocks, in their order: so a token has the same bits wherever its blocks lie.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import kv_cache
-from ...attention import MASKED, MASKED_HALF, select_columns
-from ...attention_rows import AttentionRows
-from ...masks import CausalMask
+from ...attention import kv_cache
+from ...attention.cached_attention import MASKED, MASKED_HALF, select_columns
+from ...attention.masks import CausalMask
+from ...attention.rows import AttentionRows
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class SlotKeys:
     tables: Tensor | None
 
     @classmethod
-    def of(cls, groups: list[AttentionRows], slots: int, *, has_blocks: bool) -> SlotKeys:
-        """Those of a step; rows of a cache of blocks have tables of them."""
+    def for_step(cls, groups: list[AttentionRows], slots: int, *, has_blocks: bool) -> SlotKeys:
+        """Return those of a step; rows of a cache of blocks have tables of them."""
         last, tables = torch.full((slots,), -1, dtype=torch.int32), torch.zeros((slots, 1), dtype=torch.int32)
         for group in groups:
             position = group.position_ids.amax(1)
             if group.slots is None:
                 last, tables = position, tables if group.blocks is None else group.blocks
                 continue
-            # What an idle row names is of a step before.
+            # An idle row names a slot of an earlier step.
             own = (group.slots == torch.arange(slots, dtype=torch.int32)[:, None]) & (position >= 0)
             last = torch.maximum(last, torch.where(own, position, -1).amax(1))
             if group.blocks is not None and has_blocks:
@@ -52,20 +52,21 @@ class SlotKeys:
                 tables = torch.where(found >= 0, found, tables)
         return cls(groups, groups[0].context_length, last, tables if has_blocks else None)
 
-    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Each `[1, kv_heads, slots * columns, dim]`, from a layer's whole cache.
+    def read_slots(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values `[1, kv_heads, slots * columns, dim]`, from a layer's whole cache.
 
-        No column may hold what is not finite: zeros stand for a token that is not, also for those that see it, and for all that
-        nobody in the step sees.
+        All numbers must be finite: zeros stand for a token that is not, also where tokens see it, and for columns that no token sees.
         """
         slots = len(self.last)
-        read = [kv_cache.read(each, self.tables, slots, self.columns) for each in (keys, values)]
-        kept = (torch.arange(self.columns, dtype=torch.int32) <= self.last[:, None]) & (kv_cache.broken(read[0]) == 0)
+        read = [kv_cache.read_cache(each, self.tables, slots, self.columns) for each in (keys, values)]
+        kept = (torch.arange(self.columns, dtype=torch.int32) <= self.last[:, None]) & (
+            kv_cache.broken_columns(read[0]) == 0
+        )
         keys, values = (select_columns(each, kept).transpose(0, 1).flatten(1, 2)[None] for each in read)
         return keys, values
 
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor:
-        """`[1, 1, tokens, slots * columns]`, to be added to the scores of all slots."""
+    def make_bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor:
+        """Return `[1, 1, tokens, slots * columns]`, to be added to the scores of all slots."""
         window = mask.visible_window()
         slots = torch.arange(len(self.last), dtype=torch.int32)
         rows = []

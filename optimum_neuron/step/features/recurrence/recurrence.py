@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrences over the tokens of each slot, whose state a slot keeps from step to step, in float32.
+"""Recurrences over the tokens of each slot.
 
-transformers' layers call functions of their module by name. While a step runs these are ours (recurrent_functions.py): they make
-a `ScanCall` of what they are given, and `SlotScans` has an operator of the step (StepOps) compute it over the state of each
-token's own slot. What the layer hands to its cache afterwards is a mark that this was done.
+transformers' layers call functions of their module by name. While a step runs these are ours (recurrent_functions.py). They make a
+`ScanCall`, and `SlotScans` has an operator of the step (StepOps) compute it over the state of each token's own slot. The state that the
+layer then hands to its cache is a mark that this was done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from ...kv_cache import KVCache
-from ...masks import UnsupportedModelError
-from ...model_spec import RecurrentState
-from ...tracing.layer_index import plain_index
-from ..convolution.convolution import ConvolutionBackend
+from ....errors import UnsupportedModelError
+from ...attention.kv_cache import KVCache
+from ...attention.layout import StepLayout
+from ...attention.rows import actual_tokens_mask
+from ...layer_numbers import plain_index
 
 
 # A member of StepOps each.
@@ -43,9 +42,9 @@ class ScanCall:
     Attributes:
         query, key: `[tokens, key_heads, key_dim]`, normalized and scaled; head h has those of h // (heads / key_heads).
         value: `[tokens, heads, value_dim]`.
-        decay: `[tokens, heads]`, or `[tokens, heads, key_dim]` where each row of S has its own; at most 0. Of a selective scan
+        decay: `[tokens, heads]`, or `[tokens, heads, key_dim]` where each row of S has its own; at most 0. In a selective scan
             `[tokens, heads, value_dim]`, at least 0: each column's own, to be multiplied by its rates.
-        beta: `[tokens, heads]`; None for a scan without the delta rule.
+        beta: `[tokens, heads]`; None without the delta rule.
         rates: `[key_dim, value_dim]`, at most 0; None but for a selective scan.
     """
 
@@ -61,16 +60,16 @@ class ScanCall:
         return self.value.shape[1]
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """What of a token changes the state: all but its query, each `[tokens, ...]`."""
+        """Return the tensors `[tokens, ...]` that change the state: all but queries."""
         return (self.key, self.value, self.decay) + (() if self.beta is None else (self.beta,))
 
     @property
     def width(self) -> int:
-        """How many numbers of a token `inputs` are."""
+        """Return how many numbers of a token `inputs` are."""
         return sum(each[0].numel() for each in self.inputs())
 
     def over_heads(self, states: Tensor) -> Tensor:
-        """Queries or keys of `[..., key_heads, key_dim]` for each head."""
+        """Return queries or keys of `[..., key_heads, key_dim]` for each head."""
         groups, dim = states.shape[-2:]
         if groups == self.heads:
             return states
@@ -80,22 +79,21 @@ class ScanCall:
 
 @dataclass
 class ScanRows:
-    """Whose tokens a step has, for its recurrences.
+    """The tokens of a step, for its recurrences.
 
-    Decode rows come first, then chunk rows. The tokens of a slot stand side by side, in the order of their positions; rows of
-    one prompt are full but for the last.
+    Decode rows come first, then chunk rows. The tokens of a slot are neighbors, in the order of their positions; rows of one prompt are full
+    but for the last.
 
     Attributes:
-        slots: `[tokens]` int32, the slot of each token; of padding and of idle rows, the one behind the last slot.
-        positions: `[tokens]` int32, the position of each token; where there is none, anything. A token at position 0 meets a state
-            of zeros, whatever its slot holds.
+        slots: `[tokens]` int32, the slot of each token; of padding and of idle rows, the one after the last slot.
+        positions: `[tokens]` int32; of padding, anything. A token at position 0 meets a state of zeros, whatever its slot holds.
         decode: `[R]` int32, the positions of decode rows, -1 where a row is idle; row i is slot i. None without decode rows.
         chunk: `[P, C]` int32, the positions of chunk rows; None without them. Padding repeats the last one, an idle row has -1.
-        actual: `[P, C]`, which of these are tokens.
+        actual: `[P, C]`, the tokens among these.
         chunk_slots: `[P]` int32.
         scanned: `[slots + 1]` int32, the state in which a grid keeps how many tokens of each slot came in chunks; None where the
             target walks.
-        grids: what follows from all this for blocks of a size, made once per step.
+        grids: the grid of this step for each block size.
     """
 
     slots: Tensor
@@ -107,14 +105,28 @@ class ScanRows:
     scanned: Tensor | None = None
     grids: dict[int, Any] = field(default_factory=dict)
 
+    @classmethod
+    def from_layout(cls, step: StepLayout) -> ScanRows:
+        """Return those of a step, which has at most one group of decode rows and one of chunk rows."""
+        decode = next((group for group in step.groups if group.decodes), None)
+        chunk = next((group for group in step.groups if not group.decodes), None)
+        return cls(
+            *step.slot_places,
+            decode=None if decode is None else decode.position_ids[:, 0],
+            chunk=None if chunk is None else chunk.position_ids,
+            actual=None if chunk is None else actual_tokens_mask(chunk.position_ids),
+            chunk_slots=None if chunk is None else chunk.slots,
+            scanned=step.cache.find_state("scanned"),
+        )
+
 
 @dataclass(frozen=True)
 class ScanState:
-    """What slots keep for one recurrence: float32 buffers, changed in place. The last row is nobody's and takes padding.
+    """The state of slots for one recurrence: float32 buffers, changed in place. The last row takes padding.
 
     Attributes:
-        current: `[slots + 1, heads, key_dim, value_dim]`, behind the last token of each slot.
-        anchor: the same behind the last whole block of each slot; None where the target walks token by token.
+        current: `[slots + 1, heads, key_dim, value_dim]`, after the last token of each slot.
+        anchor: the same after the last whole block of each slot; None where the target walks token by token.
         tail: `[slots + 1, block, width]`, the inputs of the tokens since, at their places in the block; None as `anchor` is.
     """
 
@@ -128,91 +140,54 @@ class ScanState:
 Scan = Callable[[ScanCall, ScanRows, ScanState], Tensor]
 
 
-class RecurrenceBackend(Protocol):
-    """Computes the recurrences of a model's forward pass.
+class RecurrenceBackend(ABC):
+    """A backend that computes the recurrences of a forward pass, numbered by layer and by their order within it.
 
     Attributes:
         layer_idx: the layer that asked its cache last; None before the first.
     """
 
-    layer_idx: int | None
+    def __init__(self) -> None:
+        self.layer_idx: int | None = None
+        self._counts: dict[int, int] = {}
 
-    def enter(self, layer_idx: Any) -> None:
-        """A layer's code has asked its cache for something: what it computes next is this layer's."""
-
+    @abstractmethod
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
-        """Returns `[tokens, heads, value_dim]` float32."""
+        """Return `[tokens, heads, value_dim]` float32."""
 
-    def leave(self, layer_idx: Any) -> None:
-        """A layer hands over its last state."""
-
-
-_Backends = tuple[RecurrenceBackend, ConvolutionBackend]
-_backends: ContextVar[_Backends | None] = ContextVar("recurrences of the running forward pass", default=None)
-
-
-@contextmanager
-def scanning(backend: RecurrenceBackend, convolutions: ConvolutionBackend) -> Iterator[None]:
-    """For the forward passes within: who computes recurrences, and who has the inputs that layers keep beside them."""
-    token = _backends.set((backend, convolutions))
-    try:
-        yield
-    finally:
-        _backends.reset(token)
-
-
-def running_backend() -> RecurrenceBackend | None:
-    """None outside of a step."""
-    backends = _backends.get()
-    return None if backends is None else backends[0]
-
-
-def running_convolutions() -> ConvolutionBackend | None:
-    """None outside of a step."""
-    backends = _backends.get()
-    return None if backends is None else backends[1]
-
-
-@dataclass
-class LayerOfScan:
-    """Numbers the recurrences of a forward pass: by the layer that asked its cache last, and by their order within it."""
-
-    layer_idx: int | None = None
-    counts: dict[int, int] = field(default_factory=dict)
-
-    def enter(self, layer_idx: Any) -> None:
+    def enter_layer(self, layer_idx: Any) -> None:
+        """Note that a layer's code has asked its cache for something: what it computes next is this layer's."""
         self.layer_idx = plain_index(layer_idx)
 
-    def leave(self, layer_idx: Any) -> None:
-        if plain_index(layer_idx) != self.layer_idx or not self.counts.get(plain_index(layer_idx)):
+    def leave_layer(self, layer_idx: Any) -> None:
+        """Check that a layer hands over the state of a recurrence that was computed here."""
+        if plain_index(layer_idx) != self.layer_idx or not self._counts.get(plain_index(layer_idx)):
             raise UnsupportedModelError(f"layer {plain_index(layer_idx)} keeps the state of a recurrence of its own")
 
-    def number(self) -> tuple[int, int]:
-        """Layer and index of the recurrence that is computed next."""
+    def number_scan(self) -> tuple[int, int]:
+        """Return the layer and the index of the recurrence that is computed next."""
         if self.layer_idx is None:
             raise UnsupportedModelError("it computes a recurrence in a layer that does not ask its cache for anything")
-        index = self.counts.get(self.layer_idx, 0)
-        self.counts[self.layer_idx] = index + 1
+        index = self._counts.get(self.layer_idx, 0)
+        self._counts[self.layer_idx] = index + 1
         return self.layer_idx, index
 
 
-class SlotScans(LayerOfScan):
-    """Recurrence backend of the step graphs.
+class SlotScans(RecurrenceBackend):
+    """The recurrence backend of step graphs.
 
     Args:
-        scans: by kind, how a recurrence is computed.
+        scans: the operator for each kind.
     """
 
     def __init__(self, cache: KVCache, rows: ScanRows, scans: dict[ScanKind, Scan]) -> None:
         super().__init__()
-        self._cache = cache
-        self._rows = rows
-        self._scans = scans
+        self._cache, self._rows, self._scans = cache, rows, scans
 
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
-        return self._scans[kind](call, self._rows, ScanState(*self._cache.recurrence(*self.number())))
-
-
-def recurrence_of(layer_idx: int, index: int, call: ScanCall) -> RecurrentState:
-    """What a recurrence keeps per slot."""
-    return RecurrentState(layer_idx, index, call.heads, call.key.shape[2], call.value.shape[2], call.width)
+        number = self.number_scan()
+        state, anchor, tail = (
+            self._cache.get_state("state", *number),
+            *(self._cache.find_state(role, *number) for role in ("anchor", "tail")),
+        )
+        return self._scans[kind](call, self._rows, ScanState(state, anchor, tail))

@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions by which transformers' layers compute recurrences: while a step runs, those of a model's files are ours.
+"""Our functions in place of those by which transformers' layers compute recurrences.
 
-transformers calls each by a name of its module, as a place where a kernel may stand (`use_kernel_func_from_hub_with_fallback`).
-Ours take and return what they do. Outside of a step they call the function whose place they have.
+transformers calls each by a name of its module, where a kernel may stand (`use_kernel_func_from_hub_with_fallback`). Ours take and
+return the same.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...masks import UnsupportedModelError
-from .recurrence import RecurrenceBackend, ScanCall, running_backend
+from ....errors import UnsupportedModelError
+from ...serving import Backends, replace_in_steps
+from .recurrence import RecurrenceBackend, ScanCall
+from .state import RecurrentState
 
 
 class LastState:
-    """What a layer gets as the state behind its last token, and hands over to its cache: it is kept already."""
+    """A stand-in for the state after a layer's last token: the step has kept it already."""
 
     def to(self, *_: Any, **__: Any) -> LastState:
         return self
@@ -46,7 +48,7 @@ def _gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, LastState]:
-    """With `g` of `[1, tokens, heads]`, or of `[1, tokens, heads, key_dim]` (Kimi's)."""
+    """Compute with `g` of `[1, tokens, heads]`, or of `[1, tokens, heads, key_dim]` (Kimi's)."""
     _refuse_given(initial_state=initial_state, cu_seqlens=cu_seqlens)
     dtype = query.dtype
     query, key, value, g, beta = (each[0].float() for each in (query, key, value, g, beta))
@@ -73,7 +75,7 @@ def _mamba2_chunk_scan(
     return_final_states: bool = False,
     **_: Any,
 ) -> Any:
-    """`hidden_states [1, tokens, heads, value_dim]`, `dt [1, tokens, heads]`, `B` and `C` `[1, tokens, groups, key_dim]`."""
+    """Compute `hidden_states [1, tokens, heads, value_dim]`, `dt [1, tokens, heads]`, `B` and `C` `[1, tokens, groups, key_dim]`."""
     _refuse_given(initial_states=initial_states, z=z)
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = nn.functional.softplus(dt) if dt_softplus else dt
@@ -100,7 +102,7 @@ def _selective_scan(
     return_last_state: bool = False,
     **_: Any,
 ) -> Any:
-    """`hidden_states`, `dt` and `z` `[1, channels, tokens]`, `A [channels, key_dim]`, `B` and `C` `[1, key_dim, tokens]`."""
+    """Compute `hidden_states`, `dt` and `z` `[1, channels, tokens]`, `A [channels, key_dim]`, `B` and `C` `[1, key_dim, tokens]`."""
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
     dt = nn.functional.softplus(dt) if delta_softplus else dt
     x, step = hidden_states[0].t().float(), dt[0].t().float()
@@ -118,7 +120,7 @@ def _refuse_given(**arguments: Any) -> None:
             raise UnsupportedModelError(f"it computes a recurrence with {name}=, which steps do not")
 
 
-# By what modelling files call them. Forms for one token with a state are left out: no layer is told that there is one.
+# By what modelling files call them. Forms for one token with a state are left out: no layer learns that there is one.
 _OURS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "chunk_kimi_delta_attention": _gated_delta_rule,
@@ -129,19 +131,12 @@ REPLACED = frozenset(_OURS)
 
 
 def set_recurrences(model: nn.Module) -> None:
-    """Has the files that a model's modules are from call our functions, where a step runs."""
+    """Make the files that a model's modules are from call our functions while a step runs."""
     for name in {type(module).__module__ for module in model.modules()}:
-        members = vars(sys.modules[name])
-        for function in _OURS.keys() & members.keys():
-            if not hasattr(members[function], "_without_step"):
-                members[function] = _in_steps(members[function], _OURS[function])
+        file = sys.modules[name]
+        for function in _OURS.keys() & vars(file).keys():
+            replace_in_steps(file, function, partial(_compute_ours, _OURS[function]))
 
 
-def _in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        backend = running_backend()
-        return theirs(*args, **kwargs) if backend is None else ours(backend, *args, **kwargs)
-
-    function._without_step = theirs  # type: ignore[attr-defined]
-    return function
+def _compute_ours(ours: Callable[..., Any], backends: Backends, theirs: object, *args: Any, **kwargs: Any) -> Any:
+    return ours(backends[RecurrentState], *args, **kwargs)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse selection as transformers' layers write it: index keys that the cache keeps, scores over them, and the largest of these.
+"""Sparse selection as transformers' layers write it: index keys in the cache, scores over them, and the largest of these.
 
-A layer's indexer hands its keys to the cache, multiplies its queries by all that it gets back, hides what a token does not see and
-takes the top-k, of keys or of blocks of them. A step's tokens are of several slots, so the cache returns `IndexKeys`: a product with
-them gives each token the scores over its own slot's keys. Between the product and the top-k all is the model's own code, on tensors;
-what comes out is `TopKeys`, which the attention interface gets and which nobody else can read.
+A layer's indexer hands its keys to the cache, multiplies its queries by all that it gets back, hides what a token does not see and takes
+the top-k, of keys or of blocks of them. A step has tokens from several slots, so the cache returns `IndexKeys`: a product with them
+gives each token the scores over its own slot's keys. Between the product and the top-k all is the model's own code, on tensors. The
+result is `TopKeys`, which only the attention interface can read.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from ...masks import CausalMask, UnsupportedModelError
-from .top_keys import TopKeys, refuse
+from ....errors import UnsupportedModelError
+from ...attention.masks import CausalMask
+from ...stand_in import StandIn
+from .top_keys import TopKeys, refuse_tensor_use
 
 
 # Columns that a layer's selection is asked about: more than a token of any model attends to.
@@ -30,38 +32,43 @@ ASKED_COLUMNS = 1 << 16
 Pool = Callable[[Tensor], Tensor]
 
 
-class KeySource(Protocol):
-    """The index keys of each token's own slot."""
+class KeySource:
+    """The index keys of each token's own slot; here such that none is ever left out.
 
-    @property
-    def columns(self) -> int:
-        """How many a slot has room for; 1, without meaning, where nothing can be left out."""
+    Attributes:
+        columns: how many a slot has room for; 1, without meaning, where nothing can be left out.
+    """
 
-    def products(self, query: Tensor) -> Tensor:
-        """From `query [tokens, n, dim]` to its products `[tokens, n, columns]` with the keys, in the query's type."""
+    columns = 1
 
-    def top(self, scores: Tensor, of: ScoresOf, count: int) -> Any:
-        """Return what stands for the `count` columns with the largest scores among those that each token sees.
+    def multiply_query(self, query: Tensor) -> Tensor:
+        """Return products `[tokens, n, columns]` of `query [tokens, n, dim]` with the keys, in the query's type."""
+        return query.new_zeros((*query.shape[:2], self.columns))
+
+    def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> Any:
+        """Return a stand-in for the `count` columns with the largest scores among those that each token sees.
 
         Args:
             scores: `[tokens, heads, columns / of.width]` float32; each head selects by itself.
         """
+        return TopKeys(None)
 
-    def pooled(self, width: int, finish: Pool) -> KeySource:
-        """A key for so many columns each, of which a token sees those that are complete.
+    def pool_keys(self, width: int, finish: Pool) -> KeySource:
+        """Return keys for `width` columns each, of which a token sees the complete ones.
 
-        What stands for its columns has those that no complete pool has, whatever is selected.
+        A selection of them always has the columns that no complete pool has.
         """
+        return self
 
 
 @dataclass(frozen=True)
 class ScoresOf:
-    """What scores are of.
+    """The history of scores.
 
     Attributes:
         mask: what was added to them.
         hidden: code of the model's own has put minus infinity where a token sees nothing, and selects nothing of that.
-        width: columns that a score stands for, side by side; of the last one there may be fewer.
+        width: neighboring columns that a score stands for; of the last one there may be fewer.
         by_head: they are `[1, heads, tokens, ..., columns]`, not `[1, tokens, ..., columns]`.
     """
 
@@ -72,28 +79,25 @@ class ScoresOf:
 
 
 class IndexBackend(Protocol):
-    """Keeps the index keys of a step."""
+    """A backend that keeps the index keys of a step."""
 
     def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
-        """Takes `keys [tokens, dim]` of the step's tokens."""
+        """Take `keys [tokens, dim]` of the step's tokens."""
 
 
-class AskedKeys:
-    """Keys of so many columns that a selection tells how many it takes, and how many of them at a time."""
+class AskedKeys(KeySource):
+    """Keys that record how many columns a selection takes, and how many of them at a time."""
 
     columns = ASKED_COLUMNS
 
-    def __init__(self, tell: Callable[[int, int], None]) -> None:
-        self._tell = tell
+    def __init__(self, note: Callable[[int, int], None]) -> None:
+        self._note = note
 
-    def pooled(self, width: int, finish: Pool) -> AskedKeys:
-        return AskedKeys(lambda pools, _: self._tell(pools * width + width - 1, width))
+    def pool_keys(self, width: int, finish: Pool) -> AskedKeys:
+        return AskedKeys(lambda pools, _: self._note(pools * width + width - 1, width))
 
-    def products(self, query: Tensor) -> Tensor:
-        return query.new_zeros((*query.shape[:2], self.columns))
-
-    def top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
-        self._tell(count * of.width, of.width)
+    def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
+        self._note(count * of.width, of.width)
         return TopKeys(None)
 
 
@@ -101,20 +105,17 @@ class AskedKeys:
 _BY_TOKEN, _BY_HEAD = ("batch", "one", "dim", "columns"), ("batch", "head", "dim", "columns")
 
 
-class IndexKeys:
-    """Stands for the index keys `[1, columns, dim]`, or `[1, 1, columns, dim]`, of each token's slot, with the step's tokens in it."""
+class IndexKeys(StandIn):
+    """A stand-in for the index keys `[1, columns, dim]`, or `[1, 1, columns, dim]`, of each token's slot, with the step's tokens in it."""
 
     def __init__(
         self, source: KeySource, dim: int, dtype: torch.dtype, axes: tuple[str, ...] = ("batch", "columns", "dim")
     ) -> None:
-        self._source = source
-        self._dim = dim
-        self.dtype = dtype
-        self._axes = axes
+        self._source, self._dim, self.dtype, self._axes = source, dim, dtype, axes
 
     @classmethod
-    def kept(cls, backend: IndexBackend, layer_idx: int, keys: Tensor) -> IndexKeys:
-        """Those of `keys [1, tokens, dim]`, or of one head `[1, 1, tokens, dim]`, and of all tokens before them."""
+    def keep(cls, backend: IndexBackend, layer_idx: int, keys: Tensor) -> IndexKeys:
+        """Return those of `keys [1, tokens, dim]`, or of one head `[1, 1, tokens, dim]`, and of all tokens before them."""
         if keys.dim() == 4 and keys.shape[1] == 1:
             source = backend.keep_index(layer_idx, keys[0, 0])
             return cls(source, keys.shape[-1], keys.dtype, ("batch", "head", "columns", "dim"))
@@ -132,9 +133,9 @@ class IndexKeys:
         axes[one], axes[other] = axes[other], axes[one]
         return type(self)(self._source, self._dim, self.dtype, tuple(axes))
 
-    def pooled(self, width: int, finish: Pool) -> IndexKeys:
-        """Keys `[1, columns // width, dim]` of pools."""
-        return type(self)(self._source.pooled(width, finish), self._dim, self.dtype, self._axes)
+    def pool_keys(self, width: int, finish: Pool) -> IndexKeys:
+        """Return keys `[1, columns // width, dim]` of pools."""
+        return type(self)(self._source.pool_keys(width, finish), self._dim, self.dtype, self._axes)
 
     def unsqueeze(self, place: int) -> IndexKeys:
         axes = list(self._axes)
@@ -147,53 +148,35 @@ class IndexKeys:
     def float(self) -> IndexKeys:
         return self.to(torch.float32)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        refuse("index keys", f"reads .{name} of them")
+    def refuse_use(self, use: str) -> NoReturn:
+        refuse_tensor_use("index keys", use)
 
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> IndexScores:
+    def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in (torch.matmul, Tensor.matmul, Tensor.__matmul__) or kwargs or not isinstance(args[0], Tensor):
-            refuse("index keys", f"passes them to {getattr(func, '__name__', func)}")
+            return super().call_torch(func, args, kwargs)
         query, keys = args
         if keys._axes not in (_BY_TOKEN, _BY_HEAD) or query.dim() != 4 or query.dtype != keys.dtype:
-            refuse(
-                "index keys", f"multiplies {query.dtype} {list(query.shape)} by them as {keys._axes} of {keys.dtype}"
-            )
+            keys.refuse_use(f"multiplies {query.dtype} {list(query.shape)} by them as {keys._axes} of {keys.dtype}")
         if keys._axes == _BY_TOKEN:
-            return IndexScores(keys._source.products(query[0])[None], keys._source)
-        products = keys._source.products(query[0].transpose(0, 1)).transpose(0, 1)
+            return IndexScores(keys._source.multiply_query(query[0])[None], keys._source)
+        products = keys._source.multiply_query(query[0].transpose(0, 1)).transpose(0, 1)
         return IndexScores(products[None], keys._source, ScoresOf(by_head=True))
 
 
 class IndexScores:
-    """Scores of each token over its own slot's keys: a tensor that knows what it is of."""
+    """Scores of each token over its own slot's keys: a tensor with its history."""
 
     def __init__(self, tensor: Tensor, source: KeySource, of: ScoresOf | None = None) -> None:
-        self._tensor = tensor
-        self._source = source
-        self._of = of or ScoresOf()
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._tensor.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._tensor.device
+        self._tensor, self._source, self._of = tensor, source, of or ScoresOf()
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
 
     def topk(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
         return torch.topk(self, k, dim, largest)  # type: ignore[arg-type]
 
     def scatter_(self, dim: int, index: Tensor, value: float) -> IndexScores:
-        """As torch's, of one number: by comparing, as no device writes to equal places at once."""
+        """Scatter one number as torch does, by comparing: no device writes to equal places at once."""
         if dim not in (-1, self._tensor.dim() - 1) or not isinstance(value, int | float):
-            refuse("index scores", f"scatters {type(value).__name__} over dimension {dim} of them")
+            refuse_tensor_use("index scores", f"scatters {type(value).__name__} over dimension {dim} of them")
         column = torch.arange(self._tensor.shape[-1], dtype=torch.int32)
         found = (index[..., None].to(torch.int32) == column).any(-2)
         self._tensor = torch.where(found, float(value), self._tensor)
@@ -202,43 +185,43 @@ class IndexScores:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not callable(getattr(Tensor, name, None)):
             raise AttributeError(name)
-        return partial(_applied, getattr(Tensor, name), self)
+        return partial(_apply_function, getattr(Tensor, name), self)
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is torch.topk:
-            return args[0]._top(*args[1:], **(kwargs or {}))
-        return _applied(func, *args, **(kwargs or {}))
+            return args[0]._select_top(*args[1:], **(kwargs or {}))
+        return _apply_function(func, *args, **(kwargs or {}))
 
-    def _top(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    def _select_top(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
         if dim not in (-1, self._tensor.dim() - 1) or not largest:
-            refuse("index scores", f"selects the {'largest' if largest else 'smallest'} of dimension {dim}")
+            refuse_tensor_use("index scores", f"selects the {'largest' if largest else 'smallest'} of dimension {dim}")
         if self._tensor.dim() != 3 + self._of.by_head or self.shape[-1] != -(-self._source.columns // self._of.width):
-            refuse("index scores", f"selects of {list(self.shape)} of them")
+            refuse_tensor_use("index scores", f"selects of {list(self.shape)} of them")
         if self._of.mask is None and not self._of.hidden:
             raise UnsupportedModelError("it selects keys without a causal mask")
         scores = self._tensor[0].float()
-        return self._source.top(scores.transpose(0, 1) if self._of.by_head else scores[:, None], self._of, k)
+        return self._source.select_top(scores.transpose(0, 1) if self._of.by_head else scores[:, None], self._of, k)
 
 
-def _applied(func: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A function of scores, on tensors. A mask may be added to them, and then stands beside them."""
+def _apply_function(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Apply a function of scores to tensors. A mask may be added to them, and is kept next to them."""
     scores = next(each for each in args if isinstance(each, IndexScores))
     masks = [each for each in args if isinstance(each, CausalMask)]
     name = getattr(func, "__name__", str(func))
     if masks:
         if name not in ("add", "__add__", "__radd__") or scores._of.mask is not None:
-            refuse("index scores", f"passes them and its attention mask to {name}")
+            refuse_tensor_use("index scores", f"passes them and its attention mask to {name}")
         return IndexScores(scores._tensor, scores._source, replace(scores._of, mask=masks[0]))
     plain = (each._tensor if isinstance(each, IndexScores) else each for each in args)
     output = func(*plain, **kwargs)
     if not isinstance(output, Tensor):
-        refuse("index scores", f"passes them to {name}")
-    return IndexScores(output, scores._source, _known(scores, name, args[1:], kwargs))
+        refuse_tensor_use("index scores", f"passes them to {name}")
+    return IndexScores(output, scores._source, _note_history(scores, name, args[1:], kwargs))
 
 
-def _known(scores: IndexScores, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoresOf:
-    """What is known of scores after a function of them."""
+def _note_history(scores: IndexScores, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoresOf:
+    """Return the history of scores after a function of them."""
     if name == "masked_fill" and (*args[1:], kwargs.get("value"))[0] == -math.inf:
         return replace(scores._of, hidden=True)
     if name == "amax" and kwargs.get("dim", *args[:1]) in (-1, scores._tensor.dim() - 1):
@@ -246,12 +229,12 @@ def _known(scores: IndexScores, name: str, args: tuple[Any, ...], kwargs: dict[s
     return scores._of
 
 
-def _operator(name: str) -> Callable:
-    def operate(self: IndexScores, *others: Any) -> Any:
-        return _applied(getattr(Tensor, name), self, *others)
+def _make_operator(name: str) -> Callable:
+    def apply_operator(self: IndexScores, *others: Any) -> Any:
+        return _apply_function(getattr(Tensor, name), self, *others)
 
-    return operate
+    return apply_operator
 
 
 for _name in ("add", "radd", "mul", "rmul", "truediv", "neg", "matmul"):
-    setattr(IndexScores, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(IndexScores, f"__{_name}__", _make_operator(f"__{_name}__"))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indexers that transformers writes as a loop over tokens, whose shapes follow their positions: in a step, the same of all tokens at once.
+"""Indexers in a step: the cache that they hand keys to, and our functions for those that loop over pools of keys.
 
-Each is known by what it has: all that our function reads of it, and a forward that takes what ours does. `inspect_model` compares
-what that computes with the loop.
+Each indexer is known by its attributes and by what its forward takes. `inspect_model` compares what ours computes with the loop.
 """
 
 from __future__ import annotations
@@ -12,13 +11,71 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...masks import CausalMask
-from ...model_cache import IndexCache
+from ....errors import UnsupportedModelError
+from ...attention.masks import CausalMask
+from ...layer_numbers import plain_index
+from .index_keys import IndexBackend, IndexKeys
+
+
+class IndexCache:
+    """A cache that keeps index keys and nothing else."""
+
+    is_compileable = False
+
+    def __init__(self, index: IndexBackend) -> None:
+        self._index = index
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return sizes without a meaning: masks are made from positions."""
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Any, Any]:
+        return key, value
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> IndexKeys:
+        return IndexKeys.keep(self._index, plain_index(layer_idx), indexer_key_states)
+
+    @property
+    def layers(self) -> Any:
+        return IndexLayers(self)
+
+
+@dataclass(frozen=True)
+class IndexLayers:
+    """The layers of such a cache, by number."""
+
+    cache: IndexCache
+
+    def __getitem__(self, layer_idx: int) -> IndexLayer:
+        return IndexLayer(self.cache, layer_idx)
+
+
+@dataclass(frozen=True)
+class IndexLayer:
+    """A layer of the cache, as far as layers use it that select keys."""
+
+    cache: IndexCache
+    layer_idx: int
+
+    def update_index(self, idx_k: Tensor) -> IndexKeys:
+        return self.cache.update_indexer(idx_k, self.layer_idx)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedModelError(f"it reads .{name} of a layer of its cache")
 
 
 def _pools_by_mean(
@@ -28,7 +85,7 @@ def _pools_by_mean(
     attention_mask: CausalMask,
     past_key_values: IndexCache,
 ) -> Any:
-    """Selects pools of keys by the mean of each, turned to the place of its first one; and the keys of no complete pool.
+    """Select pools of keys by the mean of each, turned to the place of its first one; and the keys of no complete pool.
 
     Args:
         hidden_states: `[1, tokens, hidden]`.
@@ -41,18 +98,18 @@ def _pools_by_mean(
     cos, sin = (each[:, -tokens:] for each in position_embeddings)
     query = rotate(indexer.q_layernorm(query), cos=cos, sin=sin, unsqueeze_dim=2)
 
-    def finish(means: Tensor) -> Tensor:
+    def finish_pools(means: Tensor) -> Tensor:
         cos, sin = (each[:, : means.shape[1] * width : width] for each in position_embeddings)
         turned: Tensor = rotate(indexer.k_layernorm(means)[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
         return turned
 
-    pools = past_key_values.update_indexer(keys.squeeze(2), indexer.layer_idx).pooled(width, finish)
+    pools = past_key_values.update_indexer(keys.squeeze(2), indexer.layer_idx).pool_keys(width, finish_pools)
     scores: Any = torch.matmul(query.float(), pools.float().transpose(-1, -2).unsqueeze(1))  # type: ignore[arg-type]
     scores = torch.relu(scores).sum(dim=-2) / math.sqrt(indexer.index_head_dim)
     return (scores + attention_mask).topk(indexer.token_budget // width, dim=-1).indices
 
 
-# By what each function reads of an indexer, beside the rotation of its file.
+# By the attributes of an indexer that each function reads.
 _OURS: dict[tuple[str, ...], Callable[..., Any]] = {
     (
         "compress_ratio",
@@ -69,17 +126,17 @@ _OURS: dict[tuple[str, ...], Callable[..., Any]] = {
 
 
 def set_indexers(model: nn.Module) -> None:
-    """Has indexers of these mechanisms call our functions, where a step runs."""
+    """Make indexers of these mechanisms call our functions where a step runs."""
     for module in model.modules():
         for names, ours in _OURS.items():
             kind = type(module)
-            alike = all(hasattr(module, name) for name in names) and _taken(kind.forward) == _taken(ours)
+            alike = all(hasattr(module, name) for name in names) and _arguments_of(kind.forward) == _arguments_of(ours)
             if alike and not hasattr(kind.forward, "_without_step"):
                 kind.forward = _in_steps(kind.forward, ours)
 
 
-def _taken(function: Callable[..., Any]) -> list[str]:
-    """What a function takes beside the indexer."""
+def _arguments_of(function: Callable[..., Any]) -> list[str]:
+    """Return what a function takes after the indexer."""
     return list(inspect.signature(function).parameters)[1:]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the keys that a token sees have the largest scores, without a sort: for layers that attend to a few of them.
+"""A selection of the columns of the largest scores.
 
-Of equal scores at the edge the lowest column is taken first, so that what is selected is a function of scores and positions. A
-score that is not a number counts as infinite: who sees a broken token selects it, and gets NaN. No shape follows a value.
+Of equal scores at the edge the lowest column is taken first, so a selection is a function of scores and positions. A score that is not
+a number counts as infinite: a token that sees a broken one selects it, and gets NaN. No shape follows a value.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ _STEPS = FloatSteps(
 
 
 def select_largest(scores: Tensor, visible: Tensor, count: int) -> Tensor:
-    """`[rows, columns]` bool: the `count` visible columns of the largest scores, of equal ones the lowest; or all, if they are fewer.
+    """Return `[rows, columns]` bool: the `count` visible columns of the largest scores, of equal ones the lowest; or all, if they are fewer.
 
     Args:
-        scores: `[rows, columns]` float32; what stands in a column that is not visible has no effect.
+        scores: `[rows, columns]` float32; columns that are not visible have no effect.
         visible: `[rows, columns]` bool.
     """
     scores = torch.where(scores.isnan(), torch.inf, scores)
 
-    def found(lowest: Tensor) -> Tensor:
-        return _reach(visible[:, None] & (scores[:, None] >= lowest[..., None]), count)
+    def count_found(lowest: Tensor) -> Tensor:
+        return _reach_count(visible[:, None] & (scores[:, None] >= lowest[..., None]), count)
 
-    smallest = largest_float(found, scores[:, :1], _STEPS)
+    smallest = largest_float(count_found, scores[:, :1], _STEPS)
     above = visible & (scores > smallest)
     tied = visible & (scores >= smallest) & ~above
     room = count - above.float().sum(-1, keepdim=True)
     column = torch.arange(scores.shape[-1], dtype=torch.int32).float()
-    return above | (tied & (column < _bound(tied, column, room)))
+    return above | (tied & (column < _find_bound(tied, column, room)))
 
 
-def _reach(counted: Tensor, count: int) -> Tensor:
-    """`[rows, 1]`: in how many of `[rows, n, columns]` there are at least so many columns."""
+def _reach_count(counted: Tensor, count: int) -> Tensor:
+    """Return `[rows, 1]`: in how many of `[rows, n, columns]` there are at least `count` columns."""
     return (counted.float().sum(-1) >= count).float().sum(-1, keepdim=True)
 
 
-def _bound(tied: Tensor, column: Tensor, room: Tensor) -> Tensor:
-    """`[rows, 1]`: the largest number of first columns of which no more than `room [rows, 1]` are tied."""
+def _find_bound(tied: Tensor, column: Tensor, room: Tensor) -> Tensor:
+    """Return `[rows, 1]`: the largest number of first columns of which no more than `room [rows, 1]` are tied."""
     bound, unit = torch.zeros_like(room), 1
     while unit * _BASE <= tied.shape[-1]:
         unit *= _BASE

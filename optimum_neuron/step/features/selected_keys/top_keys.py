@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer has selected, on its way through the model's own code to attention."""
+"""Stand-ins for the keys that a layer selected."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ...masks import CausalMask, UnsupportedModelError
+from ....errors import UnsupportedModelError
+from ...attention.masks import CausalMask
+from ...stand_in import StandIn
 
 
-class TopKeys:
-    """Stands for the keys that a selection left to each token, until attention gets it; and for the blocks of keys.
+class TopKeys(StandIn):
+    """A stand-in for the keys, or blocks of keys, that a selection left to each token, until attention gets it.
 
     Attributes:
         selected: `[tokens, heads, columns]` bool, in which heads is 1 where all select the same; None: all that a token sees.
@@ -28,58 +30,51 @@ class TopKeys:
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        """As torch's top-k: values and indices."""
+        """Yield values and indices, as torch's top-k."""
         yield from (_TopScores(), self)
 
     def to(self, dtype: torch.dtype) -> TopKeys:
         return self
 
-    def narrowed(self, mask: CausalMask) -> CausalMask:
-        """A mask that leaves of what it left these keys."""
+    def narrow_mask(self, mask: CausalMask) -> CausalMask:
+        """Return a mask that leaves these keys of what it left."""
         return CausalMask(mask.window, mask.extra, self)
 
     def masked_fill(self, mask: object, value: int) -> TopKeys:
-        """Marks, by -1, those that code has hidden by minus infinity: none of them was selected."""
+        """Mark, by -1, those that code has hidden by minus infinity: none of them was selected."""
         if not isinstance(mask, _Hidden) or value != -1:
-            refuse("selected keys", f"fills them with {value}")
+            refuse_tensor_use("selected keys", f"fills them with {value}")
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        refuse("selected keys", f"reads .{name} of them")
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> NoReturn:
-        refuse("selected keys", f"passes them to {getattr(func, '__name__', func)}")
+    def refuse_use(self, use: str) -> NoReturn:
+        refuse_tensor_use("selected keys", use)
 
 
 class _Hidden:
-    """Tells those of selected keys whose scores are minus infinity."""
+    """The selected keys with scores of minus infinity."""
 
 
-class _TopScores:
-    """Stands for the scores of selected keys, which nobody reads but to find those that code has hidden."""
+class _TopScores(StandIn):
+    """A stand-in for the scores of selected keys, by which code may only find those that it has hidden."""
 
+    pronoun = "their scores"
     __hash__ = None  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> Any:
         if other != -math.inf:
-            refuse("selected keys", f"compares their scores with {other}")
+            refuse_tensor_use("selected keys", f"compares their scores with {other}")
         return _Hidden()
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        refuse("selected keys", f"reads .{name} of their scores")
+    def refuse_use(self, use: str) -> NoReturn:
+        refuse_tensor_use("selected keys", use)
 
 
 def selection_of(mask: object, arguments: Any) -> TopKeys | None:
-    """The selection in a layer's mask, or among what else it passes to attention beside its queries, keys and values."""
+    """Return the selection in a layer's mask, or among its other arguments to attention."""
     selection = mask.selection if isinstance(mask, CausalMask) else None
     return next((each for each in (selection, *arguments) if isinstance(each, TopKeys)), None)
 
 
-def refuse(of: str, what: str) -> NoReturn:
-    """Tells of code that computes with what stands for keys, scores or a selection as if it were a tensor."""
+def refuse_tensor_use(of: str, what: str) -> NoReturn:
+    """Raise UnsupportedModelError for code that computes with a stand-in as if it were a tensor."""
     raise UnsupportedModelError(f"it computes with its {of} in code of its own ({what})")

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from ....config import NeuronConfig
 from ....step.model_spec import ModelSpec
 from ....step.spec import DECODE, LOGPROBS, TensorSpec, row_counts, sampler_inputs
-from ....step.state_sizes import BY_TOKEN
-from ....step.state_specs import slot_state_specs, snapshot_specs, state_specs
+from ....step.state_specs import BY_TOKEN, slot_state_specs, snapshot_specs, state_specs
 from .io import CHOSEN, COPY_SLOT, KEEP_STATE, RESTORE_STATE, SAMPLERS, SCORES
 
 

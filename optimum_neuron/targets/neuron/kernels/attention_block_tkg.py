@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ....step import kv_cache
-from ....step.attention import MASKED, DecodeAttention, select_columns
-from ....step.attention_rows import AttentionRows
-from ....step.features.codes.coded_states import Stored
-from ....step.interface import AttentionCall
+from ....step.attention import kv_cache
+from ....step.attention.cached_attention import MASKED, DecodeAttention, select_columns
+from ....step.attention.call import AttentionCall
+from ....step.attention.coded_states import Stored
+from ....step.attention.rows import AttentionRows
 from .kernel import NKI, NKI_LIBRARY, EnumMember, Kernel, call_kernel, register
 
 
@@ -103,7 +103,7 @@ def attend_decodes(otherwise: DecodeAttention) -> DecodeAttention:
             return otherwise(call, group, query, keys, values, key, value)
         if not _is_supported(call, group, query, key, value):
             return otherwise(call, group, query, keys, values, key, value)
-        keys, values = (kv_cache.read(each, None, rows, group.context_length) for each in (keys, values))
+        keys, values = (kv_cache.read_cache(each, None, rows, group.context_length) for each in (keys, values))
         earlier = group.earlier(call.sliding_window, 0, group.context_length)[:, 0]
         # The kernel selects scores; weights of 0 it multiplies.
         values = select_columns(values, earlier)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....step import kv_cache
-from ....step.attention import MASKED, CacheAttention, select_columns
-from ....step.attention_rows import AttentionRows
-from ....step.features.codes.coded_states import Stored
-from ....step.interface import AttentionCall
+from ....step.attention import kv_cache
+from ....step.attention.cached_attention import MASKED, CacheAttention, select_columns
+from ....step.attention.call import AttentionCall
+from ....step.attention.coded_states import Stored
+from ....step.attention.rows import AttentionRows
 from .kernel import NKI, NKI_LIBRARY, Kernel, call_kernel, register
 
 
@@ -69,9 +69,11 @@ def attend_chunks(otherwise: CacheAttention) -> CacheAttention:
         if group.decodes or not _is_supported(call, group, keys, values):
             return otherwise(call, group, query, keys, values)
         seen = group.seen(None)
-        keys, values = (kv_cache.read(each, group.blocks, len(query), group.context_length) for each in (keys, values))
+        keys, values = (
+            kv_cache.read_cache(each, group.blocks, len(query), group.context_length) for each in (keys, values)
+        )
         # Zeros stand for what no token of a row sees. The key of a broken token stays, so that who sees it is NaN.
-        values = select_columns(values, seen & (kv_cache.broken(keys) == 0))
+        values = select_columns(values, seen & (kv_cache.broken_columns(keys) == 0))
         keys = select_columns(keys, seen)
         rows = [
             _attend_row(query[row] * call.scaling, keys[row], values[row], group.position_ids[row, :1])

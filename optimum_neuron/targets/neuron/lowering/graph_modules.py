@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ....step.kv_cache import KVCache
-from ....step.sampling.chosen import ChosenTokens
+from ....step.attention.kv_cache import KVCache
+from ....step.sampling.buffers import ChosenTokens, Scores
 from ....step.sampling.logprobs import logprobs_of_shard
-from ....step.sampling.scores import Scores
 from ....step.spec import TensorSpec
 from ..graphs.io import CACHE, SNAPSHOTS
 from ..graphs.state_graphs import StateGraph
@@ -46,7 +45,7 @@ class ScoreModule(nn.Module):
         if self.chosen is not None:
             sampling_params, uniforms, slots = inputs
             tokens = sample(logits, sampling_params, uniforms, self._first_token(), self._vocab_size, ranks)
-            self.chosen.keep(tokens, slots)
+            self.chosen.keep_tokens(tokens, slots)
             return (tokens,)
         (chosen,), outputs = inputs, self._graph.outputs
         count = outputs[-1].shape[1] if len(outputs[-1].shape) > 1 else 0
@@ -64,7 +63,7 @@ class ScoreModule(nn.Module):
 
 
 class SlotCopy(nn.Module):
-    """A copy as `step.kv_cache.copy_slot`, with slots and length as inputs: whole rows move, columns beyond the length stay."""
+    """A copy as `step.attention.kv_cache.copy_slot`, with slots and length as inputs: whole rows move, columns beyond the length stay."""
 
     def __init__(self, graph: StateGraph) -> None:
         super().__init__()

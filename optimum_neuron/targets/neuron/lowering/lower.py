@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ....step.kv_cache import KVCache
+from ....step.attention.kv_cache import KVCache
 from ....step.ops import StepOps
 from ....step.program import export_layers_once
-from ....step.sampling.scores import Scores
+from ....step.sampling.buffers import Scores
 from ....step.spec import GraphSpec, TensorSpec
 from ....step.step import example_inputs
 from ..graphs import hlo
@@ -73,7 +73,7 @@ def lower_step(
         ValueError: the graph computes something that no HLO module of ours can express.
     """
     if program is None:
-        program = export_layers_once(model, cache, spec, ops, Scores.of(spec, columns or vocab_size), decompose)
+        program = export_layers_once(model, cache, spec, ops, Scores.for_graph(spec, columns or vocab_size), decompose)
     graph = lower_program(program, spec.name, spec.kind, spec.inputs(), spec.outputs(vocab_size), world_size, sums)
     return replace(graph, io=replace(graph.io, spec=asdict(spec)))
 

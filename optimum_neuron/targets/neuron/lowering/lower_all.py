@@ -25,12 +25,12 @@ from ....artifact.weights import named_tensors
 from ....checkpoints.find import find_config
 from ....checkpoints.quantize.quantize import formats_of
 from ....config import NeuronConfig
-from ....parity.inspect import check_snapshots, inspect_model
-from ....step.kv_cache import KVCache
+from ....parity.inspect import inspect_model
+from ....step.attention.kv_cache import KVCache
 from ....step.model_spec import ModelSpec
 from ....step.ops import StepOps
 from ....step.program import export_layers_once
-from ....step.sampling.scores import Scores
+from ....step.sampling.buffers import Scores
 from ....step.spec import graph_specs
 from ....step.state_specs import state_specs
 from ..graphs.io import LoweredGraph
@@ -74,7 +74,7 @@ def lower_all(
     """
     ranks, specs = config.tensor_parallel_size, graph_specs(config)
     rank = rank_model(folder, config, tied_weights, trust_remote_code=trust_remote_code)
-    check_snapshots(rank.model, rank.spec, config)
+    rank.spec.check_snapshots(type(rank.model).__name__, config)
     cache = KVCache(state_specs(config, rank.spec))
     others = state_graphs(config, rank.spec, rank.vocab_size)
     with progress.stage("Lowering graphs", len(specs) + len(others)) as advance:
@@ -190,7 +190,7 @@ def trace_first(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -
     rank = _as_rank(empty, plan if plan.world_size > 1 else None, tied, config)
     cache = KVCache(state_specs(config, rank.spec))
     step = graph_specs(config)[0]
-    program = export_layers_once(rank.model, cache, step, rank.ops, Scores.of(step, rank.columns), decompose)
+    program = export_layers_once(rank.model, cache, step, rank.ops, Scores.for_graph(step, rank.columns), decompose)
     return FirstGraph(program, weight_layout(program))
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ....config import NeuronConfig
-from ....step.attention_rows import AttentionRows
-from ....step.features.codes.coded_states import Stored
-from ....step.interface import AttentionCall
-from ....step.kv_cache import write_rounded
+from ....step.attention.call import AttentionCall
+from ....step.attention.coded_states import Stored
+from ....step.attention.kv_cache import write_rounded
+from ....step.attention.rows import AttentionRows
 from ....step.ops import StepOps
 from ..kernels.registry import experts_with_kernels
 from ..operators import attention
@@ -38,7 +38,7 @@ def attend_decode(
 
 
 def write_cache(cache: Stored, states: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Write as `step.kv_cache.write`: one scatter of `head_dim` values per token and head; codes need another one for scales."""
+    """Write as `step.attention.kv_cache.write_tokens`: one scatter of `head_dim` values per token and head; codes need another one for scales."""
     write_rounded(_scatter, cache, states, rows, columns)
 
 

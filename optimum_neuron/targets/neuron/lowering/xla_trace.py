@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from ....step import collectives
 from ..graphs import hlo
 from ..kernels.kernel import KERNEL, KERNEL_CALL
 from ..kernels.registry import KERNELS
 from ..operators import codes as quantized_product
-from ..operators import sampler
+from ..operators import collectives, sampler
 from .decompositions import can_compute, compute_pairs, has_complex, has_pairs
 
 

@@ -14,14 +14,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ....step import kv_cache
-from ....step.attention import MASKED, MASKED_HALF, added_bias, compressed_of, select_columns, selected_of
-from ....step.attention_parts import merge_attention_states
-from ....step.attention_rows import AttentionRows
-from ....step.features.codes.coded_states import Stored, as_kept, numbers, weighted_sum
-from ....step.features.codes.coded_states import raw_scores as products
-from ....step.interface import AttentionCall
+from ....step.attention import kv_cache
+from ....step.attention.cached_attention import (
+    MASKED,
+    MASKED_HALF,
+    added_bias,
+    compressed_of,
+    select_columns,
+    selected_of,
+)
+from ....step.attention.call import AttentionCall
+from ....step.attention.coded_states import Stored, as_kept, numbers, weighted_sum
+from ....step.attention.coded_states import raw_scores as products
+from ....step.attention.rows import AttentionRows
 from ..sdk.hardware import CHIPS
+from .attention_parts import merge_attention_states
 
 
 # Float32 scores of a block. A third of a core's memory on any chip: its weights in the model's type take half as much, and
@@ -52,7 +59,7 @@ def attend_decode(
         `[rows, 1, heads, value_dim]`.
     """
     rows, kv_heads, _ = key.shape
-    keys, values = (kv_cache.read(each, group.blocks, rows, group.context_length) for each in (keys, values))
+    keys, values = (kv_cache.read_cache(each, group.blocks, rows, group.context_length) for each in (keys, values))
     _, width = score_block(query.shape[0] * query.shape[1], 1, group.context_length)
     query = by_kv_head(query, kv_heads)
 
@@ -80,7 +87,7 @@ def own_token(call: AttentionCall, query: Tensor, key: Stored, value: Stored) ->
 def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
     """Attend as `step.attention.attend_cache`, with scores of at most `SCORES_LIMIT` bytes at a time."""
     rows, heads, tokens, _ = query.shape
-    keys, values = (kv_cache.read(each, group.blocks, rows, group.context_length) for each in (keys, values))
+    keys, values = (kv_cache.read_cache(each, group.blocks, rows, group.context_length) for each in (keys, values))
     length, width = score_block(rows * heads, tokens, group.context_length)
     outputs = []
     for first in range(0, tokens, length):
@@ -102,7 +109,7 @@ def _with_compressed(call: AttentionCall, group: AttentionRows, query: Tensor, s
     if call.compressed is None:
         return state
     keys, attended = compressed_of(call.compressed, group)
-    kept = attended.any(1) & (kv_cache.broken(keys) == 0)
+    kept = attended.any(1) & (kv_cache.broken_columns(keys) == 0)
 
     def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         return attended[:, None, :, start:stop], kept[:, start:stop], None
@@ -141,7 +148,7 @@ def _visible_and_kept(call: AttentionCall, group: AttentionRows, keys: Stored) -
 
     def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         # A token of the row may see a broken one that another does not.
-        kept = group.seen(window, start, stop) & (kv_cache.broken(keys[:, :, start:stop]) == 0)
+        kept = group.seen(window, start, stop) & (kv_cache.broken_columns(keys[:, :, start:stop]) == 0)
         visible = selected_of(call, group.visible(window, start, stop), start)
         return visible, kept, _find_bias(call, group, start, stop)
 

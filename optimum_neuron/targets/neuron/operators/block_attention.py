@@ -13,14 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ....step import kv_cache
-from ....step.attention import MASKED
-from ....step.attention_parts import join_attention_states, merge_attention_states
-from ....step.features.codes.coded_states import Stored, as_kept
-from ....step.features.shared_blocks.owned_blocks import OwnedBlocks
-from ....step.interface import AttentionCall
+from ....step.attention import kv_cache
+from ....step.attention.cached_attention import MASKED
+from ....step.attention.call import AttentionCall
+from ....step.attention.coded_states import Stored, as_kept
+from ....step.attention.rows import OwnedBlocks
 from . import attention
 from .attention import State, attend_columns, by_kv_head, by_token, own_token, with_sinks
+from .attention_parts import join_attention_states, merge_attention_states
 
 
 def attend_blocks(
@@ -75,7 +75,7 @@ def _attend_past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: S
     if owned.shared_blocks is not None:
         keys, values = (each.index_select(0, owned.shared_blocks) for each in (keys, values))
         visible = owned.seen_shared(call.sliding_window, length)
-        kept = visible.any(1) & (kv_cache.broken(keys) == 0)
+        kept = visible.any(1) & (kv_cache.broken_columns(keys) == 0)
         every = query.permute(1, 2, 0, 3).flatten(1, 2)[None].expand(len(keys), -1, -1, -1)
         added = None if table is None else owned.added_bias_of_shared(table, length)
         state = attend_columns(call, every, keys, values, visible[:, None], kept, added)

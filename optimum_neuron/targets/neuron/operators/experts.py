@@ -50,8 +50,8 @@ def expert_layer(call: ExpertsCall) -> ExpertLayer:
         hidden=hidden,
         up=_count_params(up) // hidden,
         down=_count_params(call.down_weight) // hidden,
-        dtype=str(call.dtype).removeprefix("torch."),
-        itemsize=call.dtype.itemsize,
+        dtype=str(call.compute_dtype).removeprefix("torch."),
+        itemsize=call.compute_dtype.itemsize,
         code_bits=0 if isinstance(up, Tensor) else 4 if up.kind in PACKED else 8,
     )
 
@@ -74,7 +74,7 @@ def in_form(call: ExpertsCall, form: ExpertForm) -> Tensor:
 def _compute_gathered(call: ExpertsCall, form: ExpertForm) -> Tensor:
     """Return `[tokens * k, hidden]`: each entry by its own expert's weights, or by the first expert's where it goes nowhere."""
     index = torch.where(call.index < call.experts, call.index, 0).flatten()
-    inputs = call.hidden_states.to(call.dtype)[:, None].expand(*call.index.shape, -1).flatten(0, 1)[:, None]
+    inputs = call.hidden_states.to(call.compute_dtype)[:, None].expand(*call.index.shape, -1).flatten(0, 1)[:, None]
     return torch.cat([_apply_experts(call, inputs[start:end], index[start:end]) for start, end in form.parts]).flatten(
         0, 1
     )
@@ -93,7 +93,11 @@ def _in_blocks(call: ExpertsCall, form: ExpertForm) -> Tensor:
     place = torch.where(call.index.flatten() < call.experts, place, places + order)
     token = torch.arange(tokens, dtype=torch.int32)[:, None].expand(-1, per_token).flatten()
     taken = torch.zeros(places + tokens * per_token, dtype=torch.int32).index_put((place,), token)[:places]
-    inputs = call.hidden_states.to(call.dtype).index_select(0, taken).view(-1, form.rows, call.hidden_states.shape[-1])
+    inputs = (
+        call.hidden_states.to(call.compute_dtype)
+        .index_select(0, taken)
+        .view(-1, form.rows, call.hidden_states.shape[-1])
+    )
     outputs = [_apply_experts(call, inputs[: call.experts])]
     for start, end in form.parts:
         part = inputs[call.experts + start : call.experts + end]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, library
 
-from ....step.collectives import all_gather
 from ....step.sampling import sampler as sampling
+from .collectives import all_gather
 
 
 # All ranks' tensors side by side along dimension 1.

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ....step.sampling.chosen import slots_of_rows
+from ....step.sampling.buffers import slots_of_rows
 from ....step.sampling.sampler import TEMPERATURE
 from ....step.spec import DECODE, SAMPLING_PARAMS, UNIFORMS
 from ... import Executable

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ....step.model_cache import keeps_convolution
+from ....step.cache_needs import keeps_convolution
 from .blocks import Block
 from .plan import ShardedHeads, ShardPlan
 from .recurrences import RecurrentLayer

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from ....step.collectives import all_gather, all_reduce
 from ....step.features.codes.modules import QuantizedEmbedding, QuantizedLinear
 from ....step.ops import StepOps
+from ..operators.collectives import all_gather, all_reduce
 from ..operators.sampler import largest
 from .plan import RANK_BUFFER, ShardedHeads, ShardPlan
 from .rules import PADDING, Section

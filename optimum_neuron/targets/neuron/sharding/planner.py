@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from ....artifact.weights import named_tensors
 from ....errors import first_line
-from ....step.features.experts.expert_modules import is_experts
-from ....step.model_cache import CacheNeeds, keeps_convolution, keeps_keys, keeps_recurrence
+from ....step.cache_needs import CacheNeeds, keeps_convolution, keeps_keys, keeps_recurrence
+from ....step.features.codes.expert_weights import is_experts
 from .blocks import find_blocks
 from .codes import cut_quantized, make_plain
 from .layers import (
@@ -53,7 +53,7 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
     plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), _read_shapes(twin))
     if not isinstance(twin.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
         raise plan.make_refusal("its vocabulary is not one embedding and one linear output layer")
-    needs = CacheNeeds.of(model)
+    needs = CacheNeeds.read_code(model)
     if needs.biased or (needs.by_itself and any(map(keeps_keys, model.modules()))):
         raise plan.make_refusal("it attends in code of its own, and no rule cuts heads there")
     if needs.rates:

@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ....step.cache_needs import keeps_recurrence
 from ....step.features.own_code.layers_by_token import keeps_own_state
 from ....step.features.recurrence.recurrence import ScanCall
 from ....step.features.recurrence.recurrent_functions import set_recurrences
-from ....step.model_cache import keeps_recurrence
 from .plan import ShardedRecurrence
 from .recurrent_runs import LayerRun, RandomLayer, Unlimited, whole_numbers
 from .rules import Section, ShardRule, even

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ....step.features.own_code.own_run import name_of
-from ....step.features.recurrence.recurrence import ScanCall, ScanKind, scanning
-from ....step.masks import UnsupportedModelError
+from ....errors import UnsupportedModelError
+from ....step.features.convolution.state import ConvolutionState
+from ....step.features.recurrence.recurrence import ScanCall, ScanKind
+from ....step.features.recurrence.state import RecurrentState
+from ....step.serving import Backends, serving
+from ....step.stand_in import name_of
 from .blocks import fill_module, random_numbers
 from .trace import ModelTrace
 
@@ -48,9 +51,9 @@ class LayerRun:
     read: dict[tuple[str, str], int] = field(default_factory=dict)
     layer_idx: int | None = None
 
-    def enter(self, layer_idx: Any) -> None: ...
+    def enter_layer(self, layer_idx: Any) -> None: ...
 
-    def leave(self, layer_idx: Any) -> None: ...
+    def leave_layer(self, layer_idx: Any) -> None: ...
 
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
         if kind == "selective_scan":
@@ -114,7 +117,8 @@ class RandomLayer:
                     lambda _, args, kwargs, output, path=path: seen.norms.update({path: ((args, kwargs), output)}),
                     with_kwargs=True,
                 )
-        with torch.set_grad_enabled(gradients), scanning(seen, _NoConvolutions()), _noting_reads(module, seen):
+        backends = Backends({RecurrentState: seen, ConvolutionState: _NoConvolutions()})
+        with torch.set_grad_enabled(gradients), serving(backends), _noting_reads(module, seen):
             module(*self._args, **self._kwargs)
         return seen, module
 
@@ -130,7 +134,7 @@ class _NoConvolutions:
     def convolve(self, *_: Any) -> Tensor:
         raise UnsupportedModelError("it convolves apart from its cache")
 
-    before = convolve
+    read_before = convolve
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ....step.attention.call import AttentionCall
+from ....step.cache_needs import CacheNeeds
 from ....step.features.selected_keys.index_keys import KeySource, ScoresOf
-from ....step.features.selected_keys.slot_index import AllKeys
-from ....step.interface import AttentionCall
-from ....step.model_cache import CacheNeeds, IndexCache
+from ....step.features.selected_keys.indexers import IndexCache
 
 
 _TOKENS = 2
@@ -82,14 +82,14 @@ class ModelTrace:
 
 
 @dataclass(frozen=True)
-class _TracedKeys(AllKeys):
+class _TracedKeys(KeySource):
     """Keys that count the heads that select."""
 
     trace: ModelTrace
 
-    def top(self, scores: Tensor, of: ScoresOf, count: int) -> Any:
+    def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> Any:
         self.trace.selecting_heads = max(self.trace.selecting_heads, scores.shape[1])
-        return super().top(scores, of, count)
+        return super().select_top(scores, of, count)
 
 
 class _Recorder:
@@ -163,7 +163,7 @@ def trace_model(model: PreTrainedModel) -> ModelTrace:
     """Run a data-free copy under a FakeTensorMode; what its code raises on these shapes passes through."""
     recorder = _Recorder(model)
     tokens = torch.arange(_TOKENS, dtype=torch.int32)[None]
-    cache = {"past_key_values": IndexCache(recorder)} if CacheNeeds.of(model).indexes else {}
+    cache = {"past_key_values": IndexCache(recorder)} if CacheNeeds.read_code(model).indexes else {}
     try:
         with torch.no_grad(), Reductions(recorder.note_reduction):
             logits = model(

@@ -33,21 +33,24 @@ from torch import Tensor
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.core import PromptPiece
-from optimum_neuron.parity.few_keys import few_keys
-from optimum_neuron.parity.inspect import check_compressions, inspect_model, look_at
+from optimum_neuron.errors import UnsupportedModelError
+from optimum_neuron.parity.conditions import few_keys
+from optimum_neuron.parity.inspect import check_states, inspect_model, look_at
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.step import attention_rows
+from optimum_neuron.step.attention import rows as attention_rows
+from optimum_neuron.step.attention.call import CompressedKeys
+from optimum_neuron.step.attention.masks import CausalMask
 from optimum_neuron.step.features.compressed_keys.compression import (
-    CompressedKeys,
     CompressingLayers,
     GroupKeys,
     GroupWindows,
     split_joined,
 )
 from optimum_neuron.step.features.compressed_keys.slot_groups import SlotGroupKeys
+from optimum_neuron.step.features.compressed_keys.state import CompressedKeyState
 from optimum_neuron.step.features.selected_keys.index_keys import ScoresOf
-from optimum_neuron.step.masks import CausalMask, UnsupportedModelError
-from optimum_neuron.step.model_spec import Compression, ModelSpec
+from optimum_neuron.step.features.selected_keys.state import IndexKeyState
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
@@ -176,12 +179,12 @@ def test_who_sees_the_key_of_a_broken_token_is_not_finite_and_nobody_else() -> N
 
 
 def test_what_a_model_keeps_is_found_by_running_it() -> None:
-    assert spec().compressions == (
-        Compression(1, 0, rate=4, spans=2, width=64, key_dim=16),
-        Compression(1, 1, rate=4, spans=2, width=64, key_dim=16),
-        Compression(2, 0, rate=8, spans=1, width=32, key_dim=16),
+    assert spec().states_of(CompressedKeyState) == (
+        CompressedKeyState(1, 0, rate=4, spans=2, width=64, key_dim=16),
+        CompressedKeyState(1, 1, rate=4, spans=2, width=64, key_dim=16),
+        CompressedKeyState(2, 0, rate=8, spans=1, width=32, key_dim=16),
     )
-    assert not spec().reuses_prefixes and not spec().selections
+    assert not spec().reuses_prefixes and not spec().states_of(IndexKeyState)
     assert ModelSpec.from_dict(json.loads(json.dumps(spec().to_dict()))) == spec()
     config = tiny_config(prefill_chunk_size=10, ctx_batch_size=2, sequence_length=32, context_buckets=None)
     shapes = {state.name.removeprefix("kv_cache."): state.shape for state in state_specs(config, spec())}
@@ -237,11 +240,11 @@ def test_what_does_not_go_with_compressed_keys_is_refused() -> None:
         "context_buckets": (128,),
         "output_logits": False,
     }
-    check_compressions(cached(), spec(), tiny_config(**sizes))
+    check_states(cached(), spec(), tiny_config(**sizes))
     with pytest.raises(
         ValueError, match=r"2 layers of DeepseekV4ForCausalLM keep compressed keys, .*kv_block_size=64"
     ):
-        check_compressions(cached(), spec(), tiny_config(target="hlo", **sizes))
+        check_states(cached(), spec(), tiny_config(target="hlo", **sizes))
 
 
 def test_generated_texts_are_those_of_transformers_and_its_cache(tmp_path: Path) -> None:
@@ -296,7 +299,7 @@ class _Groups:
         assert keys.shape == (3, 4)
         return self
 
-    def attended(self) -> CompressedKeys:
+    def attended_keys(self) -> CompressedKeys:
         return CompressedKeys(torch.ones(4, 1, 5, 4), 4)
 
 
@@ -361,4 +364,4 @@ def test_a_layer_that_is_looked_at_makes_a_key_of_each_group(monkeypatch: pytest
 def test_a_selection_of_compressed_keys_takes_no_mask() -> None:
     layer = CompressingLayers(_Groups(), {0: 4})[0]  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="selects compressed keys by other scores"):
-        SlotGroupKeys(None, layer, None).top(torch.ones(3, 1, 5), ScoresOf(CausalMask(None)), 2)  # type: ignore[arg-type]
+        SlotGroupKeys(None, layer, None).select_top(torch.ones(3, 1, 5), ScoresOf(CausalMask(None)), 2)  # type: ignore[arg-type]

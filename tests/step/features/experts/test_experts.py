@@ -34,9 +34,9 @@ from optimum_neuron.kernels.lower.lower import lower
 from optimum_neuron.kernels.steps.steps import Experts, TorchCall
 from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.step.features.experts.expert_modules import is_experts
+from optimum_neuron.step.attention.kv_cache import KVCache
+from optimum_neuron.step.features.codes.expert_weights import is_experts
 from optimum_neuron.step.features.experts.experts import ExpertsCall, active_experts, dense_experts
-from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.ops import DEFAULT_OPS, EAGER_OPS
 from optimum_neuron.step.program import export_graph
 from optimum_neuron.step.spec import graph_specs

@@ -15,9 +15,10 @@ from helpers import artifact_runner, decode_rows, eager_runner, export_tiny, pre
 from torch import Tensor, nn
 
 from optimum_neuron.core import PromptPiece
-from optimum_neuron.parity.inspect import check_blocks, inspect_model
+from optimum_neuron.parity.inspect import check_states, inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.step.model_cache import CacheNeeds
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.cache_needs import CacheNeeds
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.state_specs import state_specs
 
@@ -38,7 +39,7 @@ PLACES = (((0, 1, 2), (3, 4, 5)), ((7, 0, 5), (2, 6, 1)), ((3, 6, 1), (0, 7, 4))
 @cache
 def model_of(name: str) -> tuple[nn.Module, ModelSpec]:
     model = graph_model(name, torch.float32)
-    assert CacheNeeds.of(model).by_itself
+    assert CacheNeeds.read_code(model).by_itself
     return model, inspect_model(model)
 
 
@@ -125,7 +126,10 @@ def test_the_cpu_target_gathers_them_too_and_the_export_says_so(
     assert "gather" not in caplog.text
     with caplog.at_level(logging.WARNING):
         blocks = export_tiny(tmp_path / "checkpoint", tmp_path / "blocks", **BLOCKS, target="cpu")
-    assert f"{len(spec.layers)} layers of CodeGenForCausalLM gather their blocks in each step" in caplog.text
+    assert (
+        f"{len(spec.states_of(KeyValueState))} layers of CodeGenForCausalLM gather their blocks in each step"
+        in caplog.text
+    )
     expected = answers(artifact_runner(slots), PIECES[0])
     runner = artifact_runner(blocks)
     for case in range(len(PLACES)):
@@ -135,4 +139,4 @@ def test_the_cpu_target_gathers_them_too_and_the_export_says_so(
 def test_blocks_that_would_attend_where_they_lie_are_refused_for_code_that_needs_slots() -> None:
     words = "CodeGenForCausalLM attends by code of its own, .*target='hlo' .*leave out kv_block_size=64"
     with pytest.raises(ValueError, match=words):
-        check_blocks(model_of("codegen")[0], tiny_config(**BLOCKS, target="hlo"))
+        check_states(*model_of("codegen"), tiny_config(**BLOCKS, target="hlo"))

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from optimum_neuron.errors import UnsupportedModelError
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.features.convolution.convolution import SlotConvolutions
 from optimum_neuron.step.features.own_code.layers_by_token import set_own_states
-from optimum_neuron.step.features.recurrence.recurrence import LayerOfScan, ScanCall, ScanKind
-from optimum_neuron.step.kv_cache import KVCache
-from optimum_neuron.step.masks import UnsupportedModelError
-from optimum_neuron.step.model_cache import Backends, StepCache
+from optimum_neuron.step.features.recurrence.recurrence import RecurrenceBackend, ScanCall, ScanKind
+from optimum_neuron.step.model_spec import KINDS
+from optimum_neuron.step.serving import Backends, serving
 from optimum_neuron.step.spec import TensorSpec
+from optimum_neuron.step.step_cache import StepCache
 
 
 TOKENS, HEADS, DIM = 5, 2, 4
@@ -24,7 +26,7 @@ SIZE = HEADS * DIM
 Body = Callable[[Tensor, Any], tuple[Any, Any]]
 
 
-class Noting(LayerOfScan):
+class Noting(RecurrenceBackend):
     """Backends of all kinds, which keep what they are asked for."""
 
     def __init__(self) -> None:
@@ -33,11 +35,11 @@ class Noting(LayerOfScan):
         self.inputs: list[tuple[int, int, Tensor, int]] = []
 
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
-        self.number()
+        self.number_scan()
         self.calls.append((kind, call))
         return call.value + 100
 
-    def before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
+    def read_before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
         self.inputs.append((layer_idx, index, inputs, past))
         return torch.arange(past).expand(TOKENS, inputs.shape[1], past) + 100.0
 
@@ -103,11 +105,11 @@ class Attributes(nn.Module):
 
 def run(layer: nn.Module, hidden: Tensor, *, cached: bool = True) -> tuple[Any, Noting]:
     noting: Any = Noting()
-    backends = Backends(noting, noting, noting, noting, noting)
+    backends = Backends(dict.fromkeys(KINDS, noting))
     if cached:
         set_own_states(layer)
     arguments = {"past_key_values": StepCache(0, None, backends, {})} if cached else {}
-    with torch.no_grad(), backends.serving(torch.arange(TOKENS)):
+    with torch.no_grad(), serving(backends, torch.arange(TOKENS)):
         return layer(hidden, **arguments), noting
 
 
@@ -236,7 +238,7 @@ def test_other_uses_of_a_state_are_refused_by_name(body: Body, reason: str, hidd
 def test_inputs_before_a_token_are_those_of_its_slot() -> None:
     """Of a slot in two steps beside another, that another request had before."""
     cache = KVCache([TensorSpec("kv_cache.conv_0_0", (3, 3, 2), "float32")])
-    cache.convolution(0, 0).fill_(torch.nan)
+    cache.get_state("conv", 0, 0).fill_(torch.nan)
     text = torch.randn(7, 2)
     padded, found = torch.cat([torch.zeros(3, 2), text]), []
     for start, stop in ((0, 2), (2, 7)):
@@ -244,7 +246,7 @@ def test_inputs_before_a_token_are_those_of_its_slot() -> None:
         slots = torch.tensor([1] * count + [0, 2], dtype=torch.int32)
         columns = torch.tensor([*range(start, stop), start, 9], dtype=torch.int32)
         inputs = torch.cat([text[start:stop], torch.full((2, 2), torch.nan)])
-        before = SlotConvolutions(cache, slots, columns).before(0, 0, inputs.t()[None], 3)
+        before = SlotConvolutions(cache, slots, columns).read_before(0, 0, inputs.t()[None], 3)
         found.append(before[:count])
     assert torch.equal(torch.cat(found), padded.unfold(0, 3, 1)[:7])
-    assert torch.equal(cache.convolution(0, 0)[1], text[-3:])
+    assert torch.equal(cache.get_state("conv", 0, 0)[1], text[-3:])

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.step.attention.kv_cache import KVCache, write_indices
+from optimum_neuron.step.attention.rows import actual_tokens_mask
 from optimum_neuron.step.features.recurrence.recurrence import (
     SCAN_KINDS,
     ScanCall,
@@ -21,14 +23,12 @@ from optimum_neuron.step.features.recurrence.recurrence import (
     ScanRows,
     ScanState,
     SlotScans,
-    recurrence_of,
 )
 from optimum_neuron.step.features.recurrence.scan_grid import walk
-from optimum_neuron.step.kv_cache import KVCache, write_indices
+from optimum_neuron.step.features.recurrence.state import RecurrentState
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.ops import DEFAULT_OPS
 from optimum_neuron.step.state_specs import state_specs
-from optimum_neuron.step.step import actual_tokens_mask
 
 
 SLOTS, HEADS, KEY, VALUE = 3, 4, 8, 6
@@ -74,7 +74,8 @@ class Steps:
 
     def __post_init__(self) -> None:
         call = text(self.kind, 1)
-        spec = ModelSpec(9, (), (), (recurrence_of(0, 0, call),), num_embeddings=9)
+        state = RecurrentState(0, 0, call.heads, call.key.shape[2], call.value.shape[2], call.width)
+        spec = ModelSpec(9, (state,), num_embeddings=9)
         # The block follows from the chunk size of a config.
         config = NeuronConfig(
             batch_size=SLOTS, sequence_length=1024, prefill_chunk_size=self.block, dtype="float32", ctx_batch_size=1
@@ -118,10 +119,10 @@ class Steps:
         ]
         indices = [torch.cat(each) for each in zip(*writes, strict=True)]
         self.last_rows = ScanRows(
-            *indices, decode[:, 0], chunk, actual_tokens_mask(chunk), slots, self.cache.scanned_tokens
+            *indices, decode[:, 0], chunk, actual_tokens_mask(chunk), slots, self.cache.find_state("scanned")
         )
         scans = SlotScans(self.cache, self.last_rows, {kind: getattr(DEFAULT_OPS, kind) for kind in SCAN_KINDS})
-        scans.enter(0)
+        scans.enter_layer(0)
         return scans.scan(self.scan, call)
 
     def prefill(self, slot: int, call: ScanCall, pieces: list[int], start: int = 0) -> Tensor:
@@ -134,7 +135,11 @@ class Steps:
         return torch.cat(outputs)
 
     def states(self, slot: int) -> list[Tensor]:
-        return [each[slot].clone() for each in self.cache.recurrence(0, 0) if each is not None]
+        return [
+            each[slot].clone()
+            for role in RecurrentState.roles
+            if (each := self.cache.find_state(role, 0, 0)) is not None
+        ]
 
 
 def joined(calls: list[ScanCall]) -> ScanCall:

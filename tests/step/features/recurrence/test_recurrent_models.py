@@ -33,11 +33,13 @@ from optimum_neuron.core import PromptPiece
 from optimum_neuron.parity import comparison_runs, parity
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.cache_needs import CacheNeeds
 from optimum_neuron.step.features.experts.experts import set_experts
 from optimum_neuron.step.features.recurrence import recurrent_functions
 from optimum_neuron.step.features.recurrence.recurrence import ScanCall
-from optimum_neuron.step.model_cache import CacheNeeds
-from optimum_neuron.step.model_spec import ModelSpec, RecurrentState
+from optimum_neuron.step.features.recurrence.state import RecurrentState
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.state_specs import state_specs
 
 
@@ -86,7 +88,10 @@ def test_logits_are_transformers_behind_prompts_longer_than_a_block(kind: str) -
     assert float(exact.std()) > 100 * noise
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in ("gated delta", "vectors") else pytest.param(kind, marks=pytest.mark.full) for kind in CONFIGS],
+)
 def test_no_cut_or_neighbor_changes_a_bit_in_chunks_of_any_size(kind: str) -> None:
     text, other = random_tokens(21, seed=2), random_tokens(60, seed=3)
 
@@ -132,22 +137,27 @@ def test_a_request_starts_from_nothing_whatever_its_slot_holds(kind: str) -> Non
 
 def test_what_a_model_keeps_is_found_by_running_it() -> None:
     spec = inspect_model(model("gated delta"))
-    assert spec.recurrences == (RecurrentState(0, 0, 4, 16, 8, 4 * (16 + 8 + 1 + 1)),)
-    assert [each.layer_idx for each in spec.layers] == [1] and not spec.reuses_prefixes
+    assert spec.states_of(RecurrentState) == (RecurrentState(0, 0, 4, 16, 8, 4 * (16 + 8 + 1 + 1)),)
+    assert [each.layer_idx for each in spec.states_of(KeyValueState)] == [1] and not spec.reuses_prefixes
     assert ModelSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
     config = NeuronConfig(batch_size=3, sequence_length=64, prefill_chunk_size=24, dtype="bfloat16")
     states = {state.name.removeprefix("kv_cache."): (state.shape, state.dtype) for state in state_specs(config, spec)}
     assert states["state_0_0"] == states["anchor_0_0"] == ((4, 4, 16, 8), "float32")
     assert states["tail_0_0"] == ((4, 16, 104), "float32") and states["scanned"] == ((4,), "int32")
     assert states["conv_0_0"] == ((4, 3, 96), "bfloat16")
-    by_channel, selective = (inspect_model(model(kind)).recurrences[0] for kind in ("by channel", "selective"))
+    by_channel, selective = (
+        inspect_model(model(kind)).states_of(RecurrentState)[0] for kind in ("by channel", "selective")
+    )
     assert by_channel.width == 4 * (16 + 16 + 16 + 1)
     assert (selective.heads, selective.key_dim, selective.value_dim) == (1, 8, 128)
 
 
 def test_a_model_of_recurrences_alone_needs_no_attention() -> None:
     spec = inspect_model(model("state space"))
-    assert not spec.layers and [state.layer_idx for state in spec.recurrences] == [0, 1]
+    assert not spec.states_of(KeyValueState) and [state.layer_idx for state in spec.states_of(RecurrentState)] == [
+        0,
+        1,
+    ]
 
 
 def test_outside_of_steps_transformers_computes_with_its_own_functions() -> None:
@@ -182,14 +192,14 @@ def test_limits_of_a_time_step_are_not_rounded_to_the_type_of_the_model() -> Non
 
 def test_a_recurrence_that_is_computed_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only behind a block: the first comparison sees none of it."""
-    compared = parity._compared
+    compared = parity._measure_difference
     calls = []
 
     def note(*args: Any) -> tuple[float, float]:
         calls.append(compared(*args))
         return calls[-1]
 
-    monkeypatch.setattr(parity, "_compared", note)
+    monkeypatch.setattr(parity, "_measure_difference", note)
     inspect_model(model("gated delta"))
     assert len(calls) == 2 and all(difference <= tolerance for difference, tolerance in calls)
     scan = comparison_runs.EAGER_OPS.delta_rule
@@ -208,7 +218,7 @@ def test_a_recurrence_that_is_computed_otherwise_is_refused(monkeypatch: pytest.
 def test_states_of_code_of_a_models_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = model("gated delta")
     mixer = type(made.model.layers[0].linear_attn)
-    assert CacheNeeds.of(made).convolves
+    assert CacheNeeds.read_code(made).convolves
     forward = mixer.forward
 
     def other(self: Any, *args: Any, cache_params: Any = None, **kwargs: Any) -> Any:

@@ -29,25 +29,26 @@ from selecting import cut_in_pieces, logits_in_pieces, make_checkpoint, referenc
 from torch import Tensor
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.parity.few_keys import few_keys
+from optimum_neuron.errors import UnsupportedModelError
+from optimum_neuron.parity.conditions import few_keys
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.step.attention_rows import AttentionRows
+from optimum_neuron.step.attention.kv_cache import KVCache, write_tokens
+from optimum_neuron.step.attention.rows import AttentionRows
 from optimum_neuron.step.features.selected_keys import slot_index
 from optimum_neuron.step.features.selected_keys.index_keys import IndexKeys, IndexScores, ScoresOf
 from optimum_neuron.step.features.selected_keys.indexers import set_indexers
 from optimum_neuron.step.features.selected_keys.selection import select_largest
+from optimum_neuron.step.features.selected_keys.state import IndexKeyState
 from optimum_neuron.step.features.selected_keys.top_keys import TopKeys
-from optimum_neuron.step.kv_cache import KVCache, write
-from optimum_neuron.step.masks import UnsupportedModelError
-from optimum_neuron.step.model_spec import KeySelection, ModelSpec
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import TensorSpec
 from optimum_neuron.step.state_specs import state_specs
 
 
 # Three blocks of four keys for each head with keys, the token's own among them; three pools of four, and what is behind the last.
 KINDS = ("minimax_m3_vl_text", "qwen4_exp_text")
-SELECTIONS = {"minimax_m3_vl_text": KeySelection(1, 16, 12, 4), "qwen4_exp_text": KeySelection(1, 16, 15, 4)}
+SELECTIONS = {"minimax_m3_vl_text": IndexKeyState(1, 16, 12, 4), "qwen4_exp_text": IndexKeyState(1, 16, 15, 4)}
 GROUPS, PROMPT = 3, 26
 
 
@@ -156,7 +157,7 @@ def test_a_selection_that_leaves_nothing_out_is_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     spec, selection = specs[kind], SELECTIONS[kind]
-    assert spec.selections == (selection,) and ModelSpec.from_dict(spec.to_dict()) == spec
+    assert spec.states_of(IndexKeyState) == (selection,) and ModelSpec.from_dict(spec.to_dict()) == spec
 
     def kept(length: int) -> list[str]:
         config = tiny_config(sequence_length=length, context_buckets=None, prefill_chunk_size=2, ctx_batch_size=1)
@@ -230,8 +231,8 @@ def test_the_cpu_target_selects_the_same(kind: str, checkpoints: dict[str, Path]
 def test_what_code_hides_is_not_selected_and_what_it_shows_only_where_a_token_sees_it() -> None:
     cache = KVCache([TensorSpec("kv_cache.index_0", (2, 1, 8, 4), "float32")])
     rows, slots, columns = AttentionRows(torch.tensor([[4, 5]]), None, 8), torch.zeros(2), torch.tensor([4, 5])
-    index = slot_index.SlotIndex(cache, slots.int(), columns.int(), [rows], write, decodes_apart=False)
-    keys: Any = IndexKeys.kept(index, 0, torch.ones(1, 1, 2, 4)).transpose(-1, -2)
+    index = slot_index.SlotIndex(cache, slots.int(), columns.int(), [rows], write_tokens, decodes_apart=False)
+    keys: Any = IndexKeys.keep(index, 0, torch.ones(1, 1, 2, 4)).transpose(-1, -2)
     scores: Any = torch.ones(1, 2, 2, 4) @ keys
     hidden = scores.masked_fill(torch.arange(8) < 2, -torch.inf)  # and not what comes later
     selected = hidden.view(1, 2, 2, 4, 2).amax(dim=-1).topk(3, dim=-1).indices.selected
@@ -247,16 +248,16 @@ class _Keys:
         assert keys.shape == (3, 4)
         return self
 
-    def products(self, query: Tensor) -> Tensor:
+    def multiply_query(self, query: Tensor) -> Tensor:
         return query.sum(-1, keepdim=True).expand(*query.shape[:2], 5)
 
-    def top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
+    def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
         assert scores.shape == (3, 2, 3) and of == ScoresOf(hidden=True, width=2, by_head=True)
         return TopKeys(scores == scores.amax(-1, keepdim=True))
 
 
 def blocks_of_scores() -> IndexScores:
-    keys = IndexKeys.kept(_Keys(), 0, torch.ones(1, 1, 3, 4))
+    keys = IndexKeys.keep(_Keys(), 0, torch.ones(1, 1, 3, 4))
     assert keys.shape == (1, 1, 5, 4)
     scores: Any = torch.ones(1, 2, 3, 4) @ keys.float().transpose(-1, -2)  # type: ignore[operator]
     hidden = scores.masked_fill(torch.arange(5) > torch.arange(3)[:, None], -torch.inf)
@@ -292,7 +293,7 @@ def test_other_uses_are_refused(use: Callable[[Any], object], reason: str) -> No
 
 
 def test_scores_of_which_nothing_is_hidden_are_refused() -> None:
-    keys = IndexKeys.kept(_Keys(), 0, torch.ones(1, 1, 3, 4))
+    keys = IndexKeys.keep(_Keys(), 0, torch.ones(1, 1, 3, 4))
     scores: Any = torch.ones(1, 2, 3, 4) @ keys.transpose(-1, -2)  # type: ignore[operator]
     with pytest.raises(UnsupportedModelError, match="selects keys without a causal mask"):
         scores.topk(2)

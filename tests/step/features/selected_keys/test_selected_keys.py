@@ -31,14 +31,16 @@ from selecting import SELECTED, cut_in_pieces, logits_in_pieces, make_checkpoint
 from torch import Tensor
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.parity.few_keys import few_keys
-from optimum_neuron.parity.inspect import check_selections, inspect_model
+from optimum_neuron.errors import UnsupportedModelError
+from optimum_neuron.parity.conditions import few_keys
+from optimum_neuron.parity.inspect import check_states, inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.attention.masks import CausalMask
 from optimum_neuron.step.features.selected_keys.index_keys import IndexKeys, IndexScores, ScoresOf
 from optimum_neuron.step.features.selected_keys.selection import select_largest
+from optimum_neuron.step.features.selected_keys.state import IndexKeyState
 from optimum_neuron.step.features.selected_keys.top_keys import TopKeys
-from optimum_neuron.step.masks import CausalMask, UnsupportedModelError
-from optimum_neuron.step.model_spec import KeySelection, ModelSpec
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.state_specs import state_specs
 
 
@@ -142,7 +144,7 @@ def test_a_selection_that_leaves_nothing_out_is_left_out(
         artifact = Artifact.open(export_tiny(folder, tmp_path / "artifact"))
     layers = 2 if kind == "deepseek_v32" else 1
     assert f"{layers} layers of" in caplog.text and "select 64, and no text has more than 64 tokens" in caplog.text
-    assert [each.always for each in artifact.model.selections] == [LENGTH] * layers
+    assert [each.always for each in artifact.model.states_of(IndexKeyState)] == [LENGTH] * layers
     assert not [state for state in state_specs(artifact.config, artifact.model) if ".index_" in state.name]
     model, ids = load_model(folder), random_tokens(PROMPT, seed=5)
     logits = prefill_pieces(eager_runner(model, tiny_config(), spec=artifact.model), 0, ids, [16, 16])
@@ -156,7 +158,7 @@ def test_a_selection_that_leaves_nothing_out_is_left_out(
 
 def test_one_token_more_than_is_always_attended_to_needs_index_keys(specs: dict[str, ModelSpec]) -> None:
     spec = specs["glm_moe_dsa"]
-    assert spec.selections == (KeySelection(0, 16, SELECTED),) and spec.reuses_prefixes
+    assert spec.states_of(IndexKeyState) == (IndexKeyState(0, 16, SELECTED),) and spec.reuses_prefixes
     assert ModelSpec.from_dict(spec.to_dict()) == spec
 
     def kept(length: int) -> list[str]:
@@ -174,11 +176,11 @@ def test_blocks_that_attend_in_place_are_refused(models: dict[str, Any], specs: 
         "output_logits": False,
     }
     model, spec = models["deepseek_v32"], specs["deepseek_v32"]
-    assert check_selections(model, spec, tiny_config(**sizes)) == []
+    check_states(model, spec, tiny_config(**sizes))
     with pytest.raises(
         ValueError, match="2 layers of DeepseekV32ForCausalLM select 8 keys of up to sequence_length=128, and on"
     ):
-        check_selections(model, spec, tiny_config(target="hlo", **sizes))
+        check_states(model, spec, tiny_config(target="hlo", **sizes))
 
 
 def test_blocks_give_the_bits_of_slots(models: dict[str, Any], specs: dict[str, ModelSpec]) -> None:
@@ -252,10 +254,10 @@ class _Keys:
         assert keys.shape == (3, 4)
         return self
 
-    def products(self, query: Tensor) -> Tensor:
+    def multiply_query(self, query: Tensor) -> Tensor:
         return query.sum(-1, keepdim=True).expand(*query.shape[:2], 5)
 
-    def top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
+    def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
         return TopKeys(scores > 0)
 
 
@@ -281,14 +283,14 @@ def standing() -> Iterator[tuple[Callable[[Any, Any], object], str]]:
 
 @pytest.mark.parametrize(("use", "reason"), list(standing()))
 def test_other_uses_are_refused(use: Callable[[Any, Any], object], reason: str) -> None:
-    keys = IndexKeys.kept(_Keys(), 0, torch.ones(1, 3, 4))
+    keys = IndexKeys.keep(_Keys(), 0, torch.ones(1, 3, 4))
     scores = IndexScores(torch.ones(1, 3, 5), _Keys())
     with pytest.raises((UnsupportedModelError, TypeError), match=reason):
         use(keys, scores)
 
 
 def test_the_code_of_a_layer_computes_with_scores_as_with_tensors() -> None:
-    query, keys = torch.ones(1, 3, 2, 4), IndexKeys.kept(_Keys(), 0, torch.ones(1, 3, 4))
+    query, keys = torch.ones(1, 3, 2, 4), IndexKeys.keep(_Keys(), 0, torch.ones(1, 3, 4))
     products = torch.matmul(query.float(), keys.transpose(-1, -2).float().unsqueeze(1)) * 0.5
     scores = torch.matmul(torch.ones(1, 3, 1, 2), torch.nn.functional.relu(products)).squeeze(-2)
     assert scores.shape == (1, 3, 5) and scores.dtype == torch.float32

@@ -17,10 +17,9 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.step.attention_rows import AttentionRows
+from optimum_neuron.step.attention.call import AttentionCall
+from optimum_neuron.step.attention.rows import AttentionRows, OwnedBlocks
 from optimum_neuron.step.features.experts.experts import ExpertsCall
-from optimum_neuron.step.features.shared_blocks.owned_blocks import OwnedBlocks
-from optimum_neuron.step.interface import AttentionCall
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import read_graph_io
 from optimum_neuron.targets.neuron.kernels import attention_block_tkg

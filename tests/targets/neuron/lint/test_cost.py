@@ -10,13 +10,13 @@ import torch
 from lowered import lower_function
 from torch import Tensor, nn
 
-from optimum_neuron.step import collectives
 from optimum_neuron.step.spec import TensorSpec
 from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.lint.cost import GraphCost, graph_cost
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import lower_program
 from optimum_neuron.targets.neuron.lowering.ops import write_cache
+from optimum_neuron.targets.neuron.operators import collectives
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
 
 

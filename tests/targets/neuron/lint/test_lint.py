@@ -17,13 +17,13 @@ from lowered import lower_function, lower_model
 from torch import nn
 
 from optimum_neuron.config import HLO_TARGETS
-from optimum_neuron.step import collectives
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import GraphIO, LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import Finding, lint, passed_rules
 from optimum_neuron.targets.neuron.lint.operator_rules import TOPK_CALL, normalize_operators
 from optimum_neuron.targets.neuron.lint.rules import RULES, RULES_VERSION
 from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule, is_split
+from optimum_neuron.targets.neuron.operators import collectives
 from optimum_neuron.targets.neuron.sdk.hardware import chip_of
 
 

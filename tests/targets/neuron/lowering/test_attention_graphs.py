@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.interface import ATTENTION_NAME
-from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs

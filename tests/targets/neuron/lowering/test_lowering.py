@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.step.attention_rows import AttentionRows
-from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.attention.kv_cache import KVCache
+from optimum_neuron.step.attention.rows import AttentionRows
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.ops import EAGER_OPS
 from optimum_neuron.step.spec import SamplingParams, graph_specs
@@ -229,9 +229,9 @@ def test_the_neuron_cache_write_is_the_reference_write() -> None:
     rows, columns = torch.tensor([0, 2, 3, 3], dtype=torch.int32), torch.tensor([5, 0, 1, 7], dtype=torch.int32)
     states = torch.randn(4, 2, 16)
     caches = torch.zeros(2, 4, 2, 8, 16)
-    from optimum_neuron.step.kv_cache import write
+    from optimum_neuron.step.attention.kv_cache import write_tokens
 
-    write(caches[0], states, rows, columns)
+    write_tokens(caches[0], states, rows, columns)
     write_cache(caches[1], states, rows, columns)
     assert torch.equal(caches[0], caches[1]) and caches[0].any()
 

@@ -11,7 +11,7 @@ from architectures.models import graph_model
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.parity.inspect import look_at
-from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.graphs import hlo

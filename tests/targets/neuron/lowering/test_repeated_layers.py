@@ -17,14 +17,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.parity.inspect import look_at
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.interface import ATTENTION_NAME
-from optimum_neuron.step.kv_cache import KVCache
 from optimum_neuron.step.program import export_graph
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule, example_inputs
-from optimum_neuron.step.tracing.expand import expand
-from optimum_neuron.step.tracing.layer_names import NotAlikeError
+from optimum_neuron.step.tracing.alike import NotAlikeError
+from optimum_neuron.step.tracing.expand import expand_layers
 from optimum_neuron.step.tracing.repeated_layers import LayerTrace, few_layers
 from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.lowering import lower
@@ -74,13 +74,13 @@ def test_layers_that_write_other_states_are_not_the_same() -> None:
         return decompose(program), layers
 
     with torch.no_grad():
-        expand(*traced())
+        expand_layers(*traced())
         program, layers = traced()
     specs = {each.target: each for each in program.graph_signature.output_specs}
     keys, values = (specs[f"kv_cache.{name}_2"] for name in ("key", "value"))
     keys.target, values.target = values.target, keys.target
     with pytest.raises(NotAlikeError):
-        expand(program, layers)
+        expand_layers(program, layers)
 
 
 def test_of_a_ranks_layers_three_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from token_functions import (
 )
 from torch import Tensor
 
-from optimum_neuron.step.collectives import all_reduce
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
@@ -36,6 +35,7 @@ from optimum_neuron.targets.neuron.lowering import token_regions
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule, is_split
 from optimum_neuron.targets.neuron.lowering.token_regions import ExchangeForms, TokenRegions, compare_forms, splits
+from optimum_neuron.targets.neuron.operators.collectives import all_reduce
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, chip_of
 from optimum_neuron.tools.certify.host_ranks import GraphRun, LoweredModule, execute_ranks
 from optimum_neuron.tools.certify.setup import split_kinds

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optimum_neuron.step.collectives import all_reduce
+from optimum_neuron.targets.neuron.operators.collectives import all_reduce
 
 
 RANKS, TOKENS, WIDTH = 2, 8, 16

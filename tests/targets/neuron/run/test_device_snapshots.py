@@ -11,7 +11,10 @@ import torch
 from fakes.tools import Sdk, make_plan
 from helpers import tiny_config
 
-from optimum_neuron.step.model_spec import ConvolutionState, LayerCache, ModelSpec, RecurrentState
+from optimum_neuron.step.attention.state import KeyValueState
+from optimum_neuron.step.features.convolution.state import ConvolutionState
+from optimum_neuron.step.features.recurrence.state import RecurrentState
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.targets.neuron.graphs.state_graphs import copy_graphs
 from optimum_neuron.targets.neuron.lowering.lower import lower_state_graph
 from optimum_neuron.targets.neuron.run.ranks import RankedExecutable, load_graphs
@@ -22,9 +25,7 @@ RANKS = 2
 # A rank's part: a head of keys, half of the channels and of the heads of states.
 PART = ModelSpec(
     300,
-    (LayerCache(1, 1, 4, 4),),
-    (ConvolutionState(0, 0, 3, 6),),
-    (RecurrentState(0, 0, 2, 4, 5, 9),),
+    (KeyValueState(1, 1, 4, 4), ConvolutionState(0, 0, 3, 6), RecurrentState(0, 0, 2, 4, 5, 9)),
     num_embeddings=300,
 )
 

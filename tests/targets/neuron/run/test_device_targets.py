@@ -21,8 +21,7 @@ from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.runtime.golden import Golden
-from optimum_neuron.step.state_sizes import byte_count
-from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.step.state_specs import byte_count, state_specs
 from optimum_neuron.targets import resolve_target
 from optimum_neuron.targets.neuron.run import ranks
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from optimum_neuron.artifact.skeleton import empty_model
 from optimum_neuron.artifact.weights import named_tensors
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.step import collectives
-from optimum_neuron.step.kv_cache import KVCache
+from optimum_neuron.step.attention.kv_cache import KVCache
+from optimum_neuron.step.attention.state import KeyValueState
 from optimum_neuron.step.program import export_graph
 from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.targets.neuron.operators import collectives
 from optimum_neuron.targets.neuron.sharding import RANK_TENSOR, apply_plan, shard_plan
 from optimum_neuron.targets.neuron.sharding.plan import ShardPlan
 from optimum_neuron.targets.neuron.sharding.rules import head_layout
@@ -140,7 +141,7 @@ def test_a_rank_without_data_is_inspected_and_exported_with_its_collectives(
         twin = data_free_copy(whole)
         apply_plan(twin, plan)
         spec = inspect_model(twin)
-    assert spec.vocab_size == 150 and [layer.kv_heads for layer in spec.layers] == [1, 1]
+    assert spec.vocab_size == 150 and [layer.kv_heads for layer in spec.states_of(KeyValueState)] == [1, 1]
     codes = []
     for rank in (0, 1):
         model, ops = load_rank(tmp_path, plan, rank, "bfloat16")

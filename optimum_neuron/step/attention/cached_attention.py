@@ -1,28 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the static cache, as transformers' attention interface calls it.
 
-Write, then attend: a layer first writes the keys and values of the step's tokens into the cache, then every query
-attends over cache columns under masks made from positions alone. So a token sees the same keys in the same order
-whatever chunk it came in and whoever its neighbours are. What it does not see is selected away: zero times NaN is NaN.
+A layer first writes the keys and values of the step's tokens into the cache. Then every query attends over cache columns under masks
+made from positions alone. So a token sees the same keys in the same order whatever its chunk and its neighbours are. Columns that it
+does not see are selected away: zero times NaN is NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
+from ..layer_numbers import LayerCalls
 from . import kv_cache
-from .attention_rows import AttentionRows
-from .features.codes.coded_states import CodedStates, Stored, raw_scores, weighted_sum
-from .features.compressed_keys.compression import CompressedKeys
-from .features.own_code.own_scores import BiasMask
-from .interface import AttentionCall
-from .layer_recorder import LayerCalls
-from .masks import CausalMask
+from .call import AttentionCall, CompressedKeys
+from .coded_states import CodedStates, Stored, raw_scores, weighted_sum
+from .layout import AllSlots
+from .rows import AttentionRows
 
 
 # Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one that is finite.
@@ -38,32 +36,19 @@ CacheAttention = Callable[[AttentionCall, AttentionRows, Tensor, Stored, Stored]
 DecodeAttention = Callable[[AttentionCall, AttentionRows, Tensor, Stored, Stored, Tensor, Tensor], Tensor]
 # Whether a call's attention reads no key that a token does not see, so that what is written need not be marked.
 ReadsVisible = Callable[[AttentionCall, Stored, Stored], bool]
-# As kv_cache.write: from a layer's cache, `states [tokens, kv_heads, dim]`, and the block and column of each token.
+# As kv_cache.write_tokens: from a layer's cache, `states [tokens, kv_heads, dim]`, and the block and column of each token.
 CacheWrite = Callable[[Stored, Tensor, Tensor, Tensor], None]
-
-
-class AllSlots(Protocol):
-    """What a model attends over in code of its own."""
-
-    def read(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all slots in a row, from a layer's whole cache with the step's tokens in it."""
-
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> Tensor:
-        """What is to be added to the scores of all slots."""
 
 
 @dataclass
 class CachedAttention:
-    """Attention backend of the step graphs.
+    """The attention backend of step graphs.
 
     Attributes:
         write_blocks, write_columns: `[tokens]`, where each token of the step goes in the cache.
         groups: the row groups, in the order of their tokens in the step.
-        attend_cache, write_cache: how a row group attends over a layer's cache, and how tokens get into it.
-        attend_decode: how decode rows attend without what the step writes; None: as the others.
-        reads_visible: which calls `attend_cache` serves without looking at what a token does not see.
-        all_slots: of a model that attends by itself, what it attends over.
-        biased: the model's own code adds a bias to its scores, and maybe to its mask.
+        attend_cache, attend_decode, write_cache, reads_visible: of `StepOps`.
+        all_slots: for a model that attends by code of its own.
     """
 
     cache: kv_cache.KVCache
@@ -75,28 +60,22 @@ class CachedAttention:
     write_cache: CacheWrite
     reads_visible: ReadsVisible
     all_slots: AllSlots | None = None
-    biased: bool = False
     calls: LayerCalls = field(default_factory=LayerCalls)
 
-    def _write(self, states: tuple[Tensor, Tensor], keys: Stored, values: Stored) -> None:
+    def _write_keys(self, states: tuple[Tensor, Tensor], keys: Stored, values: Stored) -> None:
         for cache, each in zip((keys, values), states, strict=True):
             self.write_cache(cache, each, self.write_blocks, self.write_columns)
 
     def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """For a model that attends by itself: keys and values of all slots, as `AllSlots.read` returns them."""
+        """Store keys and values of a model that attends by itself; return those of all slots, as `AllSlots.read_slots`."""
         assert self.all_slots is not None
-        keys, values = self.cache.layer(self.calls.number(layer_idx))
-        assert isinstance(keys, Tensor) and isinstance(values, Tensor)  # check_kv_codes refuses others
-        self._write(kv_cache.whole_or_nan(_by_token(key), _by_token(value)), keys, values)
-        return self.all_slots.read(keys, values)
-
-    def bias(self, mask: CausalMask, dtype: torch.dtype) -> CausalMask | Tensor | None:
-        if self.biased:
-            return BiasMask(mask, dtype)
-        return None if self.all_slots is None else self.all_slots.bias(mask, dtype)
+        keys, values = self.cache.get_keys(self.calls.number_call(layer_idx))
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor)  # checks of configs refuse others
+        self._write_keys(kv_cache.whole_or_nan(_by_token(key), _by_token(value)), keys, values)
+        return self.all_slots.read_slots(keys, values)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        keys, values = self.cache.layer(self.calls.number(call.layer_idx))
+        keys, values = self.cache.get_keys(self.calls.number_call(call.layer_idx))
         states = _by_token(call.key), _by_token(call.value)
         if not self.reads_visible(call, keys, values):
             states = kv_cache.whole_or_nan(*states)
@@ -106,12 +85,12 @@ class CachedAttention:
             stop = start + group.position_ids.numel()
             key, value = (each[start:stop] for each in states)
             assert self.attend_decode is not None
-            own, query = self._call_of(call, group, start), self._query(call, group, start)
+            own, query = self._call_of(call, group, start), self._query_of(call, group, start)
             outputs.append(self.attend_decode(own, group, query, keys, values, key, value))
             start = stop
-        self._write(states, keys, values)
+        self._write_keys(states, keys, values)
         for group in self.groups[len(apart) :]:
-            own, query = self._call_of(call, group, start), self._query(call, group, start)
+            own, query = self._call_of(call, group, start), self._query_of(call, group, start)
             outputs.append(self.attend_cache(own, group, query, keys, values))
             start += group.position_ids.numel()
         flat = [output.flatten(0, 1) for output in outputs]
@@ -119,36 +98,36 @@ class CachedAttention:
 
     @staticmethod
     def _call_of(call: AttentionCall, group: AttentionRows, start: int) -> AttentionCall:
-        """The call of a group: what a layer selected, for its tokens alone."""
+        """Return the call of a group, with the selections of its tokens alone."""
         if call.attends_to_all:
             return call
 
         rows = group.position_ids
 
-        def own(selected: Tensor) -> Tensor:
+        def own_tokens(selected: Tensor) -> Tensor:
             return selected[start : start + rows.numel()].unflatten(0, rows.shape)
 
         compressed, selected = call.compressed, call.selected
         if compressed is not None and compressed.selected is not None:
-            compressed = replace(compressed, selected=own(compressed.selected))
+            compressed = replace(compressed, selected=own_tokens(compressed.selected))
         return replace(
-            call, compressed=compressed, selected=None if selected is None else own(selected).transpose(1, 2)
+            call, compressed=compressed, selected=None if selected is None else own_tokens(selected).transpose(1, 2)
         )
 
     @staticmethod
-    def _query(call: AttentionCall, group: AttentionRows, start: int) -> Tensor:
-        """`[rows, heads, tokens, key_dim]` of a group whose first token has this index in the step."""
+    def _query_of(call: AttentionCall, group: AttentionRows, start: int) -> Tensor:
+        """Return `[rows, heads, tokens, key_dim]` of a group that begins at token `start` of the step."""
         rows, tokens = group.position_ids.shape
         return call.query[0, :, start : start + rows * tokens].unflatten(1, (rows, tokens)).transpose(0, 1)
 
 
 def _by_token(states: Tensor) -> Tensor:
-    """`[1, kv_heads, tokens, dim]` as it is written: `[tokens, kv_heads, dim]`."""
+    """Return `[1, kv_heads, tokens, dim]` as it is written: `[tokens, kv_heads, dim]`."""
     return states[0].transpose(0, 1)
 
 
 def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
-    """The reference: torch operators that every target can lower.
+    """Attend by torch operators that every target can lower: the reference.
 
     Args:
         query: `[rows, heads, tokens, key_dim]`.
@@ -158,21 +137,21 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
         `[rows, tokens, heads, value_dim]`.
     """
     rows, heads, tokens, _ = query.shape
-    keys = kv_cache.read(keys, group.blocks, rows, group.context_length)
-    values = kv_cache.read(values, group.blocks, rows, group.context_length)
+    keys = kv_cache.read_cache(keys, group.blocks, rows, group.context_length)
+    values = kv_cache.read_cache(values, group.blocks, rows, group.context_length)
     kv_heads = keys.shape[1]
     # The query heads of one kv head become query tokens: keys and values are never repeated.
     query = query.unflatten(1, (kv_heads, heads // kv_heads)).flatten(2, 3)
     visible = selected_of(call, group.visible(call.sliding_window))
-    broken = kv_cache.broken(keys)
+    broken = kv_cache.broken_columns(keys)
     seen = group.seen(call.sliding_window)
     if call.compressed is not None:
-        assert isinstance(keys, Tensor) and isinstance(values, Tensor)  # check_kv_codes refuses others
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor)  # checks of configs refuse others
         more, sees_more = compressed_of(call.compressed, group)
         keys, values = torch.cat([keys, more], 2), torch.cat([values, more], 2)
         visible = torch.cat([visible, sees_more[:, None].expand(-1, visible.shape[1], -1, -1)], -1)
         seen = torch.cat([seen, sees_more.any(1)], -1)
-        broken = torch.cat([broken, kv_cache.broken(more)], -1)
+        broken = torch.cat([broken, kv_cache.broken_columns(more)], -1)
     kept = seen & (broken == 0)
     values = select_columns(values, kept)
     added = None
@@ -182,21 +161,21 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
         # Minus infinity hides any finite score, and only those are left; who sees a broken token has NaN among its own.
         bias = torch.where(visible, broken[:, None, None], -torch.inf)
         bias = bias if added is None else bias + added
-        output = _fused(query, select_columns(keys, kept), values, bias, call.scaling)
+        output = _attend_fused(query, select_columns(keys, kept), values, bias, call.scaling)
     else:
-        output = _explicit(query, keys, values, visible, added, call)
+        output = _attend_explicit(query, keys, values, visible, added, call)
     return output.unflatten(2, (heads // kv_heads, tokens)).flatten(1, 2).transpose(1, 2)
 
 
 def added_bias(table: Tensor, position_ids: Tensor, start: int, stop: int) -> Tensor:
-    """What is added to scores, less what a token's own column gets: small where weights are large, whatever the position.
+    """Return what is added to scores, less what a token's own column gets: small where weights are large, at any position.
 
     Args:
         table: `[heads, columns]`.
         position_ids: `[rows, tokens]`; an idle row has -1.
 
     Returns:
-        `[rows, heads, tokens, stop - start]` float32, of these columns.
+        `[rows, heads, tokens, stop - start]` float32, for these columns.
     """
     table, places = table.float(), position_ids.clamp(min=0)
     own = table.index_select(1, places.flatten()).unflatten(1, tuple(places.shape)).transpose(0, 1)
@@ -204,16 +183,16 @@ def added_bias(table: Tensor, position_ids: Tensor, start: int, stop: int) -> Te
 
 
 def selected_of(call: AttentionCall, visible: Tensor, start: int = 0) -> Tensor:
-    """Of `visible [rows, tokens, columns]`, columns from `start` on, what the layer attends to: `[rows, 1 or kv_heads, tokens, columns]`."""
+    """Narrow `visible [rows, tokens, columns]`, from column `start` on, to the selection: `[rows, 1 or kv_heads, tokens, columns]`."""
     if call.selected is None:
         return visible[:, None]
     return visible[:, None] & call.selected[..., start : start + visible.shape[-1]]
 
 
 def compressed_of(compressed: CompressedKeys, group: AttentionRows) -> tuple[Tensor, Tensor]:
-    """Those of a group of rows, `[rows, 1, groups, dim]`, and which of them a token attends to, `[rows, tokens, groups]`."""
+    """Return compressed keys of a group of rows, `[rows, 1, groups, dim]`, and those that a token attends to, `[rows, tokens, groups]`."""
     groups = group.context_length // compressed.rate
-    keys = kv_cache.read(compressed.keys, group.slots, len(group.position_ids), groups)
+    keys = kv_cache.read_cache(compressed.keys, group.slots, len(group.position_ids), groups)
     visible = group.visible_groups(compressed.rate)
     return keys, visible if compressed.selected is None else visible & compressed.selected
 
@@ -223,14 +202,14 @@ def select_columns(states: Tensor, kept: Tensor) -> Tensor: ...
 @overload
 def select_columns(states: Stored, kept: Tensor) -> Stored: ...
 def select_columns(states: Stored, kept: Tensor) -> Stored:
-    """Keys or values `[rows, kv_heads, columns, dim]`, zero in columns that `kept [rows, columns]` leaves out."""
+    """Return keys or values `[rows, kv_heads, columns, dim]` with zeros in columns that `kept [rows, columns]` leaves out."""
     if isinstance(states, CodedStates):  # codes are always finite
         return CodedStates(states.codes, select_columns(states.scale, kept))
     return torch.where(kept[:, None, :, None], states, states.new_zeros(()))
 
 
-def _fused(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
-    """`query [rows, kv_heads, group * tokens, dim]` over `keys [rows, kv_heads, context, dim]`, in one kernel.
+def _attend_fused(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """Attend by `query [rows, kv_heads, group * tokens, dim]` over `keys [rows, kv_heads, context, dim]`, in one kernel.
 
     Args:
         bias: `[rows, 1, kv_heads or heads, tokens, context]`. A row of minus infinities, which sees nothing, gives zeros.
@@ -243,10 +222,10 @@ def _fused(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: f
     return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
 
 
-def _explicit(
+def _attend_explicit(
     query: Tensor, keys: Stored, values: Stored, visible: Tensor, added: Tensor | None, call: AttentionCall
 ) -> Tensor:
-    """The same with score soft-capping (Gemma 2) and attention sinks (GPT-OSS), and over codes; scores and softmax in float32."""
+    """Attend with soft-capping (Gemma 2), attention sinks (GPT-OSS) or over codes; scores and softmax in float32."""
     rows, kv_heads, _, _ = query.shape
     tokens = visible.shape[2]
     scores = raw_scores(query, keys, torch.float32) * call.scaling

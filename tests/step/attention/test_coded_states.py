@@ -28,15 +28,15 @@ from helpers import (
 from torch import nn
 from transformers import AutoModelForCausalLM, MambaConfig
 
-from optimum_neuron.parity.inspect import check_kv_codes, inspect_layers
+from optimum_neuron.parity.inspect import check_states, inspect_layers
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.step.attention import attend_cache
-from optimum_neuron.step.attention_rows import AttentionRows
-from optimum_neuron.step.features.codes.coded_states import round_states
-from optimum_neuron.step.interface import ATTENTION_NAME, AttentionCall
+from optimum_neuron.step.attention.cached_attention import attend_cache
+from optimum_neuron.step.attention.call import AttentionCall
+from optimum_neuron.step.attention.coded_states import round_states
+from optimum_neuron.step.attention.rows import AttentionRows
+from optimum_neuron.step.interface import ATTENTION_NAME
 from optimum_neuron.step.model_spec import ModelSpec
-from optimum_neuron.step.state_sizes import StateSizes, byte_count
-from optimum_neuron.step.state_specs import state_specs
+from optimum_neuron.step.state_specs import StateSizes, byte_count, state_specs
 
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -177,7 +177,7 @@ def test_who_sees_a_broken_token_gets_nan_and_nobody_else() -> None:
 
 def test_a_token_takes_half_the_bytes_and_four_for_each_scale(tiny_specs: dict[str, ModelSpec]) -> None:
     plain, coded = (
-        StateSizes.of(state_specs(tiny_config(dtype="bfloat16", kv_cache_dtype=kind), tiny_specs["llama"]))
+        StateSizes.measure(state_specs(tiny_config(dtype="bfloat16", kv_cache_dtype=kind), tiny_specs["llama"]))
         for kind in (None, "int8")
     )
     heads = 2 * 2 * 2  # layers, keys and values, heads
@@ -198,6 +198,6 @@ def test_models_whose_caches_have_no_codes_are_refused_by_name() -> None:
     for words, model in refused.items():
         spec = inspect_layers(model)
         with pytest.raises(ValueError, match=words) as caught:
-            check_kv_codes(model, spec, config)
+            check_states(model, spec, config)
         assert "kv_cache_dtype='int8'" in str(caught.value) and "leave it out" in str(caught.value)
-        check_kv_codes(model, spec, tiny_config())
+        check_states(model, spec, tiny_config())

@@ -9,13 +9,7 @@ from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_neuron.step.features.shared_blocks.block_owners import (
-    BlockOwners,
-    OwnerSizes,
-    TooManySharedBlocksError,
-    fill_owners,
-    rows_apart,
-)
+from optimum_neuron.step.block_owners import BlockOwners, OwnerSizes, TooManySharedBlocksError, fill_owners, rows_apart
 
 
 def described(sizes: OwnerSizes, tables: np.ndarray, counts: np.ndarray) -> BlockOwners:

@@ -55,20 +55,3 @@ def join_attention_states(out: Tensor, lse: Tensor, dim: int) -> tuple[Tensor, T
 def _share(out: Tensor, weight: Tensor, total: Tensor) -> Tensor:
     """A side's part of the joint output; zero where its weight is, whatever it holds."""
     return torch.where(weight[..., None] == 0, 0.0, out.float()) * (weight / total)[..., None]
-
-
-def visible_groups(position_ids: Tensor, ratio: int, groups: int) -> Tensor:
-    """Which compressed keys a token may see, where one key stands for `ratio` consecutive positions.
-
-    A token sees the groups that end at or before its own position: `(position + 1) // ratio` of them. The bound is each
-    token's own, never that of its chunk, so what a token sees does not depend on how its prompt was cut.
-
-    Args:
-        position_ids: `[rows, tokens]`; an idle row has -1 and sees nothing.
-        groups: compressed keys that the cache has room for.
-
-    Returns:
-        `[rows, tokens, groups]`, bool.
-    """
-    complete = torch.div(position_ids + 1, ratio, rounding_mode="floor")
-    return torch.arange(groups, dtype=torch.int32) < complete[:, :, None]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who attends over which block of the cache where blocks attend in place: what decode rows of such a graph are told. No torch.
+"""The owners of cache blocks that decode rows attend in place. Imports no torch.
 
-Every physical block that a graph reads is an entry, which attends with the query of the row that owns it. A block of several
-rows has an entry for each row among further entries, and in place nobody. A row's partial results are joined in the
-order of its own blocks, wherever these lie.
+Each physical block that a graph reads is an entry: it attends with the query of the row that owns it. A block of several rows has an
+entry for each row among further entries, and none in place. A row's partial results are joined in the order of its own blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class OwnerSizes:
-    """Sizes of what a graph is told of owners.
+    """The sizes of `BlockOwners`.
 
     Attributes:
         rows: R, decode rows.
@@ -35,16 +34,16 @@ class OwnerSizes:
 
     @property
     def nothing(self) -> int:
-        """The entry that stands for no block."""
+        """Return the entry that stands for no block."""
         return self.blocks + self.shared * self.rows
 
     @property
     def unseen(self) -> int:
-        """First position of a block that nobody sees: behind all tokens."""
+        """Return the first position of a block that no row sees: after all tokens."""
         return self.row_blocks * self.block_length
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the fields of `BlockOwners`, by name."""
+        """Return the shapes of the fields of `BlockOwners`, by name."""
         places = (self.blocks,), (self.blocks,), (self.shared,), (self.shared,), (self.rows, self.row_blocks)
         return {
             name: shape
@@ -54,15 +53,14 @@ class OwnerSizes:
 
 
 class BlockOwners(NamedTuple):
-    """What decode rows are told, all int32.
+    """Inputs of decode rows, all int32.
 
     Attributes:
-        block_owner: `[K]`, the row whose query a block attends with; row 0 where it has no owner, or several.
+        block_owner: `[K]`, the row that a block attends with; row 0 where it has no owner, or several.
         block_base: `[K]`, the position of its first token; `OwnerSizes.unseen` where it has no owner, or several.
-        shared_blocks, shared_base: `[X]`, the same of blocks with several owners: which they are, and where they begin. Places
-            that are left name block 0, unseen.
+        shared_blocks, shared_base: `[X]`, blocks with several owners, and their positions. Unused places name block 0, unseen.
         joined: `[R, row_blocks]`, the entry of each block of a row, in order: k for block k in place, `K + x * R + r` for row
-            r in place x of the shared ones, and `OwnerSizes.nothing` behind the row's last block.
+            r in place x of the shared ones, and `OwnerSizes.nothing` after the row's last block.
     """
 
     block_owner: np.ndarray
@@ -79,18 +77,18 @@ class TooManySharedBlocksError(ValueError):
 def fill_owners(
     out: BlockOwners | Mapping[str, np.ndarray], sizes: OwnerSizes, tables: np.ndarray, counts: np.ndarray
 ) -> None:
-    """Writes what a graph is told of the blocks that its decode rows read.
+    """Write the inputs of decode rows about the blocks that they read.
 
     Args:
-        out: arrays of `sizes.shapes()`; nothing of what they hold before matters.
+        out: arrays of `sizes.shapes()`, whatever they hold.
         tables: `[R, row_blocks]`, the physical block of each block of a row.
-        counts: `[R]`, how many of them hold tokens that the row reads: none of an idle row.
+        counts: `[R]`, how many of them hold tokens that the row reads; 0 for an idle row.
 
     Raises:
         ValueError: a block is beyond those that the graph reads, or begins at different positions for two rows.
-        TooManySharedBlocksError: see there; `rows_apart` tells rows that fit.
+        TooManySharedBlocksError: see there; `rows_apart` finds rows that fit.
     """
-    owner, base, shared_blocks, shared_base, joined = _arrays(out)
+    owner, base, shared_blocks, shared_base, joined = _list_arrays(out)
     held = np.arange(sizes.row_blocks, dtype=np.int32) < counts[:, None]
     rows, columns = held.nonzero()
     blocks = tables[held]
@@ -126,7 +124,7 @@ def fill_owners(
     joined[held] = entries
 
 
-def _arrays(out: BlockOwners | Mapping[str, np.ndarray]) -> BlockOwners:
+def _list_arrays(out: BlockOwners | Mapping[str, np.ndarray]) -> BlockOwners:
     if isinstance(out, BlockOwners):
         return out
     none = np.empty(0, np.int32)
@@ -134,7 +132,7 @@ def _arrays(out: BlockOwners | Mapping[str, np.ndarray]) -> BlockOwners:
 
 
 def _check_places(base: np.ndarray, blocks: np.ndarray, columns: np.ndarray, sizes: OwnerSizes) -> None:
-    """Keys know their position, so that a block is at the same place of all rows that share it."""
+    """Check that a block is at the same place of all rows that share it: keys know their position."""
     elsewhere = (base[blocks] != columns * sizes.block_length).nonzero()[0]
     if elsewhere.size:
         block = int(blocks[elsewhere[0]])
@@ -145,7 +143,7 @@ def _check_places(base: np.ndarray, blocks: np.ndarray, columns: np.ndarray, siz
 
 
 def rows_apart(sizes: OwnerSizes, tables: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Splits rows where they share too much for one step: each group fits a step of its own, and all are in one group if they do.
+    """Split rows into groups that each fit one step; one group where they all fit.
 
     Returns:
         Rows with blocks, ascending, by group: a row joins the first one that has places for what it shares.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values as codes of 8 bits, with a scale for each token and head: what a code stands for, and products with codes.
+"""Keys and values as codes of 8 bits, with a scale for each head of a token.
 
-A token's codes follow from that token's numbers alone, so neither chunks nor neighbours change them. No product multiplies a code by
-its scale: a key's scale follows its score, and a value's is part of the weight that it is summed with. So nothing as large as a
-cache is ever written in more bits.
+A token's codes follow from its own numbers alone, so neither chunks nor neighbours change them. No product multiplies a code by its
+scale: a key's scale is applied to its score, and a value's is part of the weight that it is summed with.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-# What a code stands for at most, before it is scaled, by the type of codes. e4m3 goes on to 448 on most chips, and ends at 240 on trn2:
+# The largest number of a code, before it is scaled, by type. e4m3 ends at 448 on most chips, and at 240 on trn2:
 # one number for all gives all targets the same codes, and costs one of 16 exponents.
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 240.0}
 # Heads of which no number is larger are zeros: their scale would be no normal number in float32.
@@ -24,10 +23,9 @@ SMALLEST_HEAD = 2.0**-100
 
 @dataclass(frozen=True)
 class CodedStates:
-    """Keys or values: `codes [..., dim]` int8 or float8_e4m3fn, and `scale [..., 1]` float32, the same leading dimensions.
+    """Keys or values: `codes [..., dim]` int8 or float8_e4m3fn, and `scale [..., 1]` float32, with the same leading dimensions.
 
-    A number is `code * scale` in float32. Of what is not finite the scale is NaN, so that all of the head is. Tensors' own operations
-    on leading dimensions are here those of both parts.
+    A number is `code * scale` in float32. A head with a number that is not finite has the scale NaN.
     """
 
     codes: Tensor
@@ -35,7 +33,7 @@ class CodedStates:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the numbers."""
+        """Return the shape of the numbers."""
         return self.codes.shape
 
     def __getitem__(self, index: Any) -> CodedStates:
@@ -48,7 +46,7 @@ class CodedStates:
         return len(self.codes)
 
     def dequantize(self) -> Tensor:
-        """The numbers, in float32."""
+        """Return the numbers, in float32."""
         return self.codes.float() * self.scale
 
 
@@ -57,7 +55,7 @@ Stored = Tensor | CodedStates
 
 
 def round_states(states: Tensor, dtype: torch.dtype) -> CodedStates:
-    """The codes of `states [..., dim]`: the scale of a head is its largest number by that of a code, and codes are rounded to the nearest.
+    """Return the codes of `states [..., dim]`: a head's scale is its largest number over the largest code; codes round to nearest.
 
     Args:
         dtype: of codes, as in `LARGEST_CODE`.
@@ -67,29 +65,29 @@ def round_states(states: Tensor, dtype: torch.dtype) -> CodedStates:
     scale = torch.where(largest < SMALLEST_HEAD, 1.0, largest / largest_code)
     broken = scale - scale  # NaN where a number is not finite; not a constant, which devices refuse
     codes = torch.where(broken == 0, numbers / scale, 0.0)
-    codes = _nearest(codes) if dtype == torch.int8 else codes
+    codes = _round_nearest(codes) if dtype == torch.int8 else codes
     return CodedStates(codes.clamp(-largest_code, largest_code).to(dtype), scale + broken)
 
 
-def _nearest(values: Tensor) -> Tensor:
-    """The nearest whole numbers, ties to even, by operators that every target has."""
+def _round_nearest(values: Tensor) -> Tensor:
+    """Return the nearest whole numbers, ties to even, by operators that every target has."""
     below = torch.floor(values)
     rest, odd = values - below, below - 2.0 * torch.floor(below * 0.5)
     return below + torch.where(rest == 0.5, odd, (rest > 0.5).float())
 
 
 def as_kept(states: Tensor, cache: Stored) -> Stored:
-    """The keys or values of new tokens as they will be read from the cache that they go to."""
+    """Return the keys or values of new tokens as they will be read from their cache."""
     return states if isinstance(cache, Tensor) else round_states(states, cache.codes.dtype)
 
 
 def numbers(states: Stored) -> Tensor:
-    """What states stand for, in float32."""
+    """Return the numbers that states stand for, in float32."""
     return states.float() if isinstance(states, Tensor) else states.dequantize()
 
 
 def raw_scores(query: Tensor, keys: Stored, dtype: torch.dtype) -> Tensor:
-    """`query [..., n, dim]` with `keys [..., columns, dim]`: `[..., n, columns]` float32.
+    """Return products of `query [..., n, dim]` with `keys [..., columns, dim]`: `[..., n, columns]` float32.
 
     Args:
         dtype: in which codes are multiplied; each is exact in it.
@@ -101,7 +99,7 @@ def raw_scores(query: Tensor, keys: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def weighted_sum(weights: Tensor, values: Stored, dtype: torch.dtype) -> Tensor:
-    """`weights [..., n, columns]` float32 with `values [..., columns, dim]`: `[..., n, dim]`, rounded as products in `dtype` are.
+    """Sum `values [..., columns, dim]` by `weights [..., n, columns]` float32: `[..., n, dim]`, rounded as products in `dtype` are.
 
     Args:
         dtype: in which codes are multiplied; plain values are in their own.

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values: the state of a layer that attends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ...config import NeuronConfig
+from ..layer_numbers import LayerCalls
+from ..layer_state import CheckedModel, LayerState
+from ..spec import TensorSpec
+from .cached_attention import CachedAttention
+from .call import AttentionCall
+from .layout import StepLayout
+
+
+logger = logging.getLogger(__name__)
+
+# Types of codes, by their names in `NeuronConfig.kv_cache_dtype`.
+_CODES = {"int8": "int8", "fp8": "float8_e4m3fn"}
+
+
+@dataclass(frozen=True)
+class KeyValueState(LayerState):
+    """Keys and values of one attention layer, `[kv_blocks + trash_blocks, kv_heads, block_length, dim]` each.
+
+    Without blocks that is `[batch_size + 1, kv_heads, sequence_length, dim]`. With `kv_cache_dtype` they are codes, and have scales
+    `[..., block_length, 1]` in float32. A layer that attends several times has one such state for each call (LayerCalls).
+    """
+
+    section = "layers"
+    roles = ("key", "value", "keyscale", "valuescale")
+    by_token = True
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
+        for role, dim in (("key", self.key_dim), ("value", self.value_dim)):
+            places = (config.kv_blocks + config.trash_blocks, self.kv_heads, config.block_length)
+            codes = _CODES.get(config.kv_cache_dtype or "")
+            yield TensorSpec(f"kv_cache.{role}_{self.layer_idx}", (*places, dim), codes or config.dtype)
+            if codes is not None:
+                yield TensorSpec(f"kv_cache.{role}scale_{self.layer_idx}", (*places, 1), "float32")
+
+    @classmethod
+    def make_recorder(cls, found: list[Any]) -> KeyRecorder:
+        return KeyRecorder(found)
+
+    @classmethod
+    def make_backend(cls, step: StepLayout) -> CachedAttention:
+        ops = step.ops
+        return CachedAttention(
+            step.cache,
+            *step.block_places,
+            step.groups,
+            ops.attend_cache,
+            ops.attend_decode,
+            ops.write_cache,
+            ops.reads_visible,
+            step.all_slots,
+        )
+
+    @classmethod
+    def check_config(cls, states: Sequence[KeyValueState], model: CheckedModel, config: NeuronConfig) -> None:
+        """Check that a model that attends by code of its own gets slots of numbers; warn where it gathers blocks."""
+        if model.attends_alone and config.blocks_in_place:
+            raise ValueError(
+                f"{model.name} attends by code of its own, over slots, and on target={config.target!r} blocks attend where "
+                f"they lie; leave out kv_block_size={config.kv_block_size} and kv_cache_tokens"
+            )
+        if config.kv_cache_dtype is not None:
+            _check_codes(states, model, f"kv_cache_dtype={config.kv_cache_dtype!r}")
+        if model.attends_alone and config.kv_block_size is not None:
+            logger.warning(
+                "%d layers of %s gather their blocks in each step: they attend by code of their own, over all %d rows of %d tokens, "
+                "however few blocks these have; a smaller --batch-size makes steps shorter",
+                len(states),
+                model.name,
+                config.batch_size,
+                config.sequence_length,
+            )
+
+
+def _check_codes(states: Sequence[KeyValueState], model: CheckedModel, option: str) -> None:
+    if not states:
+        raise ValueError(
+            f"{option} is for keys and values, and {model.name} keeps none: states of recurrences and convolutions stay as they are; "
+            f"leave it out"
+        )
+    if model.attends_alone:
+        raise ValueError(
+            f"{model.name} attends by code of its own, which takes keys and values as numbers, and {option} keeps codes; leave it out"
+        )
+
+
+@dataclass
+class KeyRecorder:
+    """An attention backend that only records which keys and values layers keep."""
+
+    found: list[Any]
+    calls: LayerCalls = field(default_factory=LayerCalls)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.store(call.layer_idx, call.key, call.value)
+        return call.query.new_zeros((1, call.query.shape[2], call.query.shape[1], call.value.shape[-1]))
+
+    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        number = self.calls.number_call(layer_idx)
+        self.found.append(KeyValueState(number, key.shape[1], key.shape[-1], value.shape[-1]))
+        return key, value

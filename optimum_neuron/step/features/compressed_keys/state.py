@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed keys: the state of a layer that attends to keys made of several tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....config import NeuronConfig
+from ....errors import UnsupportedModelError
+from ...attention.layout import StepLayout
+from ...layer_state import CheckedModel, LayerState
+from ...spec import TensorSpec
+from .compression import CompressingLayer, GroupSource, GroupWindows
+from .slot_groups import SlotGroups, count_windows
+
+
+# Groups of tokens that a recorded layer makes keys of.
+_ASKED_WINDOWS = 2
+
+
+@dataclass(frozen=True)
+class CompressedKeyState(LayerState):
+    """Keys for `rate` consecutive tokens each, and the last tokens of each slot, which no key is made of yet.
+
+    The tokens are `[batch_size + rows, 1, spans * rate, width]` and the keys `[batch_size + rows, 1, sequence_length // rate,
+    key_dim]`, with as many more rows as take padding.
+
+    Attributes:
+        index: numbers the layer's compressions.
+        spans: groups that a key is made of: its own, and with 2 the one before it.
+        width: numbers of a token that keys are made of.
+    """
+
+    section = "compressions"
+    roles = ("buffer", "group")
+    index: int
+    rate: int
+    spans: int
+    width: int
+    key_dim: int
+
+    def has_groups(self, config: NeuronConfig) -> bool:
+        """Return whether a text of these graphs may have as many tokens as a key stands for."""
+        return self.rate <= config.sequence_length
+
+    def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
+        if not self.has_groups(config):
+            return
+        slots, rows, groups = config.batch_size, config.ctx_batch_size, config.sequence_length // self.rate
+        windows = rows * count_windows(config.prefill_chunk_size, self.rate)
+        for role, taken, columns, dim in (
+            ("buffer", slots + config.prompt_capacity, self.spans * self.rate, self.width),
+            ("group", slots + windows, groups, self.key_dim),
+        ):
+            shape = (slots + -(-taken // columns), 1, columns, dim)
+            yield TensorSpec(f"kv_cache.{role}_{self.layer_idx}_{self.index}", shape, config.dtype)
+
+    @classmethod
+    def make_recorder(cls, found: list[Any]) -> CompressionRecorder:
+        return CompressionRecorder(found)
+
+    @classmethod
+    def make_backend(cls, step: StepLayout) -> SlotGroups:
+        return SlotGroups(step.cache, step.groups, step.actual, step.slots, step.ops.write_cache)
+
+    @classmethod
+    def check_config(cls, states: Sequence[CompressedKeyState], model: CheckedModel, config: NeuronConfig) -> None:
+        """Check that slots lie side by side, and hold numbers."""
+        layers = len({each.layer_idx for each in states if each.has_groups(config)})
+        if layers and config.blocks_in_place:
+            raise ValueError(
+                f"{layers} layers of {model.name} keep compressed keys, a slot's side by side, and on target={config.target!r} "
+                f"blocks attend where they lie; leave out kv_block_size={config.kv_block_size} and kv_cache_tokens"
+            )
+        if layers and config.kv_cache_dtype is not None:
+            raise ValueError(
+                f"{layers} layers of {model.name} attend to compressed keys and to others, and "
+                f"kv_cache_dtype={config.kv_cache_dtype!r} has no codes of these; leave it out"
+            )
+
+
+@dataclass
+class CompressionRecorder:
+    """A compression backend that only records which keys layers make."""
+
+    found: list[Any]
+
+    def take_windows(self, layer: CompressingLayer, index: int, values: Tensor, gates: Tensor) -> GroupWindows:
+        width = values.shape[-1] + gates.shape[-1]
+        self.found.append(CompressedKeyState(layer.layer_idx, index, layer.rate, spans=1, width=width, key_dim=0))
+        first = torch.zeros(_ASKED_WINDOWS, dtype=torch.int32)
+        values, gates = (each.new_zeros((1, _ASKED_WINDOWS * layer.rate, each.shape[-1])) for each in (values, gates))
+        return GroupWindows(values, gates, first)
+
+    def add_overlap(self, layer: CompressingLayer, index: int) -> None:
+        self._change_state(layer, index, spans=2)
+
+    def keep_keys(self, layer: CompressingLayer, index: int, keys: Tensor) -> GroupSource:
+        if len(keys) != _ASKED_WINDOWS:
+            raise UnsupportedModelError(
+                f"layer {layer.layer_idx} makes {len(keys)} keys of {_ASKED_WINDOWS} groups of {layer.rate} tokens"
+            )
+        self._change_state(layer, index, key_dim=keys.shape[1])
+        return GroupSource()
+
+    def _change_state(self, layer: CompressingLayer, index: int, **sizes: int) -> None:
+        places = [(each.layer_idx, each.index) for each in self.found]
+        place = places.index((layer.layer_idx, index))
+        self.found[place] = replace(self.found[place], **sizes)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of recurrences: linear attention, state space models, selective scans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....config import NeuronConfig
+from ...attention.layout import StepLayout
+from ...layer_state import LayerState
+from ...spec import TensorSpec
+from .recurrence import SCAN_KINDS, RecurrenceBackend, ScanCall, ScanKind, ScanRows, SlotScans
+
+
+@dataclass(frozen=True)
+class RecurrentState(LayerState):
+    """The state of one recurrence, in float32: `[batch_size + 1, heads, key_dim, value_dim]`.
+
+    Where the target computes in blocks (`NeuronConfig.scan_block`) there are an anchor of the same shape and a tail
+    `[batch_size + 1, scan_block, width]` (`ScanState`); all recurrences share `[batch_size + 1]` int32 (`ScanRows.scanned`).
+
+    Attributes:
+        index: numbers the layer's recurrences.
+        width: numbers of a token that change the state.
+    """
+
+    section = "recurrences"
+    roles = ("state", "anchor", "tail")
+    index: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+
+    @property
+    def is_selective(self) -> bool:
+        """Return whether each column has decays of its own: a token gives a key, values, and as many decays."""
+        return self.heads == 1 and self.width == self.key_dim + 2 * self.value_dim
+
+    def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
+        slots, number = config.batch_size + 1, f"{self.layer_idx}_{self.index}"
+        shape = (slots, self.heads, self.key_dim, self.value_dim)
+        yield TensorSpec(f"kv_cache.state_{number}", shape, "float32")
+        if config.scan_block is not None:
+            yield TensorSpec(f"kv_cache.anchor_{number}", shape, "float32")
+            yield TensorSpec(f"kv_cache.tail_{number}", (slots, config.scan_block, self.width), "float32")
+
+    @classmethod
+    def list_common_tensors(cls, config: NeuronConfig) -> Iterator[TensorSpec]:
+        if config.scan_block is not None:
+            yield TensorSpec("kv_cache.scanned", (config.batch_size + 1,), "int32")
+
+    @classmethod
+    def make_recorder(cls, found: list[Any]) -> RecurrenceRecorder:
+        return RecurrenceRecorder(found)
+
+    @classmethod
+    def make_backend(cls, step: StepLayout) -> SlotScans:
+        return SlotScans(
+            step.cache, ScanRows.from_layout(step), {kind: getattr(step.ops, kind) for kind in SCAN_KINDS}
+        )
+
+
+class RecurrenceRecorder(RecurrenceBackend):
+    """A recurrence backend that only records which states layers keep."""
+
+    def __init__(self, found: list[Any]) -> None:
+        super().__init__()
+        self._found = found
+
+    def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
+        sizes = call.heads, call.key.shape[2], call.value.shape[2], call.width
+        self._found.append(RecurrentState(*self.number_scan(), *sizes))
+        return torch.zeros_like(call.value)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Index keys: the state of a layer that selects the keys it attends to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ....config import NeuronConfig
+from ....errors import UnsupportedModelError
+from ...attention.layout import StepLayout
+from ...layer_state import CheckedModel, LayerState
+from ...spec import TensorSpec
+from .index_keys import AskedKeys, KeySource
+from .slot_index import SlotIndex
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class IndexKeyState(LayerState):
+    """An index key for each token, `[kv_blocks + trash_blocks, 1, block_length, key_dim]`, where a text may have keys to leave out.
+
+    Attributes:
+        always: tokens attend to so many keys, whatever their scores.
+        width: neighboring keys that are selected together.
+    """
+
+    section = "selections"
+    roles = ("index",)
+    by_token = True
+    key_dim: int
+    always: int
+    width: int = 1
+
+    def selects_keys(self, config: NeuronConfig) -> bool:
+        """Return whether a token of these graphs may see more keys than it attends to."""
+        return self.always < config.sequence_length
+
+    def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
+        if self.selects_keys(config):
+            shape = (config.kv_blocks + config.trash_blocks, 1, config.block_length, self.key_dim)
+            yield TensorSpec(f"kv_cache.index_{self.layer_idx}", shape, config.dtype)
+
+    @classmethod
+    def make_recorder(cls, found: list[Any]) -> IndexRecorder:
+        return IndexRecorder(found)
+
+    @classmethod
+    def make_backend(cls, step: StepLayout) -> SlotIndex:
+        ops = step.ops
+        return SlotIndex(step.cache, *step.block_places, step.groups, ops.write_cache, ops.attend_decode is not None)
+
+    @classmethod
+    def check_config(cls, states: Sequence[IndexKeyState], model: CheckedModel, config: NeuronConfig) -> None:
+        """Check that no layer selects keys where blocks attend in place; warn of layers that have nothing to select."""
+        selecting = [each for each in states if each.selects_keys(config)]
+        if selecting and config.blocks_in_place:
+            raise ValueError(
+                f"{len(selecting)} layers of {model.name} select {min(each.always for each in states)} keys of up to "
+                f"sequence_length={config.sequence_length}, and on target={config.target!r} blocks attend where they lie, all of them; "
+                f"leave out kv_block_size={config.kv_block_size} and kv_cache_tokens, or lower sequence_length"
+            )
+        without = [each for each in states if each not in selecting]
+        if without:
+            logger.warning(
+                "%d layers of %s attend to all keys, and their selection is left out: they select %d, and no text has more than %d tokens",
+                len(without),
+                model.name,
+                min(each.always for each in without),
+                config.sequence_length,
+            )
+
+
+@dataclass
+class IndexRecorder:
+    """An index backend that only records how layers select keys."""
+
+    found: list[Any]
+
+    def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
+        if any(each.layer_idx == layer_idx for each in self.found):
+            raise UnsupportedModelError(f"layer {layer_idx} keeps several sets of index keys")
+        return AskedKeys(
+            lambda always, width: self.found.append(IndexKeyState(layer_idx, keys.shape[1], always, width))
+        )

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Key/value blocks that several slots share."""
