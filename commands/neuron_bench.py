@@ -21,13 +21,13 @@ least and the most of all repetitions. Prompts are random tokens, and nothing is
 padding      the share of a prompt's graphs that holds no token of it
 idle rows    the share of the decode graph's rows that holds no request
 
---json writes all of it, in the form that docs/bench.md explains, to a new file."""
+--json writes all of it, in the form that docs/bench.md explains, and --plot draws it. Neither replaces a file."""
 
 EXAMPLES = """\
 examples:
   optimum-cli neuron bench smollm2/
   optimum-cli neuron bench smollm2/ --prompt-lengths 128 1024 --batch 1 4 --new-tokens 64 --repeat 5
-  optimum-cli neuron bench smollm2/ --json smollm2.json
+  optimum-cli neuron bench smollm2/ --json smollm2.json --plot smollm2.svg
 """
 
 
@@ -65,15 +65,18 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
             "--repeat", type=int, default=3, help="repetitions of each measurement (default: %(default)s)"
         )
         parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to a new file")
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png; needs matplotlib")
         add_rank_options(parser)
 
     @reported_errors()
     def run(self) -> None:
         args = self.args
         from optimum_neuron.export.first_use import open_named
+        from optimum_neuron.tools.plot import check_plot, draw_bench
 
         # Before torch is imported: wrong files and folders are reported at once.
         refuse_existing("--json", args.json)
+        check_plot(args.plot)
         artifact = open_named(args)
 
         from optimum_neuron.tools.bench.measure import make_plan
@@ -86,3 +89,5 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
         print_report(report, console())
         if args.json is not None:
             write_json(args.json, report.to_dict())
+        if args.plot is not None:
+            draw_bench(report, args.plot)

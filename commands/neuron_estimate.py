@@ -33,7 +33,7 @@ EXAMPLES = """\
 examples:
   optimum-cli neuron estimate --model meta-llama/Llama-3.1-8B --batch-size 32 --sequence-length 4096
   optimum-cli neuron estimate --model checkpoint/ --target trn2 --sequence-length 32768 --context-length 8000
-  optimum-cli neuron estimate --model model.Q4_1.gguf --dtype bfloat16 --target inf2 trn1
+  optimum-cli neuron estimate --model model.Q4_1.gguf --dtype bfloat16 --target inf2 trn1 --plot estimate.png
   optimum-cli neuron estimate --model artifact/ --target trn2 --tensor-parallel-size 4 --json estimate.json
 
 then:
@@ -63,12 +63,16 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
         add_quantization_options(parser)
         group = parser.add_argument_group("files")
         group.add_argument("--json", type=Path, metavar="FILE", help="write everything, in bytes and seconds")
+        group.add_argument("--plot", type=Path, metavar="FILE", help="draw the estimates; needs matplotlib")
 
     @reported_errors()
     def run(self) -> None:
         args = self.args
         from optimum_neuron.tools.estimate.estimate import estimate_model
-        from optimum_neuron.tools.estimate.report import print_report, to_json
+        from optimum_neuron.tools.estimate.report import model_line, print_report, to_json
+        from optimum_neuron.tools.plot import check_plot, draw_estimates
+
+        check_plot(args.plot)
 
         report = estimate_model(
             args.model,
@@ -81,6 +85,8 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
         print_report(report, console())
         if args.json is not None:
             write_json(args.json, to_json(report))
+        if args.plot is not None:
+            draw_estimates(report.estimates, model_line(report), args.plot)
 
 
 def add_model_options(group: Any, *, required: bool) -> None:

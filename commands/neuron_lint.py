@@ -145,6 +145,7 @@ def _print_findings(findings: list[Finding]) -> None:
     if not findings:
         console().print("no rule is broken")
         return
+    from rich.table import Table
 
     from rich.table import Table
 

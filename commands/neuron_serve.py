@@ -130,6 +130,13 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             help="with --max-replicas, requests of a replica, running and waiting, above which Ray starts another one (default: the "
             "artifact's batch size)",
         )
+        add_option(
+            parser,
+            "--otlp-traces-endpoint",
+            metavar="URL",
+            help="OpenTelemetry collector that gets a span of each request; by OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, grpc or "
+            "http/protobuf (default: none)",
+        )
         add_rank_options(parser)
         add_option(parser, "--vllm-options", nargs=REMAINDER, help="all that follows goes to vllm serve")
 
@@ -173,7 +180,7 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--drain-timeout {args.drain_timeout:g} must be a number of seconds from 0 on")
     if args.step_timeout is not None and not 0 < args.step_timeout < float("inf"):
         raise ValueError(f"--step-timeout {args.step_timeout:g} must be a number of seconds above 0")
-    for option in ("api_key", "served_model_name"):
+    for option in ("api_key", "served_model_name", "otlp_traces_endpoint"):
         if getattr(args, option) == "":
             raise ValueError(f"--{option.replace('_', '-')} is empty; give one, or leave it out")
 
@@ -212,13 +219,15 @@ def _check_backend(args: Namespace, backend: str) -> None:
 def _by_vllm(args: Namespace, key: str | None, path: Path) -> None:
     from optimum_neuron.tools.serve.vllm_server import become_vllm, vllm_command, vllm_environment
 
+    endpoint = args.otlp_traces_endpoint
+    traces = () if endpoint is None else ("--otlp-traces-endpoint", endpoint)
     words = vllm_command(
         path,
         name=args.served_model_name or str(Path(args.model)),
         host=args.host,
         port=args.port,
         trust_remote_code=args.trust_remote_code,
-        options=args.vllm_options or (),
+        options=(*traces, *(args.vllm_options or ())),
     )
     become_vllm(words, vllm_environment(api_key=key, rank_python=args.rank_python, rank_timeout=args.rank_timeout))
 
@@ -231,6 +240,10 @@ def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
         )
     if args.replicas is not None and find_spec("ray") is None:
         raise ImportError(f"--replicas {args.replicas} needs Ray Serve: pip install 'optimum-neuron-runtime[ray]'")
+    if args.otlp_traces_endpoint is not None:
+        from optimum_neuron.tools.serve.tracing import import_exporter
+
+        import_exporter()  # replicas would report what is missing only when they load
     from optimum_neuron.tools.serve.listen import open_socket
 
     with open_socket(args.host, args.port) as listening:
@@ -243,6 +256,7 @@ def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
             max_queue=DEFAULT_QUEUE if args.max_queue is None else args.max_queue,
             drain_timeout=DEFAULT_DRAIN if args.drain_timeout is None else args.drain_timeout,
             step_timeout=args.step_timeout or DEFAULT_STEP_TIMEOUT,
+            otlp_traces_endpoint=args.otlp_traces_endpoint,
             **run_options(args),
         )
         if args.replicas is None:

@@ -76,21 +76,24 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         _add_search_options(parser.add_argument_group("search"))
         group = parser.add_argument_group("files")
         group.add_argument("--json", type=Path, metavar="FILE", help="write everything, in seconds, bytes and minutes")
+        group.add_argument("--plot", type=Path, metavar="FILE", help="draw all candidates; needs matplotlib")
 
     @reported_errors()
     def run(self) -> None:
         args = self.args
+        from optimum_neuron.tools.plot import check_plot, draw_search
         from optimum_neuron.tools.tune.slo import Slo
         from optimum_neuron.tools.tune.trace_formats import read_trace
 
         _check(args)
+        check_plot(args.plot)
         slo = Slo(()) if args.slo is None else Slo.parse_limits(args.slo)
         trace = read_trace(args.trace)
         trace = trace.first_requests(
             DEFAULT_REQUESTS if args.requests is None else args.requests or len(trace.requests)
         )
 
-        from optimum_neuron.tools.tune.report import print_report, to_json
+        from optimum_neuron.tools.tune.report import headline, print_report, to_json
         from optimum_neuron.tools.tune.tune import tune_artifact, tune_model
 
         if args.artifact is not None:
@@ -111,6 +114,8 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         print_report(report, console())
         if args.json is not None:
             write_json(args.json, to_json(report))
+        if args.plot is not None:
+            draw_search(report, headline(report), args.plot)
         if not report.search.best.meets:
             raise SystemExit(MISSED)
 

@@ -30,15 +30,15 @@ class Collector:
 
         self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
-def told(span: Any) -> dict[str, Any]:
-    """The attributes of a span."""
+def read_attributes(span: Any) -> dict[str, Any]:
+    """Return the attributes of a span."""
     values = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
     return {
         key: [part.string_value for part in value.values] if hasattr(value, "values") else value

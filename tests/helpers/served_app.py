@@ -26,6 +26,7 @@ from optimum_neuron.tools.serve.gate import Gate
 from optimum_neuron.tools.serve.loaded_model import LoadedModel
 from optimum_neuron.tools.serve.metrics import Metrics
 from optimum_neuron.tools.serve.prompts import PromptEncoder
+from optimum_neuron.tools.serve.tracing import Tracing
 
 
 NAME = "tiny"
@@ -110,6 +111,7 @@ def start_app(
     max_queue: int = 8,
     api_key: str | None = None,
     step_timeout: float | None = None,
+    tracing: Tracing | None = None,
     **changes: Any,
 ) -> App:
     """An application over a service of its own; `changes` are of what it knows of its model."""
@@ -117,7 +119,7 @@ def start_app(
     served = replace(LoadedModel.from_model(model, service, tokenizer, NAME, load_seconds=1.5), **changes)
     gate = Gate(served.config.batch_size, max_queue, lambda: service.stopped)
     encoder = PromptEncoder(tokenizer, served.config)
-    app = create_app(served, gate, Metrics(served, gate), encoder, api_key=api_key)
+    app = create_app(served, gate, Metrics(served, gate), encoder, api_key=api_key, tracing=tracing)
     return App(app, served, gate, encoder)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from otlp_collector import told
+from otlp_collector import read_attributes
 from serving import Server, SharedServer, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -278,7 +278,7 @@ def test_a_request_is_a_span_below_its_clients(text_server: Server, shared_serve
 
     wait_for(lambda: any(span.name == "llm_request" for span in spans()))
     (span,) = [span for span in spans() if span.name == "llm_request"]
-    found = told(span)
+    found = read_attributes(span)
     assert span.parent_span_id.hex() == parent
     assert (found["gen_ai.usage.prompt_tokens"], found["gen_ai.usage.completion_tokens"]) == (3, 4)
     assert 0 <= found["gen_ai.latency.time_in_queue"] <= found["gen_ai.latency.e2e"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,7 @@ from .gate import Admission
 from .loaded_model import LoadedModel
 from .metrics import Metrics, Times
 from .protocol import Asked
+from .tracing import Tracing
 
 
 _SEEDS = 2**64
@@ -36,6 +37,8 @@ class ServedAnswer:
         admission: admission of its requests.
         name: beginning of the engine's names of its requests.
         arrived: `time.perf_counter()` when the HTTP request came.
+        headers: its headers.
+        tracing: receiver of a span of each request.
 
     Attributes:
         prompt_tokens: tokens of all prompts; each counts once, however many choices it has.
@@ -50,6 +53,8 @@ class ServedAnswer:
         prompts: Sequence[Sequence[int]],
         name: str,
         arrived: float,
+        headers: Mapping[str, str],
+        tracing: Tracing | None,
     ) -> None:
         self.prompt_tokens = sum(map(len, prompts))
         self._service, self._metrics = served.service, metrics
@@ -79,7 +84,7 @@ class ServedAnswer:
             AnswerChoice(served.tokenizer, stops, asked.stop_token_ids, asked.logprobs) for _ in self._requests
         ]
         self._times = [Times(arrived) for _ in self._requests]
-        self._arrived = arrived
+        self._arrived, self._headers, self._tracing, self._n = arrived, headers, tracing, asked.n
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -138,8 +143,10 @@ class ServedAnswer:
         self._pieces.put_nowait(error)
 
     def _count_ended(self, index: int, reason: str, now: float) -> None:
-        prompt, tokens = self._requests[index].prompt_token_ids, self._choices[index].tokens
-        self._metrics.count_ended(reason, len(prompt), tokens, self._times[index], now)
+        request, times, tokens = self._requests[index], self._times[index], self._choices[index].tokens
+        self._metrics.count_ended(reason, len(request.prompt_token_ids), tokens, times, now)
+        if self._tracing is not None:
+            self._tracing.add_span(self._headers, request, self._n, times, tokens, reason)
 
     def _start_request(self, index: int, request: Request) -> None:
         self._times[index].queued = time.perf_counter()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -30,6 +31,7 @@ from .metrics import CONTENT_TYPE, Metrics
 from .prompts import PromptEncoder
 from .protocol import Asked, unknown_model
 from .token_texts import TokenTexts
+from .tracing import Tracing
 from .writing import AnswerWriter, Form
 
 
@@ -55,9 +57,10 @@ class AnswerRoute:
         encoder: PromptEncoder,
         bodies: Bodies,
         kind_of: Callable[[dict[str, Any]], RequestKind],
+        tracing: Tracing | None,
     ) -> None:
         self._served, self._gate, self._metrics, self._encoder = served, gate, metrics, encoder
-        self._bodies, self._kind_of = bodies, kind_of
+        self._bodies, self._kind_of, self._tracing = bodies, kind_of, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
@@ -71,7 +74,10 @@ class AnswerRoute:
                     prompts = await self._encoder.encode_prompts(asked, is_long=len(data) > SMALL_BODY)
                 data, asked = bytearray(), replace(asked, prompts=())  # which take memory
                 name = f"{form.prefix}-{uuid.uuid4().hex}"
-                answer = ServedAnswer(self._served, self._metrics, admission, asked, prompts, name, arrived)
+                headers = Headers(scope=scope)
+                answer = ServedAnswer(
+                    self._served, self._metrics, admission, asked, prompts, name, arrived, headers, self._tracing
+                )
                 writer = AnswerWriter(form, asked, answer, {"id": name, "model": self._served.name})
                 async with watch_client(receive, answer.give_up), aclosing(answer.pieces()) as pieces:
                     if asked.stream:
@@ -98,11 +104,13 @@ def create_app(
     encoder: PromptEncoder,
     *,
     api_key: str | None = None,
+    tracing: Tracing | None = None,
 ) -> Starlette:
     """Return the ASGI application over a loaded model.
 
     Args:
         api_key: key that clients have to send to the routes that generate, and to those under /v1; None: none.
+        tracing: receiver of a span of each request; None: none.
     """
     texts = TokenTexts(served.tokenizer)
     entry = {
@@ -154,7 +162,7 @@ def create_app(
     bodies = Bodies(HELD_BYTES)
 
     def answer_route(kind_of: Callable[[dict[str, Any]], RequestKind]) -> AnswerRoute:
-        return AnswerRoute(served, gate, metrics, encoder, bodies, kind_of)
+        return AnswerRoute(served, gate, metrics, encoder, bodies, kind_of, tracing)
 
     def invoked_kind(body: dict[str, Any]) -> RequestKind:
         """Return the kind that a body for SageMaker's one route has; it need not name the model."""

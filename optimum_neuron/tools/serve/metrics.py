@@ -47,9 +47,16 @@ class Times:
     first: float | None = None
     last: float | None = None
 
-
-def _seconds_between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start
+    def to_seconds(self, now: float) -> dict[str, float]:
+        """Return how long each part of a request that ends now took, without the parts that it did not have."""
+        parts = {
+            "life": (self.arrived, now),
+            "queue": (self.queued, self.started),
+            "prefill": (self.started, self.first),
+            "decode": (self.first, self.last),
+            "inference": (self.started, self.last),
+        }
+        return {name: end - start for name, (start, end) in parts.items() if start is not None and end is not None}
 
 
 # Of each request: vLLM's name, the help, and the buckets.
@@ -102,19 +109,11 @@ class Metrics:
     def count_ended(self, reason: str, prompt_tokens: int, tokens: int, times: Times, now: float) -> None:
         """Count a request that ended, without times that never began."""
         self._ended[reason].inc()
-        decode = _seconds_between(times.first, times.last)
-        for key, value in {
-            "prompt": prompt_tokens,
-            "generated": tokens,
-            "life": now - times.arrived,
-            "queue": _seconds_between(times.queued, times.started),
-            "prefill": _seconds_between(times.started, times.first),
-            "decode": decode,
-            "inference": _seconds_between(times.started, times.last),
-            "mean": decode / (tokens - 1) if decode is not None and tokens > 1 else None,
-        }.items():
-            if value is not None:
-                self._histograms[key].observe(value)
+        values = {"prompt": prompt_tokens, "generated": tokens, **times.to_seconds(now)}
+        if tokens > 1 and "decode" in values:
+            values["mean"] = values["decode"] / (tokens - 1)
+        for key, value in values.items():
+            self._histograms[key].observe(value)
 
     def count_refused(self, status: int) -> None:
         """Count an HTTP request without answer."""

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from .gate import Gate
 from .loaded_model import LoadedModel
 from .metrics import Metrics
 from .prompts import PromptEncoder
+from .tracing import Tracing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class ServerOptions:
         max_queue: requests that may wait for a slot.
         drain_timeout: seconds from a signal to the end of requests that have no answer.
         step_timeout: seconds that a step of the engine may take.
+        otlp_traces_endpoint: address of the collector of spans; None: no spans.
     """
 
     artifact: Path
@@ -46,6 +48,7 @@ class ServerOptions:
     trust_remote_code: bool
     rank_python: str | None
     rank_timeout: float | None
+    otlp_traces_endpoint: str | None
 
 
 class LoadedApp(NamedTuple):
@@ -59,24 +62,34 @@ class LoadedApp(NamedTuple):
 
 @contextmanager
 def load_app(options: ServerOptions) -> Iterator[LoadedApp]:
-    """Load the artifact and start its engine, which ends with the context; raise ValueError where it has no tokenizer."""
-    start = time.perf_counter()
-    model = NeuronModelForCausalLM.from_pretrained(
-        options.artifact,
-        export=False,
-        trust_remote_code=options.trust_remote_code,
-        rank_python=options.rank_python,
-        rank_timeout=options.rank_timeout,
-    )
-    # The model's files are verified: this may run code among them.
-    tokenizer = load_tokenizer(options.artifact, str(options.artifact), trust_remote_code=options.trust_remote_code)
-    with model.serve(step_timeout=options.step_timeout) as service:
+    """Load the artifact and start its engine, which ends with the context.
+
+    Raises:
+        ValueError: the artifact has no tokenizer.
+        ImportError: spans are asked for, and OpenTelemetry is not installed.
+    """
+    endpoint = options.otlp_traces_endpoint
+    with ExitStack() as life:
+        tracing = None if endpoint is None else life.enter_context(closing(Tracing(endpoint, options.name)))
+        start = time.perf_counter()
+        model = NeuronModelForCausalLM.from_pretrained(
+            options.artifact,
+            export=False,
+            trust_remote_code=options.trust_remote_code,
+            rank_python=options.rank_python,
+            rank_timeout=options.rank_timeout,
+        )
+        # The model's files are verified: this may run code among them.
+        tokenizer = load_tokenizer(
+            options.artifact, str(options.artifact), trust_remote_code=options.trust_remote_code
+        )
+        service = life.enter_context(model.serve(step_timeout=options.step_timeout))
         served = LoadedModel.from_model(model, service, tokenizer, options.name, time.perf_counter() - start)
         gate = Gate(served.config.batch_size, options.max_queue, lambda: served.service.stopped)
         metrics = Metrics(served, gate)
-        with closing(PromptEncoder(served.tokenizer, served.config)) as encoder:
-            app = create_app(served, gate, metrics, encoder, api_key=options.api_key)
-            yield LoadedApp(app, served, gate, metrics)
+        encoder = life.enter_context(closing(PromptEncoder(served.tokenizer, served.config)))
+        app = create_app(served, gate, metrics, encoder, api_key=options.api_key, tracing=tracing)
+        yield LoadedApp(app, served, gate, metrics)
 
 
 def serve_artifact(options: ServerOptions, listening: socket.socket) -> None:

@@ -57,15 +57,15 @@ def test_default_sizes_fit_the_artifact() -> None:
         make_plan(few, None, [4], None, 8, 3)
 
 
-def test_a_report_is_printed_and_written(
+def test_a_report_is_printed_written_and_drawn(
     cpu_artifact: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    written = tmp_path / "bench.json"
+    written, drawn = tmp_path / "bench.json", tmp_path / "bench.svg"
     words = ["--prompt-lengths", "20", "40", "--batch", "1", "3", "--context-length", "8", "--new-tokens", "4"]
-    words += ["--repeat", "2", "--json", str(written)]
+    words += ["--repeat", "2", "--json", str(written), "--plot", str(drawn)]
     monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "bench", str(cpu_artifact("llama")), *words])
     optimum_cli.main()
     shown = capsys.readouterr().out
@@ -84,3 +84,4 @@ def test_a_report_is_printed_and_written(
     page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text(encoding="utf-8")
     names = [*report, *report["machine"], *report["memory"], *report["prefill"][0], *report["decode"][0]]
     assert [name for name in names if f"`{name}`" not in page] == []
+    assert drawn.read_text(encoding="utf-8").startswith("<?xml")

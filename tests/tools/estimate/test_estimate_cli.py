@@ -58,11 +58,11 @@ def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_tables_and_json_say_the_same(
+def test_tables_picture_and_json_say_the_same(
     llama_1b: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    document = tmp_path / "other/estimate.json"
+    picture, document = tmp_path / "new/plot.png", tmp_path / "other/estimate.json"
     sizes = [
         "--batch-size",
         "4",
@@ -73,7 +73,7 @@ def test_tables_and_json_say_the_same(
         "--context-length",
         "9",
     ]
-    call_cli(monkeypatch, "-m", llama_1b, *sizes, "--target", "trn2", "inf2", "--json", document)
+    call_cli(monkeypatch, "-m", llama_1b, *sizes, "--target", "trn2", "inf2", "--plot", picture, "--json", document)
     shown = capsys.readouterr().out
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
     found = json.loads(document.read_text())
@@ -104,6 +104,7 @@ def test_tables_and_json_say_the_same(
     text = " ".join(shown.split())
     assert all(sentence in text for sentence in found["notes"])
     assert "published runs of other models" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def read_span(text: str) -> tuple[float, float]:

@@ -79,7 +79,7 @@ class RemoteAnswer:
 def load(artifact: Path, digest: str) -> replica.Replica:
     options = ServerOptions(
         artifact=artifact, name=NAME, api_key=None, max_queue=8, drain_timeout=5, step_timeout=60, trust_remote_code=False,
-        rank_python=None, rank_timeout=None,
+        rank_python=None, rank_timeout=None, otlp_traces_endpoint=None,
     )  # fmt: skip
     return replica.Replica(options, digest)
 

@@ -76,11 +76,12 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
         "--trust-remote-code",
     ]
     ranks = ["--rank-python", "/py", "--rank-timeout", "7.5", "--api-key", "secret"]
+    traces = ["--otlp-traces-endpoint", "http://c"]
     words, environment = became(
-        artifact, *options, *ranks, "--vllm-options", "--data-parallel-size", "2", "--port", "10"
+        artifact, *options, *ranks, *traces, "--vllm-options", "--data-parallel-size", "2", "--port", "10"
     )
     assert words[4:] == [
-        "--served-model-name", "a b; c", "--host", "::1", "--port", "9", "--trust-remote-code",
+        "--served-model-name", "a b; c", "--host", "::1", "--port", "9", "--trust-remote-code", *traces,
         "--data-parallel-size", "2", "--port", "10",
     ]  # fmt: skip
     found = {name: environment[name] for name in environment.keys() - os.environ.keys()}
@@ -99,6 +100,7 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
         (["--api-key", ""], "--api-key is empty"),
         (["--api-key", " secret"], "--api-key begins or ends with a space"),
         (["--api-key", "se\ncret"], "--api-key begins or ends with a space, or has a character that no header has"),
+        (["--otlp-traces-endpoint", ""], "--otlp-traces-endpoint is empty"),
         (["--replicas", "0"], "--replicas 0 must be at least 1"),
         (["--max-replicas", "2"], "--max-replicas 2 must be larger than --replicas, which is not given"),
         (["--replicas", "2", "--max-replicas", "2"], "--max-replicas 2 must be larger than --replicas, which is 2"),

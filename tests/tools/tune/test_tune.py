@@ -61,10 +61,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring, name, value)
 
 
-def test_a_device_is_tuned_by_its_config_alone(run: Run, tiny_checkpoint: Path) -> None:
+def test_a_device_is_tuned_by_its_config_alone(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "new/picture.png"
     words = ("--model", str(tiny_checkpoint), "--target", "trn2", "--search", "batch=2,4", "chunk=16,64")
-    code, shown, found = run(*words, "--slo", "ttft=10s,itl=1s", "--compile-budget", "1h")
-    assert code == 0 and found["meets"]
+    code, shown, found = run(*words, "--slo", "ttft=10s,itl=1s", "--compile-budget", "1h", "--plot", str(picture))
+    assert code == 0 and found["meets"] and picture.read_bytes().startswith(b"\x89PNG")
     assert found["step_times"] == "predicted" and "not measured on a device" in " ".join(shown.split())
     best = NeuronConfig.from_dict(found["candidates"][0]["config"])
     assert best.target == "trn2" and best.sequence_length == 256
@@ -161,6 +162,7 @@ def test_an_artifact_is_measured_as_it_is_and_left_alone(run: Run, cpu_artifact:
         (("--model", "{model}", "--target", "cpu", "--graph-minutes", "1h"), "--graph-minutes 60 is of a device's compiler"),
         (("--model", "{model}", "--compile-budget", "1"), "'1' is no time above 0; give it as 90s, 60min or 4h"),
         (("--model", "{model}", "--search", "batch=x"), "has 'x'; give whole numbers of at least 1"),
+        (("--model", "{model}", "--plot", "x.zzz"), "known type of picture"),
         (("--model", "no-such-model", "--target", "trn2"), "no-such-model"),
         (("--model", "{model}", "--trace", "no-such-file"), "no-such-file"),
     ],
