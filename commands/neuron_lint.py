@@ -147,8 +147,6 @@ def _print_findings(findings: list[Finding]) -> None:
         return
     from rich.table import Table
 
-    from rich.table import Table
-
     table = Table("graph", "where", "problem", "remedy", title=f"{len(findings)} findings", title_justify="left")
     for finding in findings:
         where = " in ".join(part for part in (finding.instruction, finding.module) if part)

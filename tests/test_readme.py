@@ -103,7 +103,7 @@ def test_the_promises_of_the_readme_are_few_and_short() -> None:
 def test_the_size_of_the_core_is_what_the_readme_says() -> None:
     said = re.search(r"has about ([\d,]+) lines of Python", README.read_text(encoding="utf-8"))
     files = [path for room in CORE for path in (ROOT / "optimum_neuron" / room).rglob("*.py")]
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    lines = sum(len(path.read_text("utf-8").splitlines()) for path in files if "features" not in path.parts)
     assert said and abs(int(said[1].replace(",", "")) - lines) <= 500
 
 
@@ -116,6 +116,26 @@ def test_files_in_the_text_exist() -> None:
         in_tree = "/" in span and span.partition("/")[0] in folders
         if in_tree or span.endswith(SOURCE_SUFFIXES):
             assert (ROOT / span).exists() or span in names, span
+
+
+ROOM_PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "optimum_neuron").rglob("README.md"))]
+
+
+@pytest.mark.parametrize("page", ROOM_PAGES, ids=lambda path: path.parent.name)
+def test_files_and_functions_that_a_map_names_exist(page: Path) -> None:
+    """A path is seen from the page's folder, the package, the tests of the room, or the root."""
+    room = page.parent.relative_to(ROOT)
+    tests = ROOT / "tests" / room.relative_to("optimum_neuron") if room != Path() else ROOT / "tests"
+    roots = (page.parent, ROOT, ROOT / "optimum_neuron", tests, ROOT / "tests")
+    spans = re.findall(r"`([a-z0-9_./-]+\.(?:py|h|cpp|md))(?:: ([\w.]+))?`", page.read_text(encoding="utf-8"))
+    assert spans
+    for name, function in spans:
+        paths = [root / name for root in roots]
+        found = [path for path in paths if path.exists()] or [*page.parent.rglob(name), *(ROOT / "tests").rglob(name)]
+        assert found, name
+        if function:
+            text = found[0].read_text(encoding="utf-8")
+            assert re.search(rf"(?:def|class) {function.rpartition('.')[2]}\b", text), f"{name}: {function}"
 
 
 def test_blocks_say_what_they_are() -> None:
