@@ -24,30 +24,24 @@ else:
     import tomli as tomllib  # pytest brings it where Python does not
 
 from optimum_neuron import __version__
+from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.kernels.host import native_build
-from optimum_neuron.kernels.host.instruction_sets import list_platform_sets
+from optimum_neuron.kernels.host.instruction_sets import list_instruction_sets, list_platform_sets
+from optimum_neuron.targets.cpu.native_library import fetch_library
 
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "commands", "optimum_neuron"]
 LIBRARIES = {f"optimum_neuron/kernels/prebuilt/{native_build.name_prebuilt(each)}" for each in list_platform_sets()}
-# Compiles each source once, for the least of the instruction sets, and gives that to all: other tests compile for each. It notes
-# what it was asked for. What it links is as in a wheel.
-COMPILER = """#!{python}
-import hashlib, os, shutil, subprocess, sys
-arguments, target = sys.argv[1:], sys.argv[-1]
-if "-shared" not in arguments:
-    source = arguments[arguments.index("-c") + 1]
-    with open({log!r}, "a") as log:
-        log.write(" ".join(arguments) + "\\n")
-    kept = os.path.join({folder!r}, os.path.basename(source) + ".o")
-    if not os.path.exists(kept):
-        plain = [each for each in arguments[:-1] if not each.startswith("-m")]
-        subprocess.run([{compiler!r}, *plain, kept, "-O0"], check=True)
-    shutil.copyfile(kept, target)
-else:
-    subprocess.run([{compiler!r}, *arguments], check=True)
+# Stands for the compiler of a wheel: it notes what it is asked for, and links to libraries of the compile cache.
+COMPILER = """#!/bin/sh
+echo "$*" >> {log}
+for target; do :; done
+case "$*" in
+{libraries}
+*) : > "$target" ;;
+esac
 """
 BUILD_EDITABLE = "from setuptools.build_meta import build_editable; build_editable('.')"
 
@@ -89,21 +83,41 @@ def write_compiler(folder: Path, command: str) -> Path:
     return path
 
 
+def write_stand_in(folder: Path) -> Path:
+    """Write a compiler that links to the kernels of this run: for sets that this machine lacks, to those of the least set."""
+    found: dict[str, Path] = {}
+    for chosen in list_instruction_sets():
+        (folder / chosen.name).mkdir()
+        with FileLock(f"{os.environ[CACHE_VARIABLE]}-{chosen.name}.lock"):
+            found[chosen.name] = fetch_library(folder / chosen.name, chosen)
+    least = list(found.values())[-1]
+    cases = [
+        f'*"-pthread {" ".join((*each.flags, "-I"))}"*-shared*) cp {found.get(each.name, least)} "$target" ;;'
+        for each in list_platform_sets()
+    ]
+    path = folder / "c++"
+    path.write_text(COMPILER.format(log=folder / "log", libraries="\n".join(cases)), encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel with kernels, one for all processes of a run."""
+def wheel(_compile_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a wheel with kernels, one for all processes of a run."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel-with-kernels"
     with FileLock(f"{shared}.lock"):
         if not shared.exists():
             folder = tmp_path_factory.mktemp("wheel")
-            named = {"python": sys.executable, "log": str(folder / "log"), "folder": str(folder)}
-            compiler = folder / "c++"
-            compiler.write_text(COMPILER.format(compiler=native_build.find_compiler(), **named), encoding="utf-8")
-            compiler.chmod(0o755)
-            built = build_wheel(folder, CXX=str(compiler))
-            asked = (folder / "log").read_text(encoding="utf-8")
-            assert all(" ".join(each.flags) in asked for each in list_platform_sets())
+            built = build_wheel(folder, CXX=str(write_stand_in(folder)))
+            asked = (folder / "log").read_text(encoding="utf-8").splitlines()
+            sources = [source.name for source in native_build.list_sources()]
+            for each in list_platform_sets():
+                own = [line for line in asked if f"-pthread {' '.join((*each.flags, '-I'))}" in line]
+                compiled = [Path(line.split(" -c ")[1].split(" -o ")[0]).name for line in own if " -c " in line]
+                assert sorted(compiled) == sorted(sources)
+                (link,) = (line.split() for line in own if "-shared" in line)
+                assert {*native_build.PORTABLE[sys.platform]} <= {*link}
             shared.mkdir()
             shutil.copy(built, shared)
     (wheel,) = shared.glob("*.whl")
@@ -126,14 +140,11 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def test_every_subpackage_is_listed() -> None:
+def test_every_subpackage_is_listed_and_commands_are_none() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     listed = set(project["tool"]["setuptools"]["packages"])
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "optimum_neuron").rglob("__init__.py")}
     assert listed == found | {"optimum.commands.register"}
-
-
-def test_commands_are_no_package() -> None:
     assert not (ROOT / "commands" / "__init__.py").exists(), "optimum-cli warns of it"
 
 
@@ -155,20 +166,40 @@ def test_wheel_holds_every_source_file_and_a_library_for_every_instruction_set(w
     assert package | data | commands | LIBRARIES == {name for name in names if ".dist-info/" not in name}
 
 
-def test_wheel_is_for_one_platform_and_every_python(wheel: Path) -> None:
+def test_wheel_is_for_one_platform_and_every_python_and_states_version_and_license(wheel: Path) -> None:
     assert re.search(rf"-py3-none-(linux|macosx)\w*_{platform.machine()}\.whl$", wheel.name)
     archive = zipfile.ZipFile(wheel)
-    (text,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("dist-info/WHEEL"))
-    assert "Root-Is-Purelib: false" in text.splitlines()
+    texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if ".dist-info/" in name}
+    assert "Root-Is-Purelib: false" in texts["WHEEL"].splitlines()
+    stated = {"Name: optimum-neuron-runtime", f"Version: {__version__}", "License-Expression: Apache-2.0"}
+    assert stated <= set(texts["METADATA"].splitlines())
+
+
+PORTABLE_STUB = """
+#include <iostream>
+#include <stdexcept>
+#include <thread>
+extern "C" long step_run() {
+    std::thread([] { std::cerr << "x"; }).join();
+    throw std::runtime_error("y");
+}
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
-def test_libraries_bring_along_what_a_system_may_lack(wheel: Path) -> None:
-    archive = zipfile.ZipFile(wheel)
-    for name in LIBRARIES:
-        data = archive.read(name)
-        assert b"step_run" in data and b"libc.so" in data
-        assert not [word for word in (b"libstdc++.so", b"libgcc_s.so", b"GLIBCXX", b".symtab") if word in data]
+def test_libraries_bring_along_what_a_system_may_lack(
+    _compile_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flags of a wheel link in all but C's own libraries, and kernels need nothing else."""
+    least = list_instruction_sets()[-1]
+    kernels = fetch_library(tmp_path, least).read_bytes()
+    assert {*re.findall(rb"lib[\w+-]+\.so", kernels)} <= {b"libstdc++.so", b"libgcc_s.so", b"libm.so", b"libc.so"}
+    (tmp_path / "stub.cpp").write_text(PORTABLE_STUB, encoding="ascii")
+    monkeypatch.setattr(native_build, "list_sources", lambda: [tmp_path / "stub.cpp"])
+    native_build.build(tmp_path / "stub.so", least, native_build.PORTABLE["linux"])
+    data = (tmp_path / "stub.so").read_bytes()
+    assert b"step_run" in data and b"libc.so" in data
+    assert not [word for word in (b"libstdc++.so", b"libgcc_s.so", b"GLIBCXX", b".symtab") if word in data]
 
 
 @pytest.mark.parametrize("variables", [{"CXX": "no-such-compiler"}, {"OPTIMUM_NEURON_PURE_WHEEL": "1"}], ids=str)
@@ -196,13 +227,6 @@ def test_editable_install_builds_no_libraries(tmp_path: Path) -> None:
 def test_installed_wheel_needs_no_compiler(python: Path) -> None:
     environment = python.parents[1]
     run(python, ROOT / "tests" / "wheel_check.py", cwd=environment, PATH=str(python.parent))
-
-
-def test_wheel_states_version_and_license(wheel: Path) -> None:
-    archive = zipfile.ZipFile(wheel)
-    (metadata,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
-    lines = archive.read(metadata).decode().splitlines()
-    assert {"Name: optimum-neuron-runtime", f"Version: {__version__}", "License-Expression: Apache-2.0"} <= set(lines)
 
 
 def test_command_line_runs_from_the_wheel(python: Path) -> None:

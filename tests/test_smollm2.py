@@ -70,30 +70,23 @@ def questions(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return tokenizer, tokenizer.apply_chat_template(chats, **options)
 
 
-def test_cpu_equals_eager_and_transformers_token_for_token_in_float32(smollm2: Any) -> None:
+def test_cpu_equals_eager_and_transformers_token_for_token_and_seed_for_seed_in_float32(smollm2: Any) -> None:
     cpu, eager = smollm2("cpu", "float32"), smollm2("eager", "float32")
     tokenizer, batch = questions(cpu)
-    options = {"max_new_tokens": 24, "do_sample": False}
+    options = {"max_new_tokens": 10, "do_sample": False}
     tokens = cpu.generate(**batch, **options)
     assert "Paris" in tokenizer.decode(tokens[0], skip_special_tokens=True)
     assert torch.equal(tokens, eager.generate(**batch, **options))
     reference = AutoModelForCausalLM.from_config(cpu.config, dtype=torch.float32).eval()
     reference.load_state_dict({name.removeprefix("model."): t for name, t in _parameters(eager).items()}, strict=False)
     assert torch.equal(tokens, reference.generate(**batch, **options))
-
-
-def test_an_artifact_of_a_gguf_file_names_its_architecture(smollm2: Any) -> None:
-    assert smollm2("eager", "float32").config.architectures == ["LlamaForCausalLM"]
-
-
-def test_a_seed_gives_the_same_text_on_every_target(smollm2: Any) -> None:
-    texts = []
-    for target in ("cpu", "eager"):
-        model = smollm2(target, "float32")
-        _, batch = questions(model)
+    assert eager.config.architectures == ["LlamaForCausalLM"]  # of a GGUF file
+    sampled = []
+    for model in (cpu, eager):
         torch.manual_seed(7)
-        texts.append(model.generate(**batch, max_new_tokens=24, do_sample=True, temperature=0.9, top_k=40, top_p=0.95))
-    assert torch.equal(*texts)
+        how = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
+        sampled.append(model.generate(**batch, max_new_tokens=8, **how))
+    assert torch.equal(*sampled)
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("eager", marks=pytest.mark.full)])
@@ -102,11 +95,11 @@ def test_the_engine_gives_each_request_what_it_gets_alone(smollm2: Any, target: 
     tokenizer = AutoTokenizer.from_pretrained(model.artifact.path)
     sampled = SamplingParams(top_k=40, top_p=0.9, temperature=0.8)
     requests = []
-    for number in range(6):
+    for number in range(4):
         chat = [{"role": "user", "content": QUESTIONS[number % 2] + " Answer briefly." * (number // 2)}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
         how = {"sampling": sampled, "seed": number} if number % 3 else {}
-        requests.append(Request(request_id=str(number), prompt_token_ids=prompt, max_new_tokens=12 + number, **how))
+        requests.append(Request(request_id=str(number), prompt_token_ids=prompt, max_new_tokens=8 + number, **how))
 
     def run(arrivals: dict[int, list[Request]], options: SchedulerOptions) -> tuple[dict[str, list[int]], Engine]:
         engine = Engine(model.runner, options, vocab_size=model.artifact.model.vocab_size)
@@ -127,7 +120,7 @@ def test_the_engine_gives_each_request_what_it_gets_alone(smollm2: Any, target: 
     for request in requests:
         alone |= {key: value for key, value in run({0: [request]}, plain)[0].items() if value}
     given_up = Request(request_id="aborted", prompt_token_ids=requests[0].prompt_token_ids)
-    arrivals = {0: requests[:1], 2: [given_up], 3: requests[1:3], 15: requests[3:]}
+    arrivals = {0: requests[:1], 2: [given_up], 3: requests[1:2], 15: requests[2:]}
     together, engine = run(arrivals, SchedulerOptions())
     assert {name: tokens for name, tokens in together.items() if name != "aborted"} == alone
     assert engine.statistics.prefix_hit_tokens > 0

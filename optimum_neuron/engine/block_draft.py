@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step gives out of a cache: who gives blocks back, who may start, and which blocks rows get. Changes nothing.
+"""The use of a cache by one step: who gives blocks back, who may start, and which blocks rows get. Changes nothing.
 
 Of the requests that have a row, all can advance by a token at least once the last ones, by priority and then by arrival, have
 given their blocks back: each has a claim to the block that its next token needs. So the first always advances.

@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
+        """Return whether any request is not finished."""
         return self.scheduler.has_work
 
     def check_request(self, request: Request) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step gives to callers: a token of a request, or its failure."""
+"""The events of a step that callers get: a token of a request, or its failure."""
 
 from __future__ import annotations
 

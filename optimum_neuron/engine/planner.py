@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prompts a step advances, and by how much. Changes nothing; knows nothing of queues or decodes."""
+"""The prompts that a step advances, and by how much. Changes nothing; knows nothing of queues or decodes."""
 
 from __future__ import annotations
 

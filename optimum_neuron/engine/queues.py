@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a scheduler by their status, each queue in order. Knows nothing of steps or caches."""
+"""The requests of a scheduler by their status, each queue in order. Knows nothing of caches."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, itemgetter
 
-from ..core import RequestRow
+from ..core import Assignment, KeptSnapshot, PromptPiece, RequestRow
 from .request import RequestState, RequestStatus
 
 
@@ -18,7 +19,8 @@ class RequestQueues:
         waiting: without a row, by priority and arrival.
         prefilling: with a prompt that is only partly taken in, by priority and arrival.
         running: that generate, by row.
-        decodes: the rows of those, ascending, as a step has them.
+        decodes: the rows of those, ascending, as a step has them; the same object until one begins or ends.
+        decoding: the requests of these rows.
         context: most cache columns that a decode sees.
     """
 
@@ -28,6 +30,7 @@ class RequestQueues:
         self.prefilling: list[RequestState] = []
         self.running: dict[int, RequestState] = {}
         self.decodes: tuple[RequestRow, ...] = ()
+        self.decoding: list[RequestState] = []
         self.context = 0
         self._running_changed = False
 
@@ -71,13 +74,38 @@ class RequestQueues:
         state.status = RequestStatus.FINISHED
         del self.live[state.request.request_id]
 
+    def find_current(self, item: PromptPiece | RequestRow | Assignment | KeptSnapshot) -> RequestState | None:
+        """Return the request that a step means; None where it was aborted since, even if a new one has its id."""
+        state = self.live.get(item.request_id)
+        return state if state is not None and state.arrival == item.arrival else None
+
+    def find_decoding(self, decodes: tuple[RequestRow, ...]) -> Sequence[RequestState | None]:
+        """Return the request of each decode of a step; None where it was aborted since.
+
+        Raises:
+            RuntimeError: one of them has stopped to generate, but is not gone.
+        """
+        if decodes is self.decodes:
+            return self.decoding
+        states = [self.find_current(decode) for decode in decodes]
+        for state in states:
+            if state is not None and state.status is not RequestStatus.RUNNING:
+                raise _outdated_step(state)
+        return states
+
+    def check_pieces(self, pieces: Iterable[PromptPiece]) -> None:
+        """Raise RuntimeError for a piece that does not continue its prompt."""
+        for piece in pieces:
+            state = self.find_current(piece)
+            if state is not None and not _is_due(state, piece):
+                raise _outdated_step(state)
+
     def refresh_decodes(self) -> None:
         """Make `decodes` and `context` follow the requests that generate."""
         if self._running_changed:
-            self.decodes = tuple(
-                RequestRow(state.request.request_id, slot, state.arrival)
-                for slot, state in sorted(self.running.items(), key=itemgetter(0))
-            )
+            in_order = sorted(self.running.items(), key=itemgetter(0))
+            self.decoding = [state for _, state in in_order]
+            self.decodes = tuple(RequestRow(state.request.request_id, slot, state.arrival) for slot, state in in_order)
             self.context = max((state.context for state in self.running.values()), default=0)
             self._running_changed = False
 
@@ -88,3 +116,13 @@ _queue_order = attrgetter("order")
 def _remove_state(queue: list[RequestState], state: RequestState) -> None:
     """Take a request out of a queue that is in order, without a look at all of it."""
     del queue[bisect_left(queue, state.order, key=_queue_order)]
+
+
+def _is_due(state: RequestState, piece: PromptPiece) -> bool:
+    if piece.is_first:
+        return state.status is RequestStatus.WAITING
+    return state.status is RequestStatus.PREFILLING and state.computed == piece.start
+
+
+def _outdated_step(state: RequestState) -> RuntimeError:
+    return RuntimeError(f"the step does not continue request {state.request.request_id!r}; commit each step once")

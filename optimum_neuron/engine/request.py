@@ -89,7 +89,7 @@ class RequestState:
         Raises:
             RuntimeError: the prompt is unfinished, so no token can follow it.
         """
-        if self.remaining:
+        if self.computed < len(self.tokens):
             raise RuntimeError(
                 f"request {self.request.request_id!r} has {self.remaining} prompt tokens left and cannot take a token yet"
             )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from ..config import NeuronConfig
-from ..core import Assignment, KeptSnapshot, PromptPiece, Request, RequestRow, Step
+from ..core import PromptPiece, Request, RequestRow, Step
 from ..step.family import GraphFamily
 from ..step.spec import GraphKind, GraphSpec, graph_specs
 from .block_draft import BlockDraft
@@ -21,7 +21,7 @@ from .events import TokenEvent
 from .planner import PromptLimits, plan_prompts
 from .policy import SchedulerOptions, StepCosts, next_kind, resolve_policy
 from .queues import RequestQueues
-from .request import RequestState, RequestStatus, check_admission
+from .request import RequestState, check_admission
 from .snapshots import SnapshotTable
 
 
@@ -79,13 +79,12 @@ class Scheduler:
         self._holds_all = config.kv_block_size is None and kept is None
         self._costs = StepCosts()
         self.queues = RequestQueues()
-        self._live = self.queues.live  # each token looks in it
         self._after_prompts = False
         self._arrivals = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is not finished."""
+        """Return whether any request is not finished."""
         return bool(self.queues.live)
 
     def find_state(self, request_id: str) -> RequestState:
@@ -219,24 +218,25 @@ class Scheduler:
             ValueError: a token is missing or too many.
             RuntimeError: the step does not continue the present state: it was committed before, or is outdated.
         """
-        self._check_step(step, decode_tokens, piece_tokens)
+        states = self._check_step(step, decode_tokens, piece_tokens)
         self._costs.record_time(step.graph, seconds)
         self._after_prompts = bool(step.pieces)
-        if step.passed_over and (state := self._find_current(step.passed_over)):
+        if step.passed_over and (state := self.queues.find_current(step.passed_over)):
             state.bypassed += 1
         for gone in step.preempted:
-            if state := self._find_current(gone):
+            if state := self.queues.find_current(gone):
                 self.cache.release_row(gone.slot)
                 self.queues.restart_state(state)
-        self.cache.apply_step(step, self._find_current)
+        self.cache.apply_step(step, self.queues.find_current)
         events = []
-        for decode, token_id in zip(step.decodes, decode_tokens, strict=True):
-            if state := self._find_current(decode):
-                if self.options.reuse_generated and not state.request.atomic:
-                    self.cache.append_token(decode.slot, state.output_token_ids[-1])
+        reuses, append_token = self.options.reuse_generated, self.cache.append_token
+        for state, decode, token_id in zip(states, step.decodes, decode_tokens, strict=True):
+            if state:
+                if reuses and not state.request.atomic:
+                    append_token(decode.slot, state.output_token_ids[-1])
                 events.append(self._emit_token(state, int(token_id)))
         for piece, token_id in zip(step.pieces, piece_tokens, strict=True):
-            if state := self._find_current(piece):
+            if state := self.queues.find_current(piece):
                 self._advance_prompt(state, piece)
                 if piece.is_last:
                     events.append(self._emit_token(state, int(token_id)))
@@ -244,22 +244,18 @@ class Scheduler:
         self.queues.refresh_decodes()
         return events
 
-    def _check_step(self, step: Step, decode_tokens: Sequence[int], piece_tokens: Sequence[int]) -> None:
+    def _check_step(
+        self, step: Step, decode_tokens: Sequence[int], piece_tokens: Sequence[int]
+    ) -> Sequence[RequestState | None]:
+        """Return the request of each decode, None where it was aborted; raise what `commit` raises."""
         if (len(decode_tokens), len(piece_tokens)) != (len(step.decodes), len(step.pieces)):
             raise ValueError(
                 f"a step of {len(step.decodes)} decodes and {len(step.pieces)} prompt pieces got {len(decode_tokens)} and "
                 f"{len(piece_tokens)} tokens; give one for each"
             )
-        items: tuple[RequestRow | PromptPiece, ...] = (*step.decodes, *step.pieces)
-        for item in items:
-            state = self._find_current(item)
-            if state is not None and not _is_due(state, item):
-                raise RuntimeError(f"the step does not continue request {item.request_id!r}; commit each step once")
-
-    def _find_current(self, item: PromptPiece | RequestRow | Assignment | KeptSnapshot) -> RequestState | None:
-        """Return the request that a step means; None where it was aborted since, even if a new one has its id."""
-        state = self._live.get(item.request_id)
-        return state if state is not None and state.arrival == item.arrival else None
+        states = self.queues.find_decoding(step.decodes)
+        self.queues.check_pieces(step.pieces)
+        return states
 
     def _advance_prompt(self, state: RequestState, piece: PromptPiece) -> None:
         start = piece.start
@@ -287,11 +283,3 @@ class Scheduler:
 
 def _due_order(state: RequestState) -> tuple[int, bool, int]:
     return state.request.priority, state.slot is None, state.arrival
-
-
-def _is_due(state: RequestState, item: PromptPiece | RequestRow) -> bool:
-    if isinstance(item, RequestRow):
-        return state.status is RequestStatus.RUNNING
-    if item.is_first:
-        return state.status is RequestStatus.WAITING
-    return state.status is RequestStatus.PREFILLING and state.computed == item.start

@@ -81,7 +81,7 @@ class EngineService:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs: from the first request until the service is closed."""
+        """Return whether the thread runs: from the first request until the service is closed."""
         return self._thread is not None and self._thread.is_alive()
 
     @property

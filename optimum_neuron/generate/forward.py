@@ -30,7 +30,7 @@ class Forward(Module):
 
     neuron_config: NeuronConfig
     runner: GraphRunner
-    _slots: Callable[..., AbstractContextManager[None]]
+    _hold_slots: Callable[..., AbstractContextManager[None]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutput:
         return self.forward(*args, **kwargs)
@@ -60,8 +60,8 @@ class Forward(Module):
                 `attention_mask` does not fit, the prompts do not fit the compiled sizes, or the model does not take a token id.
             TypeError: token ids are no tensor of whole numbers.
         """
-        prompts, places = self._prompts(input_ids, attention_mask, cu_seq_lens_q)
-        columns = _columns(logits_to_keep, input_ids.shape[1])
+        prompts, places = self._split_prompts(input_ids, attention_mask, cu_seq_lens_q)
+        columns = _select_columns(logits_to_keep, input_ids.shape[1])
         if labels is not None:
             self._check_labels(labels, input_ids, attention_mask, logits_to_keep)
         if columns is not None and not self.neuron_config.prompt_logits:
@@ -70,7 +70,7 @@ class Forward(Module):
                 f"{asked} logits of more than each prompt's last token, and no graph of this artifact returns them; export it with "
                 f"--prompt-logits (prompt_logits=True), or pass logits_to_keep=1 without labels"
             )
-        with self._slots():
+        with self._hold_slots():
             self.runner.reserve_slots([len(prompt) for prompt in prompts])
             try:
                 if columns is None:
@@ -81,9 +81,9 @@ class Forward(Module):
                 score_prompts(self.runner, prompts, places, columns, logits)
             finally:
                 self.runner.reset_slots()
-        return CausalLMOutput(loss=None if labels is None else self._loss(logits, labels), logits=logits)
+        return CausalLMOutput(loss=None if labels is None else self._compute_loss(logits, labels), logits=logits)
 
-    def _prompts(
+    def _split_prompts(
         self, input_ids: Tensor, attention_mask: Tensor | None, cu_seq_lens_q: Tensor | None
     ) -> tuple[list[np.ndarray], list[BatchPlace]]:
         """Return the real tokens of each prompt, and where the first of them stands."""
@@ -131,12 +131,12 @@ class Forward(Module):
                 f"from the logits"
             )
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _compute_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         function: Callable[..., Tensor] = cast(Any, self._empty).loss_function
         return function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
 
 
-def _columns(logits_to_keep: int | Tensor, width: int) -> Tensor | None:
+def _select_columns(logits_to_keep: int | Tensor, width: int) -> Tensor | None:
     """Return the columns of a batch that are kept, `[kept]` int64; None: each prompt's last token, wherever it stands.
 
     Raises:

@@ -35,7 +35,7 @@ class Generation(Defaults):
     artifact: Artifact
     runner: GraphRunner
     _trust_remote_code: bool
-    _slots: Callable[..., AbstractContextManager[None]]
+    _hold_slots: Callable[..., AbstractContextManager[None]]
     _is_stateful = True  # the KV cache lives in the graphs: transformers then refuses to rewind it
 
     def generate(
@@ -127,7 +127,7 @@ class Generation(Defaults):
         if any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
             pad = check_pad_token(generation_config._pad_token_tensor, len(prompts), model.num_embeddings)
         loop = GenerationLoop(self.runner, choice, stopping_criteria, pad, streamer)
-        with self._slots():
+        with self._hold_slots():
             sequences = loop.generate_tokens(input_ids, prompts, generation_config.max_length)
         if not as_dict:
             return sequences

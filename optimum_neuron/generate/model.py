@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeuronModelForCausalLM: from a folder or Hub id to a model that runs, and back to a folder."""
+"""NeuronModelForCausalLM: from a folder or Hub id to a model that runs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo
 from transformers import GenerationConfig
-from transformers.utils import PushToHubMixin
 
 from .. import progress
 from ..artifact.artifact import Artifact, is_graph_file
 from ..artifact.find import find_artifact
-from ..artifact.skeleton import read_config, read_generation_config
-from ..artifact.writer import copy_artifact, write_artifact
-from ..checkpoints.origin import CARD_NAME
+from ..artifact.skeleton import read_config
 from ..config import ExportOptions, NeuronConfig, refuse_unknown, takes_options
 from ..engine.continuous_batching.surface import ContinuousBatching
 from ..engine.engine import Engine
-from ..hub.measurements import MEASUREMENTS_NAME
 from ..runtime.arguments import refuse_other_options
-from ..runtime.defaults import in_vocabulary, usable
 from ..runtime.process import OwnProcess, end_idle_workers
 from ..runtime.profile import Profile
 from ..runtime.timing import open_runner
@@ -40,9 +34,10 @@ from .forward import Forward
 from .generation import Generation
 from .keywords import own_options
 from .module import make_known
+from .saving import Saving, read_defaults
 
 
-class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubMixin):
+class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, Saving):
     """A causal language model with step graphs that were compiled ahead of time.
 
     Made by `from_pretrained`. `generate` takes up to `neuron_config.batch_size` rows of up to
@@ -92,7 +87,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         profile: Profile | None = None,
         **options: Any,
     ) -> NeuronModelForCausalLM:
-        """Load an artifact, or exports a checkpoint first.
+        """Load an artifact, or export a checkpoint first.
 
         Args:
             model_id: an artifact (folder or Hub id) or, with `export=True`, a checkpoint (folder, Hub id or .gguf file).
@@ -137,14 +132,14 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         }
         found = find_artifact(model_id, export=export, native_code=reading.trust_remote_code, **reading.hub)
         if found is None:
-            return cls._export(model_id, wanted, reading, **loading)
+            return cls._export_checkpoint(model_id, wanted, reading, **loading)
         artifact, from_hub = found
         reading.refuse_for_artifact(model_id)
         refuse_other_options(artifact, wanted, options if config is None else NeuronConfig.option_names())
-        return cls._load(artifact, trust_native_code=reading.trust_remote_code or not from_hub, **loading)
+        return cls._load_artifact(artifact, trust_native_code=reading.trust_remote_code or not from_hub, **loading)
 
     @classmethod
-    def _export(
+    def _export_checkpoint(
         cls, model_id: str | Path, config: NeuronConfig, reading: ExportOptions, **loading: Any
     ) -> NeuronModelForCausalLM:
         from ..export.recipe import export_model
@@ -152,15 +147,15 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         folder = Path(tempfile.mkdtemp(prefix="optimum-neuron-"))
         try:
             path = export_model(model_id, folder / "artifact", config=config, **vars(reading))
-            model = cls._load(Artifact.open(path), trust_native_code=True, **loading)
+            model = cls._load_artifact(Artifact.open(path), trust_native_code=True, **loading)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        weakref.finalize(model, _remove, folder, model.runner.process)
+        weakref.finalize(model, _remove_folder, folder, model.runner.process)
         return model
 
     @classmethod
-    def _load(
+    def _load_artifact(
         cls,
         artifact: Artifact,
         *,
@@ -173,7 +168,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
         # Before transformers reads, or with trust_remote_code runs, any of these files.
         artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
         config = read_config(artifact.path, trust_remote_code=trust_remote_code)
-        generation_config = _defaults(artifact, config)
+        generation_config = read_defaults(artifact, config)
         if profile is not None:
             ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
         with progress.stage("Loading the artifact"):
@@ -190,90 +185,8 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
             profile=profile,
         )
 
-    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Write the artifact to a folder, with the present `generation_config`; `push_to_hub` uploads it as well.
-
-        `kwargs` are those of `push_to_hub`; `max_shard_size` and `safe_serialization` are accepted and have no meaning
-        for compiled graphs.
-
-        Raises:
-            FileExistsError: the folder holds something else.
-        """
-        for unused in ("max_shard_size", "safe_serialization"):
-            kwargs.pop(unused, None)
-        if kwargs and not push_to_hub:
-            raise TypeError(f"save_pretrained got {', '.join(sorted(kwargs))}, which only push_to_hub=True takes")
-        save_directory = Path(save_directory)
-        if save_directory.resolve() != self.artifact.path.resolve():
-            manifest = {key: value for key, value in self.artifact.manifest.items() if key != "files"}
-            with write_artifact(save_directory, overwrite=True) as writer:
-                copy_artifact(self.artifact, writer.path)
-                self.generation_config.to_json_file(writer.path / "generation_config.json")
-                writer.commit(manifest)
-        if push_to_hub:
-            repo_id = kwargs.pop("repo_id", save_directory.name)
-            self.push_to_hub(repo_id, **kwargs)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: bool | str | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str | None = None,
-        tags: list[str] | None = None,
-        base_model: str | None = None,
-    ) -> CommitInfo:
-        """Upload the artifact to a repository of the Hub, with the present `generation_config` and a model card; see `hub.push`.
-
-        Args:
-            private: whether the repository is; default: as it is, or where it is made here, as its owner has chosen.
-            revision: the branch, which is made where there is none.
-            create_pr: ask for the files to be taken over, in place of a commit to the branch.
-            max_shard_size: accepted as in transformers; compiled graphs have no shards.
-            tags: further ones of the card.
-            base_model: Hub id of the checkpoint, for the card; default: the repository that the export read.
-
-        Raises:
-            ArtifactError: a file was changed after the export.
-            ValueError, FileNotFoundError, RuntimeError: the Hub refuses, fails, or cannot be reached; each in one sentence.
-        """
-        from ..hub.push import push_artifact
-
-        with self._as_it_is() as artifact:
-            return push_artifact(
-                artifact,
-                repo_id,
-                private=private,
-                token=token,
-                revision=revision,
-                create_pr=create_pr,
-                commit_message=commit_message,
-                commit_description=commit_description,
-                base_model=base_model,
-                tags=tags,
-            )
-
     @contextmanager
-    def _as_it_is(self) -> Iterator[Artifact]:
-        """Yield the artifact, or a copy of it where `generation_config` was changed since it was read."""
-        if _defaults(self.artifact, self.config).to_dict() == self.generation_config.to_dict():
-            yield self.artifact
-            return
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch) / self.artifact.path.resolve().name
-            self.save_pretrained(folder)
-            for extra in (CARD_NAME, MEASUREMENTS_NAME):
-                if (self.artifact.path / extra).is_file():
-                    shutil.copyfile(self.artifact.path / extra, folder / extra)
-            yield Artifact.open(folder)
-
-    @contextmanager
-    def _slots(self, *, keep_engine: bool = False) -> Iterator[None]:
+    def _hold_slots(self, *, keep_engine: bool = False) -> Iterator[None]:
         """Hold the slots for one call: calls from several threads run one after another, a manager excludes them."""
         self.runner.process.check_fork()  # before the lock, which another thread may have held in the fork's moment
         with self._lock:
@@ -290,11 +203,7 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, PushToHubM
                 end_idle_workers()  # the next call, or a service, may be another thread's
 
 
-def _defaults(artifact: Artifact, config: Any) -> GenerationConfig:
-    return in_vocabulary(usable(read_generation_config(artifact, config), artifact.config)[0], artifact.model)
-
-
-def _remove(folder: Path, process: OwnProcess) -> None:
+def _remove_folder(folder: Path, process: OwnProcess) -> None:
     """Remove a folder at the end of the process that made it, and not at that of one that was forked from it."""
     if process.is_here:
         shutil.rmtree(folder, ignore_errors=True)

@@ -50,7 +50,7 @@ class KeptStates:
             )
         self._check_place(place)
         if self.lengths[place] != length:
-            raise ValueError(f"snapshot {place} is of {self.lengths[place]} tokens, and {length} are to be reused")
+            raise ValueError(f"snapshot {place} holds {self.lengths[place]} tokens, and {length} are to be reused")
 
     def restore_snapshot(self, place: int | None, slot: int) -> None:
         """Copy a snapshot that `check_snapshot` allows to a slot."""

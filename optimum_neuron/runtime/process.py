@@ -49,8 +49,8 @@ _OMP_PAUSE_SOFT = 1  # OpenMP 5.0, section 3.2.43
 def end_idle_workers() -> None:
     """End the idle workers of the calling thread, which gets new ones when it computes again, in some 0.1 ms.
 
-    With more workers than cores in a process, none of them waits awake for the next layer: a service whose thread computes
-    after the main thread has would take more than twice as long for a step.
+    With more workers than cores in a process, none of them waits awake for the next layer. A service's thread that computes
+    after the main thread would take more than twice as long for a step.
     """
     _end_workers(_libraries())
 

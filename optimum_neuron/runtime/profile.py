@@ -42,7 +42,7 @@ class RunTrace:
         self._counts: list[tuple[str, int, dict[str, int]]] = []
 
     def __bool__(self) -> bool:
-        """Whether anything happened."""
+        """Return whether anything happened."""
         return bool(self._spans)
 
     def add_span(self, track: Track, name: str, start: int, **facts: Any) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's graph is, and what none may be given: refused in one sentence before any slot is touched."""
+"""Checks of a step and its graph: each refuses in one sentence before any slot is touched."""
 
 from __future__ import annotations
 

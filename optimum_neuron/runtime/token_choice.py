@@ -62,7 +62,7 @@ class HostChoice:
 
     @property
     def keeps(self) -> bool:
-        """Whether anything of a step is kept."""
+        """Return whether anything of a step is kept."""
         return self.scores is not None or self.logits is not None
 
     def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:

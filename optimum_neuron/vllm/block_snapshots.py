@@ -28,7 +28,7 @@ class _StartedPrompt(NamedTuple):
 
 
 class BlockSnapshots:
-    """The scheduler's side. Snapshots are of whole blocks, and kept where a piece of a prompt ends
+    """The scheduler's side. Snapshots hold whole blocks, and are kept where a piece of a prompt ends
 
     - at the last border of a block within a prompt, and where the prompt ends at one;
     - where a prompt parts from blocks that are cached, if no snapshot of them exists: the next one that starts alike uses it;
@@ -62,7 +62,7 @@ class BlockSnapshots:
     def find_cut(self, request: Request, start: int) -> int:
         """Return the first place after `start` tokens of a request where a piece is to end, before the prompt does; 0: nowhere."""
         if request.status != RequestStatus.RUNNING and request.num_computed_tokens:
-            self.find_start(request, 0)  # the next turn of a session, for whose blocks vLLM does not look
+            self.find_start(request, 0)  # the next turn of a session: vLLM does not look for its blocks
         length, prefix = self._prompts[request.request_id]
         if start + 1 >= length:
             return 0  # a request that decodes has none

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user gave of vLLM's arguments. vLLM fills in the others, and checks some, before its platform sees any of them."""
+"""The arguments of vLLM that a user gave. vLLM fills in the others, and checks some, before its platform sees any of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM asks of a model class. Its own modelling code is never run: the compiled graphs are the model."""
+"""The model class that vLLM asks for. Its own modelling code is never run: the compiled graphs are the model."""
 
 from __future__ import annotations
 

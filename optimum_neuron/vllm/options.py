@@ -146,7 +146,7 @@ def _reasons(vllm_config: VllmConfig, fitted: bool) -> Iterator[str]:
 
 
 def _set(vllm_config: VllmConfig, options: tuple[_Option, ...]) -> Iterator[tuple[_Option, Any]]:
-    """Those that do not have their default, with their values."""
+    """Return the options that do not have their default, with their values."""
     for option in options:
         value: Any = vllm_config
         for name in option.path.split("."):

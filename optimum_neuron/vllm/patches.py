@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin changes of vLLM and torch for a whole process: each change once, here, with the reason."""
+"""Changes of vLLM and torch for a whole process: each once, here, with the reason."""
 
 from __future__ import annotations
 

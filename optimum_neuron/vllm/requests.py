@@ -49,7 +49,7 @@ class RowState:
 
     @property
     def on_host(self) -> bool:
-        """Whether vLLM's sampler chooses its tokens."""
+        """Return whether vLLM's sampler chooses its tokens."""
         return self.host is not None
 
     def restart_from(self, token_ids: Sequence[int]) -> None:

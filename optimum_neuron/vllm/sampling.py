@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who samples a request's tokens: the graphs, or vLLM's sampler from the logits that the graphs return."""
+"""The choice of who samples a request's tokens: the graphs, or vLLM's sampler from the logits that the graphs return."""
 
 from __future__ import annotations
 

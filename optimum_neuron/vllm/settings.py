@@ -226,7 +226,7 @@ def _check_cache(vllm_config: VllmConfig, artifact: Artifact) -> None:
             )
         raise ValueError(
             f"--enable-prefix-caching is not supported: {state}, which --scheduler-cls {_scheduler_name(vllm_config)} does not look for "
-            f"beside blocks; leave one of them out"
+            f"next to blocks; leave one of them out"
         )
 
 

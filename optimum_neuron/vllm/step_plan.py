@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's process adds to a step for the worker. It comes with the step, as the plans of vLLM's connectors do."""
+"""The part of a step that the scheduler's process adds for the worker. It comes with the step, as the plans of vLLM's connectors do."""
 
 from __future__ import annotations
 

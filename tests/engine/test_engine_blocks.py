@@ -86,7 +86,7 @@ def serve(runner: GraphRunner, requests: list[Request], **options: bool) -> tupl
     return tokens, engine
 
 
-@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("reuse", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_tokens_are_those_of_slots_also_where_requests_are_preempted(
     both: tuple[GraphRunner, GraphRunner], reuse: bool
 ) -> None:

@@ -4,32 +4,10 @@
 from __future__ import annotations
 
 import pytest
-from scheduling import TOKEN, add, advance, commit, counts, make, next_step, request, with_decodes
+from scheduling import TOKEN, add, advance, counts, make, next_step, request, with_decodes
 
 from optimum_neuron.engine.events import TokenEvent
 from optimum_neuron.engine.request import RequestState
-
-
-def test_a_one_token_final_chunk_is_a_chunk() -> None:
-    scheduler = make(chunk=8)
-    add(scheduler, request("a", 9))
-    advance(scheduler)
-    step = next_step(scheduler)
-    assert (
-        step.graph.kind == "chunked_prefill"
-        and not step.decodes
-        and step.pieces[0].count == 1
-        and step.pieces[0].is_last
-    )
-    assert commit(scheduler, step) == [("a", TOKEN, None)]
-
-
-def test_an_intermediate_chunk_emits_nothing() -> None:
-    scheduler = make(chunk=8)
-    add(scheduler, request("a", 20))
-    assert advance(scheduler) == [] and advance(scheduler) == []
-    assert scheduler.find_state("a").output_token_ids == []
-    assert advance(scheduler) == [("a", TOKEN, None)]
 
 
 def test_an_unfinished_prompt_cannot_take_a_token() -> None:
@@ -57,15 +35,6 @@ def test_the_decodes_are_built_again_only_when_the_running_requests_change() -> 
     assert [decode.request_id for decode in next_step(scheduler).decodes] == ["d1"]
 
 
-def test_no_request_is_lost_between_chunks() -> None:
-    scheduler = make(slots=2, chunk=4)
-    add(scheduler, *(request(f"r{index}", 3 * index + 1, new=2) for index in range(6)))
-    finished = []
-    while scheduler.has_work:
-        finished += [name for name, _, reason in advance(scheduler) if reason]
-    assert sorted(finished) == [f"r{index}" for index in range(6)] and scheduler.schedule() is None
-
-
 def test_requests_under_way_never_exceed_the_slots() -> None:
     scheduler = make(slots=2, chunk=4, max_bypass=9)
     add(scheduler, request("a", 100), request("b", 2, new=50), request("c", 2), request("d", 2))
@@ -88,13 +57,6 @@ def test_a_prompt_of_any_length_ends_after_as_many_steps_as_it_has_chunks(prompt
     reason = "length" if new == 1 else None
     assert advance(scheduler) == [("a", TOKEN, reason)]
     assert scheduler.has_work == (new > 1)
-
-
-def test_one_new_token_finishes_with_the_final_chunk() -> None:
-    scheduler = make()
-    add(scheduler, request("a", 3, new=1))
-    assert advance(scheduler) == [("a", TOKEN, "length")]
-    assert scheduler.cache.free_count == 4 and not scheduler.has_work
 
 
 def test_an_end_token_finishes_in_the_final_chunk_and_in_a_decode() -> None:
@@ -137,13 +99,6 @@ def test_the_budget_serves_decodes_first_and_prompts_in_order(
     add(scheduler, *(request(f"p{index}", length) for index, length in enumerate(prompts)))
     step = next_step(scheduler)
     assert (len(step.decodes), counts(step)) == (decodes, expected)
-
-
-def test_a_prompt_larger_than_the_budget_still_finishes() -> None:
-    scheduler = make(chunk=64, max_step_tokens=7)
-    add(scheduler, request("a", 50))
-    advance(scheduler, 7)
-    assert advance(scheduler) == [("a", TOKEN, None)]
 
 
 @pytest.mark.parametrize(

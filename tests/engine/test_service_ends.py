@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers import export_tiny, python_process
+from helpers import export_tiny
+from warm_process import WarmProcess
 
 
 # Longer than anything here takes: a program that is not over by then hangs.
@@ -30,7 +31,7 @@ def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def ended(path: Path, script: str, *arguments: str) -> tuple[int, str, str]:
     """The exit code and outputs of a program over a model."""
-    process = python_process(PROGRAM + script, path, *arguments)
+    process = WarmProcess(PROGRAM + script, path, *arguments)
     try:
         output, errors = process.communicate(timeout=LIMIT)
     finally:

@@ -66,22 +66,6 @@ def test_a_prompt_that_is_short_after_reuse_may_pass() -> None:
     assert counts(step) == {"b": 4} and step.passed_over is not None and step.passed_over.request_id == "long"
 
 
-def test_without_prefix_reuse_every_token_is_computed() -> None:
-    scheduler = make(chunk=16, prefix_reuse=False)
-    for name in ("a", "b"):
-        add(scheduler, request(name, list(range(8)), new=1))
-        assert counts(next_step(scheduler)) == {name: 8}
-        advance(scheduler)
-
-
-def test_an_atomic_prompt_reuses_nothing() -> None:
-    scheduler = make(chunk=16)
-    add(scheduler, request("a", list(range(8)), new=1))
-    advance(scheduler)
-    add(scheduler, request("b", list(range(8)), atomic=True))
-    assert counts(next_step(scheduler)) == {"b": 8}
-
-
 def test_rows_of_an_atomic_prompt_are_not_reused() -> None:
     scheduler = make(chunk=16)
     add(scheduler, request("a", list(range(8)), new=3, atomic=True))

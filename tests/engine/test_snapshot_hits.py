@@ -77,7 +77,9 @@ def followed(steps: GraphRunner, slot: int, logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("blocks", [False, pytest.param(True, marks=pytest.mark.full)], ids=["slots", "blocks"])
-@pytest.mark.parametrize("kind", [*KINDS, "deepseek_v32"])
+@pytest.mark.parametrize(
+    "kind", [KINDS[1], KINDS[2], *(pytest.param(kind, marks=pytest.mark.full) for kind in (KINDS[0], "deepseek_v32"))]
+)
 def test_a_slot_goes_on_behind_a_snapshot_at_any_place(
     open_steps: Callable[..., GraphRunner], kind: str, blocks: bool
 ) -> None:
@@ -183,7 +185,7 @@ def test_a_prompt_that_is_aborted_leaves_what_its_whole_chunks_left(
         assert found == has and torch.equal(logits, alone(steps, prompt))
 
 
-@pytest.mark.parametrize("kind", [*KINDS[:2], pytest.param(KINDS[2], marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[1:])])
 def test_more_prompts_than_places_at_once_get_their_own_bits(
     open_steps: Callable[..., GraphRunner], kind: str
 ) -> None:

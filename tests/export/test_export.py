@@ -22,13 +22,13 @@ from helpers import (
     export_tiny,
     folder_bytes,
     generate,
-    python_process,
     random_tokens,
     tiny_config,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaConfig, T5Config
+from warm_process import WarmProcess
 
 import optimum_neuron.export.recipe
 from optimum_neuron import NeuronModelForCausalLM, export_model
@@ -126,13 +126,12 @@ def test_an_interrupted_export_leaves_nothing(
 def test_a_killed_export_leaves_no_artifact_and_the_next_one_cleans_up(
     tiny_checkpoint: Path, output: Path, number: signal.Signals
 ) -> None:
-    process = python_process(STUCK_EXPORT, tiny_checkpoint, output, json.dumps(SIZES))
-    assert process.stdout is not None
+    process = WarmProcess(STUCK_EXPORT, tiny_checkpoint, output, json.dumps(SIZES))
     try:
         assert process.stdout.readline() == "compiling\n"
     finally:
         process.send_signal(number)
-        process.communicate()
+        process.communicate(60)
     assert process.returncode == -number
     assert names(output.parent) == [".artifact.partial"]
     unfinished = output.parent / ".artifact.partial" / "new"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from optimum_neuron.targets.cache.entries import About
 from optimum_neuron.targets.cache.store import CompileCache
 
 
+Command = Callable[..., tuple[int, str, str]]
 KEY, OTHER = "0" * 64, "1" * 64
 ABOUT = About("token_generation", "trn2", "neuronx-cc 2.27")
 

@@ -181,6 +181,11 @@ def test_a_file_that_was_changed_is_refused_before_the_hub_is_asked(
         add_tags("---\na: [\n---\n", ["x"])
 
 
+def quick(faults: dict[str, Any], *names: str) -> list[Any]:
+    """Each kind of answer once by default, and all by the full profile."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.full) for name in faults]
+
+
 PUSHES = {
     "no token": (Fault("POST", "/api/repos/create", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
         r"the Hub does not take this token \(401\)"),
@@ -191,7 +196,7 @@ PUSHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PUSHES)
+@pytest.mark.parametrize("name", quick(PUSHES, "no token", "an upload that fails", "another writer"))
 def test_a_push_that_fails_is_one_sentence_and_is_completed_by_the_next(
     artifact: Path, hub: LoopbackHub, name: str
 ) -> None:
@@ -262,7 +267,9 @@ LOADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize(
+    "name", quick(LOADS, "no such name", "gated", "too many", "a list that fails", "a file that is cut")
+)
 def test_a_load_that_fails_is_one_sentence_and_the_next_completes_it(
     pushed: LoopbackHub, name: str, tmp_path: Path
 ) -> None:

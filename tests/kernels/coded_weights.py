@@ -15,7 +15,12 @@ SHORT = "short"
 
 
 def quantized(
-    kind: str, *shape: int, group: int, shifted: bool = False, scale: torch.dtype | str = torch.float32
+    kind: str,
+    *shape: int,
+    group: int,
+    shifted: bool = False,
+    scale: torch.dtype | str = torch.float32,
+    activations: str | None = None,
 ) -> QuantizedWeight:
     """Any codes that a weight can have but NaN, with scales of both signs.
 
@@ -29,9 +34,8 @@ def quantized(
     groups = (*others, outputs, inputs // group)
     shift = torch.randn(groups) if shifted else None
     scales = torch.randn(groups)
-    return QuantizedWeight(
-        kind, codes.view(CODE_DTYPES[kind]), shortened(scales) if isinstance(scale, str) else scales.to(scale), shift
-    )
+    own = shortened(scales) if isinstance(scale, str) else scales.to(scale)
+    return QuantizedWeight(kind, codes.view(CODE_DTYPES[kind]), own, shift, activations)
 
 
 def shortened(scales: Tensor) -> Tensor:

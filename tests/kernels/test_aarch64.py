@@ -12,7 +12,7 @@ import pytest
 import torch
 from emulation import EMULATED
 from helpers import Opener, artifact_runner, decode_tokens, generate, prefill_pieces, random_tokens
-from kernel_calls import ROUNDING, Kernels, Planned, RefusedError, int32, load_kernels, random, same_bits, with_dtypes
+from kernel_calls import ROUNDING, Kernels, Planned, int32, load_kernels, random, same_bits, with_dtypes
 from test_kernels import ATTEND_ERROR, attend_exactly, make_cache
 from test_quantized_kernels import FORMS, check_near, quantized
 from test_rounded_kernels import FORMS as ROUNDED_FORMS
@@ -51,20 +51,6 @@ def test_linears_are_exact_and_a_row_depends_on_nothing_else(emulated: Kernels, 
         with emulated.with_threads(threads):
             fewer = emulated.linears(x[60 - rows :], weights, [bias, None])
         assert all(same_bits(own, whole[60 - rows :]) for own, whole in zip(fewer, results, strict=True)), rows
-
-
-@with_dtypes
-def test_experts_compute_what_linears_do(emulated: Kernels, dtype: torch.dtype) -> None:
-    x, weight, bias = (random(*sizes, dtype=dtype) for sizes in ((9, 50), (4, 21, 50), (4, 21)))
-    index = torch.randint(0, 5, (9, 2))
-    result = emulated.expert_linear(x, index, weight, bias)
-    for token, place in ((token, place) for token in range(9) for place in range(2)):
-        expert = int(index[token, place])
-        if expert == 4:
-            assert not result[token, place].any()
-            continue
-        (own,) = emulated.linears(x[token : token + 1], [weight[expert]], [bias[expert]])
-        assert same_bits(result[token, place], own[0])
 
 
 @with_dtypes
@@ -130,13 +116,6 @@ def test_maps_are_those_of_this_machine(emulated: Kernels, best_kernels: Kernels
     inputs = [torch.randn(7, 133) * 3 for _ in range(2)]
     results = [Planned(each, function, inputs)(*inputs) for each in (emulated, best_kernels)]
     assert all(same_bits(*pair) for pair in zip(*results, strict=True))
-
-
-def test_rows_that_are_not_there_are_refused(emulated: Kernels) -> None:
-    table, index = torch.randn(5, 7), torch.tensor([4, 0])
-    assert same_bits(emulated.select(table, index), table[index])
-    with pytest.raises(RefusedError):
-        emulated.select(table, torch.tensor([5]))
 
 
 @pytest.mark.slow

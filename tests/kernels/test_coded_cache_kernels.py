@@ -7,7 +7,7 @@ import pytest
 import torch
 from coded_reference import KINDS
 from kernel_calls import Kernels, RefusedError, guarded, int32, random, same_bits, threads, with_dtypes
-from test_kernels import ATTEND_ERROR
+from test_kernels import ATTEND_ERROR, attend_exactly
 from torch import Tensor
 
 from optimum_neuron.kernels.steps.access import PlanError
@@ -80,18 +80,8 @@ def test_attention_over_codes_is_exact(
     keys, values = coded(2, columns, kind, last + 1)
     query = random(1, HEADS, 5, DIM, dtype=dtype)
     found = attend(kernels, query, keys, values, int32([1]), positions, 0.1, window, softcap, sinks)
-    key, value = (
-        each.dequantize()[1:].nan_to_num().double().repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values)
-    )
-    scores = query.double() @ key.mT * 0.1
-    if softcap:
-        scores = (scores / softcap).tanh() * softcap
-    places = torch.arange(columns)
-    hidden = (places > positions[0, :, None]) | (places <= positions[0, :, None] - (window or columns + 1))
-    scores = scores.masked_fill(hidden, -1e300)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, HEADS, 5, 1)], -1)
-    expected = (scores.softmax(-1)[..., :columns] @ value).transpose(1, 2)
+    whole = (each.dequantize() for each in (keys, values))
+    expected = attend_exactly(query, *whole, int32([1]), positions, 0.1, window, softcap, sinks)
     assert (found.double() - expected).abs().max() < 6 * ATTEND_ERROR[dtype]
 
 

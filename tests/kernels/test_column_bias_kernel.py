@@ -11,7 +11,7 @@ from biased import BLOCKS, PIECES, SIZES, answers, model_of, own_logits, same
 from biased import PROMPT as WORDS
 from helpers import artifact_runner, export_tiny
 from kernel_calls import Kernels, int32, random, same_bits, with_dtypes
-from test_kernels import ATTEND_ERROR, make_cache
+from test_kernels import ATTEND_ERROR, attend_exactly, make_cache
 from torch import Tensor
 
 from optimum_neuron.kernels.steps.access import PlanError
@@ -45,18 +45,7 @@ def test_a_bias_by_column_is_exact(
     query, table = random(1, heads, 5, DIM, dtype=dtype), table_of(heads, columns)
     options = (int32([1]), positions, 0.2, window, softcap, sinks)
     found = kernels.attend(query, keys, values, *options, column_bias=table)
-    key, value = (each[1:].double().repeat_interleave(heads // kv_heads, 1) for each in (keys, values))
-    scores = query.double() @ key.mT * 0.2
-    if softcap:
-        scores = (scores / softcap).tanh() * softcap
-    own = table.double()[:, positions[0]]
-    scores = scores + table.double()[:, None, :columns] - own[:, :, None]
-    places = torch.arange(columns)
-    hidden = (places > positions[0, :, None]) | (places <= positions[0, :, None] - (window or columns + 1))
-    scores = scores.masked_fill(hidden, -1e300)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, heads, 5, 1)], -1)
-    expected = (scores.softmax(-1)[..., :columns] @ value).transpose(1, 2)
+    expected = attend_exactly(query, keys, values, *options, table)
     assert (found.double() - expected).abs().max() < 2 * ATTEND_ERROR[dtype]
 
 

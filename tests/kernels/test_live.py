@@ -26,7 +26,7 @@ from optimum_neuron.targets.cpu.ops import OPS
 TOKENS = 6
 
 
-@examples(240)
+@examples(120)
 @given(st.data())
 def test_live_tokens_of_random_graphs_have_the_bits_of_torch(best_kernels: Kernels, data: st.DataObject) -> None:
     small = st.integers(1, 3)

@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import examples
-from hypothesis import given
-from hypothesis import strategies as st
 from kernel_calls import Kernels, Tensors, check_guards, guarded
-from random_maps import RandomMap, bits_of
 
 from optimum_neuron.kernels.run.encode import encode_step
 from optimum_neuron.kernels.steps.access import PlanError
@@ -154,34 +150,6 @@ def test_a_map_whose_items_do_not_fit_each_other_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match=re.escape(words)) as caught:
         encode_step(damaged, BUFFERS)
     assert "\n" not in str(caught.value)
-
-
-# Of one tile and of many, with rows of one element and of more than a tile.
-SIZES = [(1, 6), (3, 4), (5, 1), (2500, 4), (3, 2050), (1, 5000)]
-
-
-@examples(400)
-@given(st.sampled_from(SIZES), st.integers(1, 250), st.integers(0, 2**32))
-def test_what_is_accepted_touches_nothing_but_its_own_memory(
-    best_kernels: Kernels, sizes: tuple[int, int], tries: int, seed: int
-) -> None:
-    made = RandomMap(seed, *sizes)
-    for _ in range(tries):
-        made.grow()
-    if not made.outputs:
-        return
-    results = []
-    for count in (1, 2):
-        for output, _ in made.outputs:
-            bits_of(output).fill_(77)
-        with best_kernels.with_threads(count):
-            best_kernels.run(made.map, made.tensors)
-        for tensor in made.tensors.held:
-            check_guards(tensor)
-        results.append([bits_of(output).clone() for output, _ in made.outputs])
-    for (_, expected), first, second in zip(made.outputs, *results, strict=True):
-        assert first.equal(second), made.map
-        assert expected is None or first.equal(bits_of(expected)), made.map
 
 
 def test_rows_that_nothing_reduces_are_whole_in_every_tile(kernels: Kernels) -> None:

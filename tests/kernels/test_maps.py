@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -409,25 +410,28 @@ def test_a_result_is_stored_as_often_as_it_is_asked_for(kernels: Kernels, dtype:
     assert all(same_bits(*pair) for pair in zip(planned(*inputs), function(*inputs), strict=True))
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2), (-1,), (-2,)], ids=str)
+DIMS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2), (-1,), (-2,)]
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 34), (1, 4, 2), (3, 1, 2), (2, 3, 1), (1, 1, 1), (2, 1, 40)], ids=str)
-def test_reductions_take_any_dimensions(
-    best_kernels: Kernels, dims: tuple[int, ...], shape: tuple[int, int, int], keep: bool
-) -> None:
+def test_reductions_take_any_dimensions(best_kernels: Kernels, shape: tuple[int, int, int]) -> None:
     whole = torch.randint(-50, 50, shape)  # no order of additions changes their sums
-    floats: dict[str, Sequence[Any]] = {
-        "sum": (lambda x: (x * 1).sum(dims, keep) + 1,),
-        "mean": (lambda x: (x + 1).mean(dims, keep),),
-        "largest": (lambda x: x.amax(dims, keep),),
-        "smallest": (lambda x: x.amin(dims, True) * x,),
-        "moved": (lambda x: x.amax(dims, keep).unsqueeze(0).transpose(0, -1),),
-    }
-    integers: dict[str, Sequence[Any]] = {
-        "sum": (lambda x: x.sum(dims, keep, dtype=torch.int32),),
-        "largest": (lambda x: x.amax(dims, keep),),
-        "smallest": (lambda x: x.amin(dims, keep),),
-    }
+    floats: dict[str, Sequence[Any]] = {}
+    integers: dict[str, Sequence[Any]] = {}
+    for dims, keep in product(DIMS, (False, True)):
+        name, how = f"{dims} {keep}", (dims, keep)
+        floats |= {
+            f"sum {name}": (lambda x, how=how: (x * 1).sum(*how) + 1,),
+            f"mean {name}": (lambda x, how=how: (x + 1).mean(*how),),
+            f"largest {name}": (lambda x, how=how: x.amax(*how),),
+            f"smallest {name}": (lambda x, how=how: x.amin(how[0], True) * x,),
+            f"moved {name}": (lambda x, how=how: x.amax(*how).unsqueeze(0).transpose(0, -1),),
+        }
+        integers |= {
+            f"sum {name}": (lambda x, how=how: x.sum(*how, dtype=torch.int32),),
+            f"largest {name}": (lambda x, how=how: x.amax(*how),),
+            f"smallest {name}": (lambda x, how=how: x.amin(*how),),
+        }
     check_all_exact(best_kernels, floats, [whole.float()])
     check_all_exact(best_kernels, integers, [whole.int()])
 

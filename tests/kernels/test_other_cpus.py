@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -162,32 +162,25 @@ def test_an_instruction_set_that_cannot_be_had_is_refused_in_one_sentence(
 
 
 @pytest.mark.usefixtures("reloaded")
-def test_an_export_for_an_instruction_set_that_cannot_be_had_leaves_nothing_behind(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_instruction_set_that_cannot_be_had_leaves_no_export_and_blames_no_artifact(
+    cpu_artifact: Callable[[str], Path], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = cpu_artifact("llama")
+    load_kernels.cache_clear()
     monkeypatch.setenv(CPU_VARIABLE, "sse9")
+    with pytest.raises(ValueError, match=r"^OPTIMUM_NEURON_CPU='sse9' is not an instruction set .* or unset it$"):
+        NeuronModelForCausalLM.from_pretrained(path)
     with pytest.raises(ValueError, match="OPTIMUM_NEURON_CPU='sse9' is not an instruction set of this machine"):
         export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
     assert not (tmp_path / "artifact").exists()
 
 
-@pytest.mark.usefixtures("reloaded")
-def test_an_artifact_is_not_blamed_for_an_instruction_set_that_cannot_be_had(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
-    load_kernels.cache_clear()
-    monkeypatch.setenv(CPU_VARIABLE, "sse9")
-    with pytest.raises(ValueError, match=r"^OPTIMUM_NEURON_CPU='sse9' is not an instruction set .* or unset it$"):
-        NeuronModelForCausalLM.from_pretrained(path)
-
-
 @pytest.mark.skipif(len(NAMES) < 2, reason="one instruction set")
 @pytest.mark.slow
 def test_an_artifact_runs_on_machines_with_other_instruction_sets(
-    open_runner: Opener, reloaded: None, cpu_artifact: object, monkeypatch: pytest.MonkeyPatch
+    open_runner: Opener, reloaded: None, cpu_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, prompt = cpu_artifact("llama"), random_tokens(21)  # type: ignore[operator]
+    path, prompt = cpu_artifact("llama"), random_tokens(21)
     expected = generate(open_runner("llama"), prompt, 6)[0]
     for name in NAMES[1:]:
         monkeypatch.setenv(CPU_VARIABLE, name)

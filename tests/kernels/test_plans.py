@@ -18,7 +18,7 @@ from torch.nn import functional
 from optimum_neuron.kernels.lower.arena import buffers_of, list_replaceable
 
 
-@examples(240)
+@examples(120)
 @given(st.sampled_from((torch.float32, torch.bfloat16)), st.data())
 def test_graphs_of_many_operators_give_the_bits_of_torch_with_any_number_of_threads(
     best_kernels: Kernels, dtype: torch.dtype, data: st.DataObject

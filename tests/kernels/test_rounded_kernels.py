@@ -48,7 +48,7 @@ def rounded(
     kind: str, *shape: int, group: int, shifted: bool = False, scale: torch.dtype = torch.float32
 ) -> QuantizedWeight:
     """As `quantized`, for activations of int8."""
-    return replace(quantized(kind, *shape, group=group, shifted=shifted, scale=scale), activations="int8")
+    return quantized(kind, *shape, group=group, shifted=shifted, scale=scale, activations="int8")
 
 
 def _fused(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
@@ -122,23 +122,6 @@ def test_products_have_the_bits_of_their_definition(
         torch.testing.assert_close(result, reference_product(x, weight, bias), rtol=near, atol=1e-30)
 
 
-@with_dtypes
-@with_forms
-def test_no_other_row_thread_or_layer_changes_a_row(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype
-) -> None:
-    weight = rounded(kind, 530, 192, group=96, shifted=shifted, scale=scale)
-    x, bias = random(40, 192, dtype=dtype), random(530, dtype=dtype)
-    (whole,) = kernels.quantized_linears(x, [weight], [bias])
-    for rows in (1, 2, 7, 16, 17):
-        assert same_bits(kernels.quantized_linears(x[:rows], [weight], [bias])[0], whole[:rows]), rows
-    with kernels.with_threads(3):
-        parts = kernels.quantized_linears(
-            x[5:], [row(weight, slice(0, 33)), row(weight, slice(33, None))], [bias[:33], bias[33:]]
-        )
-    assert same_bits(torch.cat(parts, -1), whole[5:])
-
-
 @with_forms
 def test_rows_of_many_blocks_have_the_same_bits_however_many_there_are(
     kernels: Kernels, kind: str, shifted: bool, scale: torch.dtype
@@ -187,40 +170,6 @@ def test_no_size_or_place_changes_a_bit_of_the_definition(
     own, few = slice(place, place + 1), slice(output, output + 1)
     assert same_bits(whole[own, few], defined(x[own], row(weight, few), bias[few]))
     assert same_bits(best_kernels.quantized_linears(x[own], [weight], [bias])[0], whole[own])
-
-
-@with_dtypes
-@with_forms
-def test_what_is_not_finite_reaches_its_own_row_alone(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype
-) -> None:
-    weight = rounded(kind, 37, 192, group=96, shifted=shifted, scale=scale)
-    x = random(19, 192, dtype=dtype)
-    (clean,) = kernels.quantized_linears(x, [weight], [None])
-    others = torch.arange(19) != 17
-    for value in (NAN, INFINITY, -INFINITY):
-        for column in (0, 95, 191):
-            bad = x.clone()
-            bad[17, column] = value
-            (result,) = kernels.quantized_linears(bad, [weight], [None])
-            assert result[17].isnan().all() and reference_product(bad, weight, None)[17].isnan().all()
-            assert same_bits(result[others], clean[others])
-
-
-@with_dtypes
-@with_forms
-def test_experts_compute_what_layers_do(
-    kernels: Kernels, dtype: torch.dtype, kind: str, shifted: bool, scale: torch.dtype
-) -> None:
-    weight = rounded(kind, 4, 70, 96, group=48, shifted=shifted, scale=scale)
-    bias, index = random(4, 70, dtype=dtype), torch.randint(0, 6, (23, 2))
-    for x in (random(23, 96, dtype=dtype), random(23, 2, 96, dtype=dtype)):
-        result = kernels.quantized_expert_linear(x, index, weight, bias)
-        for expert in range(4):
-            chosen = (x[:, None].expand(23, 2, 96) if x.dim() == 2 else x)[index == expert].contiguous()
-            (wanted,) = kernels.quantized_linears(chosen, [weight.select_part(expert)], [bias[expert]])
-            assert same_bits(result[index == expert], wanted)
-        assert not result[index > 3].any()
 
 
 class _Layers(nn.Module):

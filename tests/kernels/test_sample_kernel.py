@@ -40,7 +40,7 @@ def logits_of_all_kinds() -> st.SearchStrategy[list[float]]:
     )
 
 
-@examples(300)
+@examples(200)
 @given(logits_of_all_kinds(), st.integers(0, 1000), st.floats(0, BELOW_ONE, width=32, allow_subnormal=False))
 def test_tokens_of_small_rows_are_those_of_the_reference(
     best_kernels: Kernels, row: list[float], seed: int, uniform: float
@@ -50,8 +50,10 @@ def test_tokens_of_small_rows_are_those_of_the_reference(
     assert torch.equal(best_kernels.sample(logits, params, uniforms), sample(logits, params, uniforms))
 
 
-@pytest.mark.parametrize("vocab", [1, 15, 1024, 4099, 65_536, 135_001])
-@pytest.mark.parametrize("spread", [1e-3, 1.0, 8.0])
+@pytest.mark.parametrize(
+    ("vocab", "spread"),
+    [(1, 1.0), (15, 8.0), (1024, 1e-3), (4099, 1.0), (65_536, 8.0), (135_001, 1e-3), (135_001, 8.0)],
+)
 def test_tokens_of_large_rows_are_those_of_the_reference(kernels: Kernels, vocab: int, spread: float) -> None:
     random = torch.Generator().manual_seed(vocab)
     logits = torch.randn(12, vocab, generator=random) * spread

@@ -28,7 +28,9 @@ def test_the_scheduler_plans_as_recorded() -> None:
 
 # Other versions of them trace other graphs; the next test holds that `make test` has the recorded ones.
 @pytest.mark.skipif(versions() != EXPECTED["versions"], reason=f"graphs are recorded for {EXPECTED['versions']}")
-@pytest.mark.parametrize("name", EXPECTED["models"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "lfm2")) for name in EXPECTED["models"]]
+)
 def test_exports_make_the_recorded_graphs_and_weights(name: str) -> None:
     expected = EXPECTED["models"][name]
     assert differences(expected, digest_model(name, expected)) == []

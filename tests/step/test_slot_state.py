@@ -169,8 +169,8 @@ def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: O
         ):
             reuse_prefix(runner, slot, 0, 5)
     for action, words in (
-        (lambda: reuse_prefix(runner, 1, 0, 7, 1), "snapshot 1 is of 8 tokens, and 7 are to be reused"),
-        (lambda: reuse_prefix(runner, 1, 0, 8, 0), "snapshot 0 is of 5 tokens, and 8 are to be reused"),
+        (lambda: reuse_prefix(runner, 1, 0, 7, 1), "snapshot 1 holds 8 tokens, and 7 are to be reused"),
+        (lambda: reuse_prefix(runner, 1, 0, 8, 0), "snapshot 0 holds 5 tokens, and 8 are to be reused"),
         (lambda: reuse_prefix(runner, 1, 0, 8, 6), "snapshot 6 does not exist: there are 6"),
         (lambda: runner.keep_state(0, -1), "snapshot -1 does not exist: there are 6"),
         (lambda: runner.keep_state(1, 0), "slot 1 holds no tokens"),

@@ -126,10 +126,10 @@ def test_one_thread_runs_all_graphs_from_the_first_run_on(
         monkeypatch.setattr(GraphRunner, name, watched)
 
     watch("warm_up")
-    watch("step")
+    watch("run_step")
     ask(open_llm(export_text(), async_scheduling=asynchronous), [PROMPTS[3]], 4)
-    assert threads["warm_up"] == threads["step"] and len(threads["step"]) == 1
-    assert (threading.get_ident() in threads["step"]) is not asynchronous
+    assert threads["warm_up"] == threads["run_step"] and len(threads["run_step"]) == 1
+    assert (threading.get_ident() in threads["run_step"]) is not asynchronous
 
 
 def test_requests_fill_their_slots_to_the_last_token(
@@ -225,7 +225,7 @@ def test_aborted_requests_leave_their_slots_and_change_nobody(stepped: LLM, refe
 
     def abort(step: int) -> None:
         if step in aborted:
-            stepped.llm_engine.abort([aborted[step]])
+            stepped.llm_engine.abort_request([aborted[step]])
 
     done = finish(stepped, abort)
     assert done == {name: reference(prompts[name], 20) for name in prompts if name not in aborted.values()}

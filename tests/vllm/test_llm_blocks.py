@@ -94,7 +94,7 @@ def test_an_abort_frees_blocks_for_others(
     engine.add_request("whole", {"prompt_token_ids": random_prompt(460)}, params)
     for _ in range(20):
         engine.step()
-    engine.abort(["whole"])
+    engine.abort_request(["whole"])
     prompt = random_prompt(460, 1)
     assert ask(llm, [prompt]) == [greedy(prompt, NEW)]
 

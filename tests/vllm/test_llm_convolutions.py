@@ -100,7 +100,7 @@ def test_a_crowd_of_which_some_are_aborted_gets_what_transformers_gives_it(
         if not engine.has_unfinished_requests():
             break
         if step in (2, 25):
-            engine.abort([str(step % 2)])
+            engine.abort_request([str(step % 2)])
         for output in engine.step():
             found[output.request_id] = list(output.outputs[0].token_ids)
     for number, prompt in enumerate(prompts):

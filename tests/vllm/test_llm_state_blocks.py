@@ -99,7 +99,7 @@ def serve(
             prompt, new = requests[number]
             engine.add_request(str(number), {"prompt_token_ids": prompt}, SamplingParams(max_tokens=new, **params))
             del waiting[number]
-        engine.abort([str(number) for number, when in (aborted or {}).items() if when == step])
+        engine.abort_request([str(number) for number, when in (aborted or {}).items() if when == step])
         for output in engine.step():
             told = [[each[token].logprob for token in range(VOCAB)] for each in output.outputs[0].logprobs]
             found[int(output.request_id)] = Answer(output.num_cached_tokens, torch.tensor(told))

@@ -360,7 +360,7 @@ def test_over_blocks_our_scheduler_alone_finds_the_state_behind_a_prefix(
     own = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler", "async_scheduling": False}
     with pytest.raises(
         ValueError,
-        match=r"--scheduler-cls vllm\.v1\.core\.sched\.scheduler\.Scheduler does not look for beside blocks; leave one",
+        match=r"--scheduler-cls vllm\.v1\.core\.sched\.scheduler\.Scheduler does not look for next to blocks; leave one",
     ):
         config_of(path, enable_prefix_caching=True, **own)
     assert config_of(path, **own).cache_config.enable_prefix_caching is False

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers calls continuous batching, over the engine: the surface of the model class. Decides nothing itself."""
+"""Continuous batching by transformers' names: the surface of the model class over the engine. Decides nothing itself."""

@@ -78,7 +78,7 @@ class ContinuousBatchingManager:
             self._arrived.notify_all()
 
     def is_running(self) -> bool:
-        """Whether requests are taken."""
+        """Return whether requests are taken."""
         return self._service is not None and self._service.stopped is None
 
     @property

@@ -39,7 +39,7 @@ class ContinuousBatching:
     own_tokenizer: Callable[[], Any]
     _engine: Engine | None
     _served: bool
-    _slots: Callable[..., AbstractContextManager[None]]
+    _hold_slots: Callable[..., AbstractContextManager[None]]
 
     def generate_batch(
         self,
@@ -76,7 +76,7 @@ class ContinuousBatching:
         if kwargs:
             raise TypeError(f"generate_batch got {', '.join(sorted(kwargs))}; set it in generation_config")
         factory = RequestFactory(self, generation_config, continuous_batching_config)
-        with self._slots(keep_engine=True):
+        with self._hold_slots(keep_engine=True):
             options, size = factory.make_options(), self.artifact.model.vocab_size
             engine = self._engine
             if engine is None or engine.options != options:
@@ -116,7 +116,7 @@ class ContinuousBatching:
         def release() -> None:
             self._served = False
 
-        with self._slots():
+        with self._hold_slots():
             engine = Engine(self.runner, options, vocab_size=self.artifact.model.vocab_size, seed=seed)
             self.runner.warm_up()
             self._served = True

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from cached import Command, call
 from hub_server import LoopbackHub, connected_hub
 
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
@@ -46,3 +48,9 @@ def folder(tmp_path: Path) -> Path:
     """Where an export wants its code."""
     (tmp_path / "graphs").mkdir()
     return tmp_path / "graphs"
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `optimum-cli neuron cache` with words, and returns its exit code, stdout and stderr."""
+    return partial(call, monkeypatch, capsys)

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cached import KEY, OTHER, call, flip, store, used
+from cached import KEY, OTHER, Command, flip, store, used
 
 from optimum_neuron import targets
 from optimum_neuron.targets.cache.entries import KINDS, About, list_entries
@@ -18,12 +18,10 @@ from optimum_neuron.targets.cache.prune import SIZE_VARIABLE, verify
 from optimum_neuron.targets.cache.store import CompileCache
 
 
-def test_entries_are_listed_by_what_they_are_of(
-    cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_entries_are_listed_by_what_they_are_of(cache: CompileCache, folder: Path, command: Command) -> None:
     used(store(cache, folder), 1e6)
     store(CompileCache("cpu"), folder, OTHER, about=About("mixed", "cpu", "torch 2.13.0"))
-    code, out, _ = call(monkeypatch, capsys, "ls")
+    code, out, _ = command("ls")
     lines = [line for line in out.splitlines() if KEY[:8] in line or OTHER[:8] in line]
     assert code == 0 and len(lines) == 2
     assert all(word in lines[0] for word in ("mixed", "cpu", "torch 2.13.0", "4.2 kB"))
@@ -35,71 +33,65 @@ def test_entries_are_listed_by_what_they_are_of(
     "text", ["", "[]", '{"graph": 3}', json.dumps({"graph": "\x1b[2J", "target": "x" * 201}), "[" * 10000]
 )
 def test_what_an_entry_says_of_itself_is_never_believed(
-    cache: CompileCache, folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache: CompileCache, folder: Path, text: str, command: Command
 ) -> None:
     (store(cache, folder) / "about.json").write_text(text, encoding="utf-8")
-    code, out, _ = call(monkeypatch, capsys, "ls")
+    code, out, _ = command("ls")
     assert code == 0 and "\x1b" not in out and list_entries()[0].about == About("-", "-", "-")
     assert cache.fetch(KEY, folder, "graph", ".so")
 
 
-def test_a_cache_that_is_not_there_has_no_entries_and_is_not_made(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_that_is_not_there_has_no_entries_and_is_not_made(root: Path, command: Command) -> None:
     for words in (("ls",), ("verify",), ("prune", "--older-than", "1d")):
-        code, out, _ = call(monkeypatch, capsys, *words)
+        code, out, _ = command(*words)
         assert code == 0 and "0 entries" in out
     assert not root.exists()
 
 
 def test_entries_are_removed_or_only_named(
-    cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     old, new = store(cache, folder), store(cache, folder, OTHER)
     used(old, 3 * 86400)
-    _, out, _ = call(monkeypatch, capsys, "prune", "--older-than", "2d", "--dry-run")
+    _, out, _ = command("prune", "--older-than", "2d", "--dry-run")
     assert KEY[:8] in out and "1 entry of 4.2 kB would be removed; 1 entry of 4.2 kB would be left" in out
     assert old.exists()
-    _, out, _ = call(monkeypatch, capsys, "prune", "--older-than", "2d")
+    _, out, _ = command("prune", "--older-than", "2d")
     assert "1 entry of 4.2 kB removed; 1 entry of 4.2 kB left" in out and not old.exists()
-    code, out, err = call(monkeypatch, capsys, "prune")
+    code, out, err = command("prune")
     assert (code, out) == (1, "") and err == (
         f"error: nothing says what to remove; give --max-size or --older-than, or set {SIZE_VARIABLE}\n"
     )
     monkeypatch.setenv(SIZE_VARIABLE, "1kB")
-    call(monkeypatch, capsys, "prune")
+    command("prune")
     assert not new.exists()
 
 
-def test_broken_entries_are_named_and_removed(
-    cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_entries_are_named_and_removed(cache: CompileCache, folder: Path, command: Command) -> None:
     entry, whole = store(cache, folder), store(cache, folder, OTHER)
     nothing = cache.folder / ("2" * 64)
     nothing.mkdir(mode=0o700)
     (nothing / "entry.json").write_text("{}", encoding="utf-8")
     flip(entry / "code.constants")
-    code, out, _ = call(monkeypatch, capsys, "verify")
+    code, out, _ = command("verify")
     assert code == 1 and entry.exists() and "3 entries of 8.5 kB checked, 2 broken" in out
     assert f"{entry} is broken: code.constants is not what was stored; run again with --remove\n" in out
     assert f"{nothing} is broken: entry.json names no files and digests" in out
-    code, out, _ = call(monkeypatch, capsys, "verify", "--remove")
+    code, out, _ = command("verify", "--remove")
     assert code == 0 and f"{entry} is broken: code.constants is not what was stored; removed\n" in out
     assert list(cache.folder.iterdir()) == [whole]
-    assert call(monkeypatch, capsys, "verify")[0] == 0
+    assert command("verify")[0] == 0
 
 
 @pytest.mark.parametrize("name", ["entry.json", "about.json", "code.constants"])
-def test_a_pipe_in_an_entry_is_not_waited_for(
-    name: str, cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_in_an_entry_is_not_waited_for(name: str, cache: CompileCache, folder: Path, command: Command) -> None:
     entry = store(cache, folder)
     (entry / name).unlink()
     os.mkfifo(entry / name, mode=0o600)
-    assert call(monkeypatch, capsys, "ls")[0] == 0
-    code, out, _ = call(monkeypatch, capsys, "verify")
+    assert command("ls")[0] == 0
+    code, out, _ = command("verify")
     assert (code, "is no regular file" in out) == ((0, False) if name == "about.json" else (1, True))
-    call(monkeypatch, capsys, "prune", "--max-size", "1")
+    command("prune", "--max-size", "1")
     assert not entry.exists()
 
 
@@ -127,33 +119,27 @@ def test_every_kind_of_code_is_known() -> None:
         (("ls", "all"), "unrecognized arguments: all"),
     ],
 )
-def test_wrong_words_are_usage_errors(
-    words: tuple[str, ...], told: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = call(monkeypatch, capsys, *words)
+def test_wrong_words_are_usage_errors(words: tuple[str, ...], told: str, root: Path, command: Command) -> None:
+    code, _, err = command(*words)
     assert code == 2 and told in err
 
 
 def test_a_cache_that_others_may_write_to_is_not_looked_at(
-    cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache: CompileCache, folder: Path, command: Command
 ) -> None:
     store(cache, folder)
     cache.folder.chmod(0o777)
     for words in (("ls",), ("verify", "--remove"), ("prune", "--max-size", "0")):
-        code, _, err = call(monkeypatch, capsys, *words)
+        code, _, err = command(*words)
         assert code == 1 and "can be changed by other users" in err
     assert (cache.folder / KEY).exists()
 
 
 def test_an_entry_that_is_a_link_is_called_one(
-    cache: CompileCache,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cache: CompileCache, folder: Path, tmp_path: Path, command: Command
 ) -> None:
     store(cache, folder)
     (cache.folder / KEY).rename(tmp_path / "elsewhere")
     (cache.folder / KEY).symlink_to(tmp_path / "elsewhere")
-    code, out, _ = call(monkeypatch, capsys, "verify")
+    code, out, _ = command("verify")
     assert code == 1 and f"{KEY} is a link, which may lead out of the cache; run again with --remove" in out

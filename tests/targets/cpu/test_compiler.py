@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import artifact_runner, export_tiny, folder_bytes, generate, python_process, random_tokens, tiny_config
+from helpers import artifact_runner, export_tiny, folder_bytes, generate, random_tokens, tiny_config
 
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 from optimum_neuron.kernels.host import library, native_build
@@ -53,19 +53,19 @@ def entry_file(folder: Path, name: str) -> Path:
     return found
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"hostile"), Path.unlink], ids=["changed", "gone"])
 def test_what_is_broken_in_the_cache_is_compiled_again_and_nothing_else(
-    compiled: list[str], tiny_checkpoint: Path, tmp_path: Path, damage: Callable[[Path], object]
+    compiled: list[str], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     path = export_tiny(tiny_checkpoint, tmp_path / "first", target="cpu")
     before = folder_bytes(path / "graphs")
     assert sorted(compiled) == GRAPHS
     compiled.clear()
-    damage(entry_file(path, f"{GRAPHS[0]}.json"))
+    entry_file(path, f"{GRAPHS[0]}.json").write_bytes(b"hostile")
+    entry_file(path, f"{GRAPHS[1]}.json").unlink()
     for turn in ("second", "third"):
         again = export_tiny(tiny_checkpoint, tmp_path / turn, target="cpu")
         assert folder_bytes(again / "graphs") == before
-    assert compiled == GRAPHS[:1]
+    assert sorted(compiled) == GRAPHS[:2]
 
 
 def test_decode_graphs_over_blocks_are_those_of_an_artifact_with_as_much_room_for_padding(
@@ -77,16 +77,6 @@ def test_decode_graphs_over_blocks_are_those_of_an_artifact_with_as_much_room_fo
         path = export_tiny(tiny_checkpoint, tmp_path / name, prefill_chunk_size=chunk_size, **sizes)
         assert sum(graph.startswith("token_generation") for graph in compiled) == decode_graphs, name
         assert artifact_runner(path).config.prefill_chunk_size == chunk_size
-
-
-def test_a_plan_is_the_same_bytes_whenever_it_is_made(
-    compiled: list[str], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = export_tiny(tiny_checkpoint, tmp_path / "first", target="cpu")
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "other"))
-    second = export_tiny(tiny_checkpoint, tmp_path / "second", target="cpu")
-    assert sorted(compiled) == sorted(GRAPHS * 2)
-    assert folder_bytes(first / "graphs") == folder_bytes(second / "graphs")
 
 
 def test_a_cache_that_others_may_write_to_stops_an_export_before_it_starts(
@@ -204,18 +194,6 @@ def test_kernels_that_do_not_compile_are_not_kept(
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
-def test_a_library_of_another_interface_is_refused(
-    empty_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sources").mkdir()
-    (tmp_path / "sources" / "source.cpp").write_text(
-        'extern "C" long step_interface() { return 99; }', encoding="ascii"
-    )
-    monkeypatch.setattr(native_build, "SOURCES", tmp_path / "sources")
-    with pytest.raises(RuntimeError, match="have the interface 99, and this version calls"):
-        load_kernels()
-
-
 @pytest.mark.slow
 def test_one_artifact_gives_its_tokens_on_every_thread_count(cpu_artifact: Callable[[str], Path]) -> None:
     prompt, found = random_tokens(21), []
@@ -224,26 +202,3 @@ def test_one_artifact_gives_its_tokens_on_every_thread_count(cpu_artifact: Calla
         found.append(generate(artifact_runner(cpu_artifact("llama")), prompt, 8))
     for tokens, logits in found[1:]:
         assert tokens == found[0][0] and torch.equal(logits, found[0][1])
-
-
-FORKS = """
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-import torch
-import optimum_neuron.runtime.process
-from helpers import artifact_runner, generate, random_tokens
-torch.set_num_threads(2)
-tokens = generate(artifact_runner(Path(sys.argv[1])), random_tokens(21), 8)[0]
-if not os.fork():
-    signal.alarm(100)
-    os._exit(3 if generate(artifact_runner(Path(sys.argv[1])), random_tokens(21), 8)[0] == tokens else 4)
-print(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
-
-
-@pytest.mark.slow
-def test_a_forked_process_computes_with_threads_of_its_own(cpu_artifact: Callable[[str], Path]) -> None:
-    process = python_process(FORKS, cpu_artifact("llama"), Path(__file__).parents[2] / "helpers")
-    output, errors = process.communicate(timeout=200)
-    assert output.split() == ["3"], errors

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import artifact_runner, export_tiny, generate, random_tokens, tiny_config
+from helpers import artifact_runner, export_tiny, folder_bytes, generate, random_tokens, tiny_config
 from tampering import MANIFEST, WEIGHTS, read_json, write
 from torch import Tensor
 
@@ -59,17 +59,14 @@ OTHER_FACTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("field", [*OTHER_SIZES, "kind"])
-def test_a_plan_of_another_graph_is_refused(path: Path, field: str) -> None:
-    other = dataclasses.replace(SPEC, **{field: OTHER_SIZES.get(field, "mixed")})
-    with pytest.raises(ValueError, match=rf"compiled for graph\.{field}=.*, and the artifact has"):
-        Plan.load(path, TENSORS, dataclasses.replace(FACTS, graph=other).check)
-
-
-@pytest.mark.parametrize("name", OTHER_FACTS)
-def test_a_plan_of_another_model_is_refused(path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"it was compiled for .*, and the artifact has"):
-        Plan.load(path, TENSORS, dataclasses.replace(FACTS, **OTHER_FACTS[name]).check)
+def test_a_plan_of_another_graph_or_model_is_refused(path: Path) -> None:
+    for field in (*OTHER_SIZES, "kind"):
+        other = dataclasses.replace(SPEC, **{field: OTHER_SIZES.get(field, "mixed")})
+        with pytest.raises(ValueError, match=rf"compiled for graph\.{field}=.*, and the artifact has"):
+            Plan.load(path, TENSORS, dataclasses.replace(FACTS, graph=other).check)
+    for facts in OTHER_FACTS.values():
+        with pytest.raises(ValueError, match=r"it was compiled for .*, and the artifact has"):
+            Plan.load(path, TENSORS, dataclasses.replace(FACTS, **facts).check)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +160,10 @@ def test_a_graph_that_the_manifest_does_not_list_is_not_loaded(artifact: Path) -
 
 @pytest.mark.slow
 def test_steps_in_another_order_are_refused_before_any_runs(artifact: Path) -> None:
-    """Each pair of neighbours of a plan whose digest is right: where one needs the other, the plan is not loaded."""
+    """Every second pair of neighbours of a plan whose digest is right: where one needs the other, the plan is not loaded."""
     content = read_json(artifact / GRAPH)
     steps, refused = content["plan"]["steps"], 0
-    for first in range(len(steps) - 1):
+    for first in range(0, len(steps) - 1, 2):
         swapped = [*steps[:first], steps[first + 1], steps[first], *steps[first + 2 :]]
         write(artifact, GRAPH, signed(changed(content, ("steps",), swapped)))
         try:
@@ -178,7 +175,7 @@ def test_steps_in_another_order_are_refused_before_any_runs(artifact: Path) -> N
             refused += 1
             continue
         generate(runner, random_tokens(9), 2)
-    assert refused > len(steps) // 2
+    assert refused > len(steps) // 4
 
 
 @pytest.mark.parametrize("number", [None, "1", [], 1e300, 2**200], ids=str)
@@ -190,12 +187,12 @@ def test_a_constant_that_is_no_float32_is_refused(number: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [{}, [], None, 3, "Other"], ids=str)
-def test_a_step_of_no_kind_is_refused(kind: Any, artifact: Path) -> None:
+def test_a_step_of_no_kind_is_refused(artifact: Path) -> None:
     content = read_json(artifact / GRAPH)
-    write(artifact, GRAPH, signed(changed(content, ("steps", 0, "kind"), kind)))
-    with pytest.raises(ArtifactError, match="it has the step"):
-        artifact_runner(artifact)
+    for kind in ({}, [], None, 3, "Other"):
+        write(artifact, GRAPH, signed(changed(content, ("steps", 0, "kind"), kind)))
+        with pytest.raises(ArtifactError, match="it has the step"):
+            artifact_runner(artifact)
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +232,9 @@ def test_an_artifact_with_an_earlier_sampler_is_compiled_again(
     for path in (artifact / "graphs").glob("*.json"):
         write(artifact, f"graphs/{path.name}", json.dumps(read_json(path) | {"format": FORMAT - 1}).encode())
     edit(artifact, give_an_earlier_sampler)
-    assert generate(artifact_runner(artifact), *asked)[0] == expected
-    assert f"it has the format {FORMAT - 1}" in caplog.text
+    before = folder_bytes(artifact)
+    assert generate(artifact_runner(artifact), *asked)[0] == expected and folder_bytes(artifact) == before
+    assert "compiling the graphs" in caplog.text and f"it has the format {FORMAT - 1}" in caplog.text
     edit(artifact, lambda manifest: manifest["config"].pop("max_topk"))
     with pytest.raises(ArtifactError, match=r"shape\[1\] 3, .* ask for 4; export the model again"):
         artifact_runner(artifact)

@@ -49,7 +49,7 @@ MEASURE = """<script>
 </script>"""
 
 
-@pytest.mark.parametrize("width", [500, 1000])
+@pytest.mark.parametrize("width", [500, pytest.param(1000, marks=pytest.mark.full)])
 def test_a_browser_shows_all_of_the_page(cpu_artifact: Callable[[str], Path], tmp_path: Path, width: int) -> None:
     text = render_page(everything(collect_facts(Artifact.open(cpu_artifact("llama"))), "plain"))
     _, console, picture = visit(text, tmp_path, width)

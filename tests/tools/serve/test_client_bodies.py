@@ -89,10 +89,10 @@ BODIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("client", BODIES)
-def test_the_body_of_a_real_client_is_answered(app: App, client: str) -> None:
-    answer = app.chat(**BODIES[client])
-    assert answer.status_code == 200, answer.text
+def test_the_body_of_a_real_client_is_answered(app: App) -> None:
+    for client, body in BODIES.items():
+        answer = app.chat(**body)
+        assert answer.status_code == 200, (client, answer.text)
 
 
 def test_each_event_has_the_counts_so_far_where_they_are_asked_for(app: App) -> None:

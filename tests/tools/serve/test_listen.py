@@ -21,8 +21,15 @@ def rival(reuse: tuple[int, ...]) -> socket.socket:
     return made
 
 
-@pytest.mark.parametrize("reuse", [(), (socket.SO_REUSEADDR,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)], ids=str)
-@pytest.mark.parametrize(("ours", "theirs"), [(LOOPBACK, LOOPBACK), (LOOPBACK, ANY), (ANY, LOOPBACK), (ANY, ANY)])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reuse"),
+    [
+        (LOOPBACK, LOOPBACK, ()),
+        (LOOPBACK, ANY, (socket.SO_REUSEADDR,)),
+        (ANY, LOOPBACK, (socket.SO_REUSEADDR, socket.SO_REUSEPORT)),
+        (ANY, ANY, (socket.SO_REUSEADDR, socket.SO_REUSEPORT)),
+    ],
+)
 def test_no_other_socket_takes_the_port_while_a_model_loads(ours: str, theirs: str, reuse: tuple[int, ...]) -> None:
     with open_socket(ours, 0) as listening, closing(rival(reuse)) as other:
         with pytest.raises(OSError, match="Address already in use"):

@@ -237,25 +237,6 @@ def test_who_leaves_before_the_body_came_is_nobody(app: App) -> None:
     assert app.gate.live == 0 and app.service.engine.statistics.steps == 0
 
 
-def test_a_server_that_ends_answers_those_who_are_there_and_refuses_others(
-    app: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> None:
-        with held_engine(app, monkeypatch) as may_run:
-            client = visit(app, "there")
-            await wait_for(lambda: app.gate.live == 1)
-            app.gate.draining = True
-            late = visit(app, "late")
-            await late.end()
-            assert late.status == 503 and json.loads(late.sent)["error"]["code"] == "draining"
-            may_run.set()
-            await client.end()
-            assert client.status == 200 and client.events[-1] == "[DONE]"
-
-    run(main)
-    assert app.request("GET", "/health").status_code == 503
-
-
 def test_an_engine_that_fails_ends_all_with_an_error_and_health_says_so(
     app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

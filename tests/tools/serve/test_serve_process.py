@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +21,8 @@ import httpx2
 import openai
 import pytest
 import uvicorn
-from helpers import python_process
 from served_app import PATIENCE, metric
+from warm_process import WarmProcess
 
 from optimum_neuron.tools.serve.draining import DrainingServer
 from optimum_neuron.tools.serve.gate import Gate
@@ -58,7 +57,7 @@ listen.open_socket = small
 class Server:
     """A running server."""
 
-    process: subprocess.Popen[str]
+    process: WarmProcess
     url: str
 
     @property
@@ -87,9 +86,8 @@ class Server:
 def serving(artifact: Path, *options: str, script: str = START, **variables: str) -> Iterator[Server]:
     """A server on a free port."""
     words = ["neuron", "serve", str(artifact), "--backend", "engine", "--port", "0", "--served-model-name", "tiny"]
-    process = python_process(script, *words, *options, **variables)
+    process = WarmProcess(script, *words, *options, **variables)
     try:
-        assert process.stderr is not None
         found = re.search(r"at (http://\S+)/v1: 3 requests of up to 64 tokens at once", process.stderr.readline())
         assert found, process.stderr.read()
         server = Server(process, found[1])
@@ -97,7 +95,7 @@ def serving(artifact: Path, *options: str, script: str = START, **variables: str
         yield server
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(PATIENCE)
 
 
 def is_up(server: Server) -> bool:
@@ -145,7 +143,7 @@ def test_a_process_refuses_notices_who_left_and_ends_when_all_have_their_answers
         assert refused.value.status_code == 503 and refused.value.code == "draining"
         assert "".join(pieces + [event.choices[0].text for event in stream]) == whole
         assert server.process.wait(PATIENCE) == 0
-        assert "ending: 1 requests get their answers first" in server.process.stderr.read()  # type: ignore[union-attr]
+        assert "ending: 1 requests get their answers first" in server.process.stderr.read()
 
 
 class Client:
@@ -230,7 +228,7 @@ def test_a_server_ends_whatever_its_clients_do(cpu: Path) -> None:
         assert server.process.wait(PATIENCE) == 0
         assert not idle.answer() and not head.answer() and b" 200 " not in body.answer()
         assert b"[DONE]" not in deaf.answer(b"[DONE]")
-        assert "Traceback" not in server.process.stderr.read()  # type: ignore[union-attr]
+        assert "Traceback" not in server.process.stderr.read()
 
 
 def test_who_has_no_answer_when_the_time_of_a_servers_end_is_over_is_told(cpu: Path) -> None:
@@ -241,7 +239,7 @@ def test_who_has_no_answer_when_the_time_of_a_servers_end_is_over_is_told(cpu: P
         with pytest.raises(openai.APIError, match="the server ended before the answer did"):
             list(stream)
         assert server.process.wait(PATIENCE) == 0
-        assert "1 requests got no answer within 0.2 s" in server.process.stderr.read()  # type: ignore[union-attr]
+        assert "1 requests got no answer within 0.2 s" in server.process.stderr.read()
 
 
 def test_a_server_that_ends_listens_until_the_last_request_has_left() -> None:

@@ -72,8 +72,6 @@ def test_a_device_is_tuned_by_its_config_alone(run: Run, tiny_checkpoint: Path, 
     assert found["candidates"][0]["compile_minutes"] == sum(graph_minutes(graph, None) for graph in graph_specs(best))
     for command in found["commands"]:
         assert command in shown
-    again = run(*words, "--slo", "ttft=10s,itl=1s", "--compile-budget", "1h")
-    assert again[2] == found
 
 
 def test_what_is_missed_is_told_with_an_exit_code_of_its_own(run: Run, tiny_checkpoint: Path) -> None:
