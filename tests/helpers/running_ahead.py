@@ -39,13 +39,13 @@ class AheadOf(Executable):
         spec, number = self._specs[graph], len(self.transfers)
         given = {each.name: tensor.clone() for each, tensor in zip(spec.inputs(), inputs, strict=True)}
         if spec.has_decode:
-            given["decode.input_ids"] = self._chosen.fill(given["decode.input_ids"])
+            given["decode.input_ids"] = self._chosen.fill_ids(given["decode.input_ids"])
         names = [each.name for each in spec.outputs(1)]
         found = [each.clone() for each in self._executable.run(graph, list(given.values()))]
         for group in ("decode", "chunk"):
             if f"{group}.tokens" in names:
                 slots = slots_of_rows(given[f"{group}.position_ids"], given.get(f"{group}.seq_ids"))
-                self._chosen.keep(found[names.index(f"{group}.tokens")], slots)
+                self._chosen.keep_tokens(found[names.index(f"{group}.tokens")], slots)
         self.log.append(f"start {number}")
         self.transfers.append([])
         wanted = [logits or not name.endswith(VOCAB_OUTPUT) for name in names]

@@ -126,21 +126,21 @@ def _scores_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(original: Any, self: Scores, group: str, logits: Tensor, active: Tensor) -> None:
         original(self, group, logits.flip(0), active)
 
-    wrap(monkeypatch, Scores, "keep", keep)
+    wrap(monkeypatch, Scores, "keep_logits", keep)
 
 
 def _token_of_another_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(original: Any, self: ChosenTokens, input_ids: Tensor) -> Tensor:
         return torch.where(input_ids < 0, self.tokens.flip(0)[:, None], input_ids)
 
-    wrap(monkeypatch, ChosenTokens, "fill", fill)
+    wrap(monkeypatch, ChosenTokens, "fill_ids", fill)
 
 
 def _token_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     wrap(
         monkeypatch,
         ChosenTokens,
-        "fill",
+        "fill_ids",
         lambda original, self, input_ids: input_ids.clamp(min=0) + self.tokens[:, None] * 0,
     )
 
@@ -149,7 +149,7 @@ def _first_row_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(original: Any, self: ChosenTokens, tokens: Tensor, slots: Tensor) -> None:
         original(self, tokens.flip(0), slots.flip(0))
 
-    wrap(monkeypatch, ChosenTokens, "keep", keep)
+    wrap(monkeypatch, ChosenTokens, "keep_tokens", keep)
 
 
 def _idle_row_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

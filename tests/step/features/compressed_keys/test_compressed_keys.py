@@ -289,10 +289,10 @@ class _Groups:
 
     columns = 5
 
-    def windows(self, layer: Any, index: int, values: Tensor, gates: Tensor) -> GroupWindows:
+    def take_windows(self, layer: Any, index: int, values: Tensor, gates: Tensor) -> GroupWindows:
         return GroupWindows(values, gates, torch.zeros(1, dtype=torch.int32))
 
-    def overlap(self, layer: Any, index: int) -> None:
+    def add_overlap(self, layer: Any, index: int) -> None:
         """Nothing."""
 
     def keep_keys(self, layer: Any, index: int, keys: Tensor) -> _Groups:
@@ -315,7 +315,7 @@ def standing() -> Iterator[tuple[Callable[[Any, Any], object], str]]:
     yield lambda layer, keys: layer.store_compression_weights("other", own[0], own), r"values \[1, 3, 4\] and gates"
     yield lambda layer, keys: keys.sum(), "reads .sum of them"
     yield lambda layer, keys: torch.stack([own[0], keys]), "passes them to stack"
-    yield lambda layer, keys: torch.cat([keys.unsqueeze(1), own], dim=2), "in another order than behind a step's own"
+    yield lambda layer, keys: torch.cat([keys.unsqueeze(1), own], dim=2), "in another order than after a step's own"
     yield lambda layer, keys: torch.cat([own, keys.unsqueeze(1)], dim=1), "along dimension 1"
     yield lambda layer, keys: torch.cat([own.expand(1, 2, 3, 4), keys.unsqueeze(1)], dim=2), r"to keys \[1, 2, 3, 4\]"
     yield lambda layer, keys: torch.cat([own, keys.unsqueeze(1)], dim=2).sum(), "reads .sum of them"
