@@ -77,8 +77,11 @@ def documents(folder: Path) -> Iterator[tuple[Path, str]]:
         taken.add(section.title)
         pages.append(text)
     yield RESULTS, replaced(RESULTS, {"all": "\n\n".join(pages)})
-    runs = [json.loads((folder / each.name).read_text(encoding="utf-8")) for each in (SUMMARY, STALL)]
-    yield README, replaced(README, summary(runs[0]) | pauses(runs[1]))
+    blocks: dict[str, str] = {}
+    for path, show in ((SUMMARY, summary), (STALL, pauses)):
+        if (folder / path.name).is_file():
+            blocks |= show(json.loads((folder / path.name).read_text(encoding="utf-8")))
+    yield README, replaced(README, blocks)
 
 
 def summary(report: Report) -> dict[str, str]:

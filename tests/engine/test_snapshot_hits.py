@@ -135,7 +135,9 @@ class Served:
 
     def serve(self, name: str, prompt: np.ndarray, new: int = 3) -> tuple[int, Tensor]:
         """How many tokens of a prompt were not computed, and the logits of all new ones."""
-        for state, _ in self.steps.executable._copies._whole:  # type: ignore[attr-defined]
+        executable: Any = self.steps.executable
+        for name in executable._snapshots:
+            state = executable._states[name]
             state.fill_(torch.nan if state.is_floating_point() else 7)
         before = self.engine.statistics.prefix_hit_tokens
         self.add(name, prompt, new)

@@ -111,7 +111,7 @@ def main() -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a change has code compiled that the compile cache lacks")
 
-    compiler._compile_missing = refuse
+    compiler._compile_graph = refuse
     torch.set_num_threads(1)  # a process that computes with several cannot be forked
     transformers.utils.logging.set_verbosity_error()
     counts: Counter[str] = Counter()

@@ -183,7 +183,7 @@ def _in_own_memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "read_weights", own(loader.read_weights))
         patch.setattr(loader, "allocate_states", own(loader.allocate_states))
-        patch.setattr(weights, "_memory", lambda: _MEMORY)
+        patch.setattr(weights, "_machine_memory", lambda: _MEMORY)
         patch.setattr(memory, "machine_memory", lambda: _MEMORY)
         yield
 

@@ -78,7 +78,7 @@ def test_seeded_tokens_of_the_graphs_are_those_of_our_engine(export_text: Callab
                 seed=params["seed"],
             )
         )
-    for event in engine.run():
+    for event in engine.run_requests():
         answers.setdefault(event.request_id, []).append(event.token_id)
     assert ask_each(llm, ON_DEVICE) == [answers[str(index)] for index in range(len(PROMPTS))]
 

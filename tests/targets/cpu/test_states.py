@@ -46,7 +46,7 @@ def test_parts_of_a_prompt_that_do_not_end_it_need_no_outputs(cpu_artifact: Call
     """Seen by the operators that ran: of the last layer no more than its keys and values, and no logits."""
     runner = artifact_runner(cpu_artifact("llama"))
     executable, ran = runner.executable, []
-    runner.executable = runner._for_states = _Recording(executable, ran)
+    runner.executable = _Recording(executable, ran)
     request = _Request()
     rows: StepRows[_Request] = StepRows(runner)
     rows.start_request(request)

@@ -38,7 +38,7 @@ def test_each_group_has_a_sampler_that_gives_its_tokens() -> None:
     outputs = [each.name for each in MIXED.outputs(300)]
     assert [each.graph for each in found] == list(SAMPLERS.values())
     assert [outputs[each.tokens] for each in found] == ["decode.tokens", "chunk.tokens"]
-    taken = found[1].inputs(list(inputs.values()))
+    taken = found[1].take_inputs(list(inputs.values()))
     assert taken[0] is inputs["chunk.sampling_params"] and taken[1] is inputs["chunk.uniforms"]
 
 
@@ -47,7 +47,7 @@ def test_a_sampler_is_told_whose_token_each_row_draws() -> None:
     inputs["decode.position_ids"][:] = torch.tensor([[4], [-1], [0]])
     inputs["chunk.position_ids"][1] = -1
     inputs["chunk.seq_ids"][:] = torch.tensor([2, 1])
-    slots = [each.inputs(list(inputs.values()))[2].tolist() for each in found]
+    slots = [each.take_inputs(list(inputs.values()))[2].tolist() for each in found]
     assert slots == [[0, -1, 2], [2, -1]]
 
 

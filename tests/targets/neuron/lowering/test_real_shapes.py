@@ -105,7 +105,7 @@ def test_the_graphs_of_llama_8b_are_certified_by_their_first_layers(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": executed}))
     model = random_model(tmp_path)
     found = inspect_model(model)
-    spec = replace(found, layers=tuple(replace(found.layers[0], layer_idx=index) for index in range(32)))
+    spec = replace(found, states=tuple(replace(found.states[0], layer_idx=index) for index in range(32)))
     tied = get_target("hlo").write_model(model, config, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": 32}))
     job = CompileJob(tmp_path, config, spec, graph_specs(config), tied, trust_remote_code=False)

@@ -260,13 +260,13 @@ def test_each_graph_is_traced_once_and_the_first_lowered_as_if_it_were_traced_fr
     sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced: list[str] = []
-    trace = programs._trace
+    trace = programs._trace_module
 
     def count(module: StepModule) -> ExportedProgram:
         traced.append(module.spec.name)
         return trace(module)
 
-    monkeypatch.setattr(programs, "_trace", count)
+    monkeypatch.setattr(programs, "_trace_module", count)
     monkeypatch.setattr(lowering, "lower_all", lower_all)  # not what other tests have lowered
     monkeypatch.setattr(lowering, "trace_first", trace_first)
     model, config = load_model(sharp_checkpoints["llama"]), tiny_config(target="hlo", batch_size=1, ctx_batch_size=1)
