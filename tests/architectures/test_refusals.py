@@ -128,7 +128,8 @@ def test_weights_of_several_types_that_do_not_go_together_are_refused_with_the_t
     for layer in model.model.layers:
         layer.input_layernorm.float()
     with pytest.raises(
-        ValueError, match=r"it fails on a prompt .*; its weights have the types bfloat16 and float32: try dtype='float32'"
+        ValueError,
+        match=r"it fails on a prompt .*; its weights have the types bfloat16 and float32: try dtype='float32'",
     ):
         inspect_model(model)
 

@@ -223,7 +223,7 @@ def test_other_sizes_types_and_models_do_compile(
 def test_a_graph_that_does_not_compile_is_named(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(program: object) -> NoReturn:
+    def fail(*_: object) -> NoReturn:
         raise ValueError("no such thing")
 
     monkeypatch.setenv("OPTIMUM_NEURON_CACHE", str(tmp_path / "cache"))

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ...config import NeuronConfig
-from ..layer_numbers import LayerCalls
 from ..layer_state import CheckedModel, LayerState
 from ..spec import TensorSpec
-from .cached_attention import CachedAttention
-from .call import AttentionCall
-from .layout import StepLayout
 
+
+if TYPE_CHECKING:
+    from .cached_attention import CachedAttention
+    from .layout import StepLayout
+    from .recorder import KeyRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +49,14 @@ class KeyValueState(LayerState):
 
     @classmethod
     def make_recorder(cls, found: list[Any]) -> KeyRecorder:
-        return KeyRecorder(found)
+        from .recorder import KeyRecorder
+
+        return KeyRecorder(found, cls)
 
     @classmethod
     def make_backend(cls, step: StepLayout) -> CachedAttention:
+        from .cached_attention import CachedAttention
+
         ops = step.ops
         return CachedAttention(
             step.cache,
@@ -97,20 +100,3 @@ def _check_codes(states: Sequence[KeyValueState], model: CheckedModel, option: s
         raise ValueError(
             f"{model.name} attends by code of its own, which takes keys and values as numbers, and {option} keeps codes; leave it out"
         )
-
-
-@dataclass
-class KeyRecorder:
-    """An attention backend that only records which keys and values layers keep."""
-
-    found: list[Any]
-    calls: LayerCalls = field(default_factory=LayerCalls)
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        self.store(call.layer_idx, call.key, call.value)
-        return call.query.new_zeros((1, call.query.shape[2], call.query.shape[1], call.value.shape[-1]))
-
-    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        number = self.calls.number_call(layer_idx)
-        self.found.append(KeyValueState(number, key.shape[1], key.shape[-1], value.shape[-1]))
-        return key, value

@@ -4,23 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ....config import NeuronConfig
-from ....errors import UnsupportedModelError
-from ...attention.layout import StepLayout
 from ...layer_state import CheckedModel, LayerState
 from ...spec import TensorSpec
-from .compression import CompressingLayer, GroupSource, GroupWindows
-from .slot_groups import SlotGroups, count_windows
 
 
-# Groups of tokens that a recorded layer makes keys of.
-_ASKED_WINDOWS = 2
+if TYPE_CHECKING:
+    from ...attention.layout import StepLayout
+    from .recorder import CompressionRecorder
+    from .slot_groups import SlotGroups
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,8 @@ class CompressedKeyState(LayerState):
     def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
         if not self.has_groups(config):
             return
+        from .slot_groups import count_windows
+
         slots, rows, groups = config.batch_size, config.ctx_batch_size, config.sequence_length // self.rate
         windows = rows * count_windows(config.prefill_chunk_size, self.rate)
         for role, taken, columns, dim in (
@@ -62,10 +59,14 @@ class CompressedKeyState(LayerState):
 
     @classmethod
     def make_recorder(cls, found: list[Any]) -> CompressionRecorder:
-        return CompressionRecorder(found)
+        from .recorder import CompressionRecorder
+
+        return CompressionRecorder(found, cls)
 
     @classmethod
     def make_backend(cls, step: StepLayout) -> SlotGroups:
+        from .slot_groups import SlotGroups
+
         return SlotGroups(step.cache, step.groups, step.actual, step.slots, step.ops.write_cache)
 
     @classmethod
@@ -82,33 +83,3 @@ class CompressedKeyState(LayerState):
                 f"{layers} layers of {model.name} attend to compressed keys and to others, and "
                 f"kv_cache_dtype={config.kv_cache_dtype!r} has no codes of these; leave it out"
             )
-
-
-@dataclass
-class CompressionRecorder:
-    """A compression backend that only records which keys layers make."""
-
-    found: list[Any]
-
-    def take_windows(self, layer: CompressingLayer, index: int, values: Tensor, gates: Tensor) -> GroupWindows:
-        width = values.shape[-1] + gates.shape[-1]
-        self.found.append(CompressedKeyState(layer.layer_idx, index, layer.rate, spans=1, width=width, key_dim=0))
-        first = torch.zeros(_ASKED_WINDOWS, dtype=torch.int32)
-        values, gates = (each.new_zeros((1, _ASKED_WINDOWS * layer.rate, each.shape[-1])) for each in (values, gates))
-        return GroupWindows(values, gates, first)
-
-    def add_overlap(self, layer: CompressingLayer, index: int) -> None:
-        self._change_state(layer, index, spans=2)
-
-    def keep_keys(self, layer: CompressingLayer, index: int, keys: Tensor) -> GroupSource:
-        if len(keys) != _ASKED_WINDOWS:
-            raise UnsupportedModelError(
-                f"layer {layer.layer_idx} makes {len(keys)} keys of {_ASKED_WINDOWS} groups of {layer.rate} tokens"
-            )
-        self._change_state(layer, index, key_dim=keys.shape[1])
-        return GroupSource()
-
-    def _change_state(self, layer: CompressingLayer, index: int, **sizes: int) -> None:
-        places = [(each.layer_idx, each.index) for each in self.found]
-        place = places.index((layer.layer_idx, index))
-        self.found[place] = replace(self.found[place], **sizes)

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ....config import NeuronConfig
-from ....errors import UnsupportedModelError
-from ...attention.layout import StepLayout
 from ...layer_state import LayerState
 from ...spec import TensorSpec
-from .convolution import SlotConvolutions
+
+
+if TYPE_CHECKING:
+    from ...attention.layout import StepLayout
+    from .convolution import SlotConvolutions
+    from .recorder import ConvolutionRecorder
 
 
 @dataclass(frozen=True)
@@ -37,34 +38,12 @@ class ConvolutionState(LayerState):
 
     @classmethod
     def make_recorder(cls, found: list[Any]) -> ConvolutionRecorder:
-        return ConvolutionRecorder(found)
+        from .recorder import ConvolutionRecorder
+
+        return ConvolutionRecorder(found, cls)
 
     @classmethod
     def make_backend(cls, step: StepLayout) -> SlotConvolutions:
+        from .convolution import SlotConvolutions
+
         return SlotConvolutions(step.cache, *step.slot_places, step.ops.convolve)
-
-
-@dataclass
-class ConvolutionRecorder:
-    """A convolution backend that only records which inputs layers keep."""
-
-    found: list[Any]
-
-    def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        kernel = weight.shape[-1]
-        if kernel < 2:
-            raise UnsupportedModelError(
-                f"layer {layer_idx} keeps the inputs of a convolution with a kernel of {kernel}"
-            )
-        self._add_state(ConvolutionState(layer_idx, index, kernel - 1, inputs.shape[1]))
-        return inputs
-
-    def read_before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
-        _, channels, tokens = inputs.shape
-        self._add_state(ConvolutionState(layer_idx, index, past, channels))
-        return inputs.new_zeros((tokens, channels, past))
-
-    def _add_state(self, state: ConvolutionState) -> None:
-        if any((each.layer_idx, each.index) == (state.layer_idx, state.index) for each in self.found):
-            raise UnsupportedModelError(f"layer {state.layer_idx} keeps inputs of several convolutions in one place")
-        self.found.append(state)

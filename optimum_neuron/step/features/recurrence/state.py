@@ -5,16 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ....config import NeuronConfig
-from ...attention.layout import StepLayout
 from ...layer_state import LayerState
 from ...spec import TensorSpec
-from .recurrence import SCAN_KINDS, RecurrenceBackend, ScanCall, ScanKind, ScanRows, SlotScans
+
+
+if TYPE_CHECKING:
+    from ...attention.layout import StepLayout
+    from .recorder import RecurrenceRecorder
+    from .recurrence import SlotScans
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,14 @@ class RecurrentState(LayerState):
 
     @classmethod
     def make_recorder(cls, found: list[Any]) -> RecurrenceRecorder:
-        return RecurrenceRecorder(found)
+        from .recorder import RecurrenceRecorder
+
+        return RecurrenceRecorder(found, cls)
 
     @classmethod
     def make_backend(cls, step: StepLayout) -> SlotScans:
+        from .recurrence import SCAN_KINDS, ScanRows, SlotScans
+
         return SlotScans(
             step.cache, ScanRows.from_layout(step), {kind: getattr(step.ops, kind) for kind in SCAN_KINDS}
         )
-
-
-class RecurrenceRecorder(RecurrenceBackend):
-    """A recurrence backend that only records which states layers keep."""
-
-    def __init__(self, found: list[Any]) -> None:
-        super().__init__()
-        self._found = found
-
-    def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
-        sizes = call.heads, call.key.shape[2], call.value.shape[2], call.width
-        self._found.append(RecurrentState(*self.number_scan(), *sizes))
-        return torch.zeros_like(call.value)

@@ -6,18 +6,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ....config import NeuronConfig
-from ....errors import UnsupportedModelError
-from ...attention.layout import StepLayout
 from ...layer_state import CheckedModel, LayerState
 from ...spec import TensorSpec
-from .index_keys import AskedKeys, KeySource
-from .slot_index import SlotIndex
 
+
+if TYPE_CHECKING:
+    from ...attention.layout import StepLayout
+    from .recorder import IndexRecorder
+    from .slot_index import SlotIndex
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +48,14 @@ class IndexKeyState(LayerState):
 
     @classmethod
     def make_recorder(cls, found: list[Any]) -> IndexRecorder:
-        return IndexRecorder(found)
+        from .recorder import IndexRecorder
+
+        return IndexRecorder(found, cls)
 
     @classmethod
     def make_backend(cls, step: StepLayout) -> SlotIndex:
+        from .slot_index import SlotIndex
+
         ops = step.ops
         return SlotIndex(step.cache, *step.block_places, step.groups, ops.write_cache, ops.attend_decode is not None)
 
@@ -75,17 +78,3 @@ class IndexKeyState(LayerState):
                 min(each.always for each in without),
                 config.sequence_length,
             )
-
-
-@dataclass
-class IndexRecorder:
-    """An index backend that only records how layers select keys."""
-
-    found: list[Any]
-
-    def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
-        if any(each.layer_idx == layer_idx for each in self.found):
-            raise UnsupportedModelError(f"layer {layer_idx} keeps several sets of index keys")
-        return AskedKeys(
-            lambda always, width: self.found.append(IndexKeyState(layer_idx, keys.shape[1], always, width))
-        )
