@@ -232,7 +232,8 @@ def test_a_graph_that_does_not_compile_is_named(
     with pytest.raises(RuntimeError, match=words):
         export_tiny(tiny_checkpoint, tmp_path / "out" / "artifact", target="cpu")
     assert not list((tmp_path / "out").iterdir())
-    assert not list((tmp_path / "cache").glob("*/.*")) and not list((tmp_path / "cache").rglob("*.json"))
+    # The kernels may be there: each process loads them once.
+    assert not list((tmp_path / "cache").glob("*/.*")) and not list((tmp_path / "cache" / "cpu").rglob("*.json"))
 
 
 def test_auto_is_the_cpu_and_unknown_targets_are_refused() -> None:
