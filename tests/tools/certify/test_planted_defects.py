@@ -164,7 +164,7 @@ def _sampler_keeps_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Unchanged(ChosenTokens):
-    def keep(self, tokens: Tensor, slots: Tensor) -> None:
+    def keep_tokens(self, tokens: Tensor, slots: Tensor) -> None:
         self.tokens.copy_(self.tokens + 0 * slots.amax() + 0 * tokens.amax())
 
 

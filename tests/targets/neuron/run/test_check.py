@@ -209,10 +209,10 @@ def test_token_ids_at_the_edge_of_the_vocabulary_are_tried(
     class Faulty:
         """Computes nothing."""
 
-        def reserve(self, tokens: Sequence[int]) -> None:
+        def reserve_slots(self, tokens: Sequence[int]) -> None:
             assert list(tokens) == [1]
 
-        def prefill(self, chunks: list[PromptPiece]) -> StepOutput:
+        def run_step(self, chunks: list[PromptPiece]) -> StepOutput:
             (token,) = chunks[0].token_ids
             if not 0 <= token < 300 and fault != "unchecked":
                 raise ValueError(token)
