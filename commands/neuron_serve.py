@@ -37,7 +37,7 @@ The engine's server refuses what it cannot do, and says why. Requests that find 
 them; others are refused with a time to try again (429). A client that disconnects frees its slot. After SIGTERM or Ctrl-C
 running requests finish within --drain-timeout, and new ones are refused (503); a second signal ends at once.
 
---replicas starts several engines behind one address, by Ray Serve (pip install 'optimum-neuron-runtime[ray]'). Each has its
+--replicas starts several engines at one address, by Ray Serve (pip install 'optimum-neuron-runtime[ray]'). Each has its
 share of the cores. Ray replaces one that ends; another one then answers its requests that have no token yet. RAY_ADDRESS
 names a cluster of several machines, each with the artifact at the same path."""
 
@@ -112,7 +112,7 @@ class NeuronServeCommand(BaseOptimumCLICommand):
             "--replicas",
             type=int,
             metavar="N",
-            help="with the engine's server, engines behind one address, by Ray Serve, each with its own cores and state (default: "
+            help="with the engine's server, engines at one address, by Ray Serve, each with its own cores and state (default: "
             "one server without Ray)",
         )
         add_option(

@@ -107,7 +107,7 @@ class Prefix(NamedTuple):
         blocks: full blocks with them, which the request reads together with other requests.
         source: the block with the rest of them, copied or continued in place; None where there is no rest.
         ends: whether `source` has nothing else of use, so that it can be continued in place.
-        snapshot: the place of the state after them, where rows keep state beside keys and values.
+        snapshot: the place of the state after them, where rows keep state next to keys and values.
         cut: the place where the prompt parts from tokens that were computed before, where a snapshot is worth a cut; 0: nowhere.
     """
 

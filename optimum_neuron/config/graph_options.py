@@ -34,7 +34,7 @@ def _tokens(default: Any, text: str, group: str, **settings: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions(Options):
-    """What is declared of each option: type, default, help. NeuronConfig adds checks and derived values."""
+    """The type, default and help of each option. NeuronConfig adds checks and derived values."""
 
     batch_size: int = option(
         1, "requests that are served at the same time: rows of a decode step", "basic", parse=int, metavar="ROWS"

@@ -113,7 +113,7 @@ def _check_private(api: HfApi, repo: str, private: bool | None) -> None:
 
 
 def add_tags(card: str, tags: Sequence[str]) -> str:
-    """Return a card whose metadata has further tags; the same text where it has them all.
+    """Return a card with further tags in its metadata; the same text where it has them all.
 
     Raises:
         ValueError: its metadata cannot be read.

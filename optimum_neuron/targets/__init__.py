@@ -59,13 +59,13 @@ class Executable:
         raise NotImplementedError
 
     def run_for_states(self, graph: str, inputs: Sequence[Tensor]) -> None:
-        """As `run`, with the same states after it. What only outputs need may be left out."""
+        """Leave the same states as `run`. What only outputs need may be left out."""
         self.run(graph, inputs)
 
     def run_by_operators(
         self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None], *, outputs: bool = True
     ) -> Sequence[Tensor]:
-        """As `run`, or without `outputs` as `run_for_states`: one operator at a time, where that is possible.
+        """Do as `run`, or without `outputs` as `run_for_states`: one operator at a time, where that is possible.
 
         Args:
             ended: gets each operator's name as it ends.

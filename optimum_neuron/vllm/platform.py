@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The platform that vLLM sees: a host whose one worker runs compiled graphs."""
+"""The platform that vLLM sees: a host with one worker, which runs compiled graphs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a parameter of a transformers model is made of the tensors of a GGUF file.
+"""The tensors of a GGUF file that make each parameter of a transformers model.
 
 Names are those of gguf's own table, which llama.cpp's converter uses; a change here undoes a change of the converter.
 """

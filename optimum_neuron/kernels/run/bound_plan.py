@@ -118,7 +118,7 @@ class BoundPlan:
     def run_by_operators(
         self, inputs: Sequence[Tensor], live: int, ended: Callable[[str], None], *, outputs: bool
     ) -> tuple[Tensor, ...]:
-        """As `run`, or without `outputs` as `run_for_states`, a step at a time; `ended` gets the name of each."""
+        """Do as `run`, or without `outputs` as `run_for_states`, a step at a time; `ended` gets the name of each."""
         self._memory.take_inputs(inputs)
         for name, run in self._operators if outputs else self._operators[: self._state_steps]:
             run(live)

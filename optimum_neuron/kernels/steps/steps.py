@@ -86,7 +86,7 @@ class Map:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether an operator takes whole rows, or has an element of each."""
+        """Return whether an operator takes whole rows, or has an element of each."""
         return any(item.rows or item.op == "rotate_half" for item in self.items)
 
 
@@ -108,7 +108,7 @@ class Codes:
 
     @property
     def can_be_short(self) -> bool:
-        """Whether kernels may take such codes times their scales as numbers of bfloat16."""
+        """Return whether kernels may take such codes times their scales as numbers of bfloat16."""
         unrounded = self.shift is None and self.activations is None
         return self.kind == "int4" and unrounded and self.scale.dtype == "float16"
 

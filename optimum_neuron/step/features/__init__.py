@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What some models add to a step, each kind in a folder of its own."""
+"""Features that some models add to a step, each in a folder of its own."""

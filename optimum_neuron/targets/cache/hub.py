@@ -61,7 +61,7 @@ def sync(
         token: of the Hub; default, the one that hf stored.
 
     Raises:
-        ValueError, FileNotFoundError, RuntimeError: as `hub_errors.told` says.
+        ValueError, FileNotFoundError, RuntimeError: as `hub_errors.explained_errors` says.
         OSError: the cache cannot be used, or the disk is full.
     """
     api, branch = HfApi(token=token), revision or _MAIN

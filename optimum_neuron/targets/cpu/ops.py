@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step attends, writes its cache, multiplies quantized weights, convolves, computes experts and chooses tokens on the cpu target:
+"""The StepOps of the cpu target: attention, cache, quantized weights, convolutions, experts, and the choice of tokens
 by the operators of the kernels."""
 
 from __future__ import annotations

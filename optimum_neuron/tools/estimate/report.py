@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .estimate import Estimate, EstimateReport
 
 
-# For all that is known, steps whose expected times differ by a tenth are as good as one another.
+# Expected times that differ by a tenth are as good as one another.
 _SHORTER = 0.9
 
 

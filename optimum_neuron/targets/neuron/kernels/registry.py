@@ -17,7 +17,7 @@ from .moe_tkg import MOE_TKG, compute_chosen
 
 
 def with_kernels(ops: StepOps, names: Sequence[str]) -> StepOps:
-    """Return operators whose attention calls these kernels where they compute what a layer does."""
+    """Return operators with attention that calls these kernels where they compute what a layer does."""
     if ATTENTION_CTE.name in names:
         ops = replace(ops, attend_cache=attend_chunks(ops.attend_cache))
     if ATTENTION_BLOCK_TKG.name in names:
