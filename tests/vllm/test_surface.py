@@ -72,7 +72,7 @@ def test_the_engines_server_takes_each_member_of_vllms_requests_at_its_default(
             OUTPUTS,
             "    @abstractmethod\n    def get_output(",
             "    @abstractmethod\n    def get_more(self):\n        pass\n\n    @abstractmethod\n    def get_output(",
-            "_StepOutput lacks the abstract method get_more",
+            "_PendingOutput lacks the abstract method get_more",
         ),
         (
             SCHEDULER,
