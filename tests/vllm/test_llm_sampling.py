@@ -164,7 +164,7 @@ def test_parameters_that_leave_one_token_are_greedy(llm: LLM, model: Any) -> Non
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs needs logits on the host"),
-    ({"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}, "min_p beside top_p needs logits on the host"),
+    ({"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}, "min_p with top_p needs logits on the host"),
     ({"presence_penalty": 0.1}, "presence_penalty needs logits on the host"),
     ({"frequency_penalty": 0.1}, "frequency_penalty needs logits on the host"),
     ({"repetition_penalty": 1.1}, "repetition_penalty needs logits on the host"),
