@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 HERE = Path(__file__).parent
-# The package beside these pages, not one that is installed; and the extensions.
+# The package next to these pages, not one that is installed; and the extensions.
 sys.path[:0] = [str(HERE.parent), str(HERE / "extensions")]
 
 from optimum_neuron import __version__  # noqa: E402
@@ -26,11 +26,12 @@ extensions = [
     "page_tree",
 ]
 
-# Pages link to files beside docs/, so the sources are the repository's root, and of it only these pages.
+# Pages link to files next to docs/, so the sources are the repository's root, and of it only these pages.
 root_doc = "docs/index"
 include_patterns = [
     "docs/**.md",
     "benchmark/README.md",
+    "optimum_neuron/**/README.md",
     *(
         f"{name}.md"
         for name in ("AGENTS", "ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "MODELS", "NEURON", "SECURITY")
@@ -44,7 +45,6 @@ exclude_patterns = [
     "build",
     "dist",
     "*.egg-info",
-    "optimum_neuron",
     "tests",
 ]
 nitpicky = True
@@ -56,8 +56,8 @@ nitpick_ignore_regex = [
     ),
     (
         "py:.*",
-        r"optimum_neuron\.(runtime\.(runner\.GraphRunner|process\.OwnProcess)|artifacts\.artifact\.Artifact|targets\.(Executable|CompileJob)"
-        r"|engine\.stream\.Mailbox|continuous_batching\.requests\.RequestFactory)",
+        r"optimum_neuron\.(runtime\.(runner\.GraphRunner|process\.OwnProcess)|artifact\.artifact\.Artifact|targets\.(Executable|CompileJob)"
+        r"|engine\.stream\.Mailbox|engine\.continuous_batching\.requests\.RequestFactory)",
     ),
     ("py:(exc|class)", "[A-Z][A-Za-z]+"),  # ours, without their modules
 ]

@@ -31,9 +31,10 @@ def _add_tree(app: Sphinx, docname: str, source: list[str]) -> None:
         return
     found = {name.removeprefix("docs/") if name.startswith("docs/") else f"/{name}" for name in app.env.found_docs}
     found.remove("index")
-    known = {*START, *REFERENCE, *BACKGROUND}
+    background = (*BACKGROUND, *sorted(name for name in found if name.startswith("/optimum_neuron/")))
+    known = {*START, *REFERENCE, *background}
     tasks = [*TASKS, *sorted(found - known - {*TASKS})]
-    parts = {"Start": START, "Tasks": tasks, "Reference": REFERENCE, "Background": BACKGROUND}
+    parts = {"Start": START, "Tasks": tasks, "Reference": REFERENCE, "Background": background}
     for caption, pages in parts.items():
         source[0] += _toctree(caption, [page for page in pages if page in found])
 
