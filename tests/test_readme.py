@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -119,6 +120,14 @@ def test_files_in_the_text_exist() -> None:
 
 
 ROOM_PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "optimum_neuron").rglob("README.md"))]
+
+
+def test_methods_that_the_architecture_names_exist() -> None:
+    named = set(re.findall(r"`(?:[\w/.]+: )?([A-Z]\w+)\.(\w+)`", (ROOT / "ARCHITECTURE.md").read_text("utf-8")))
+    trees = [ast.parse(path.read_text("utf-8")) for path in (ROOT / "optimum_neuron").rglob("*.py")]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    made = {(each.name, child.name) for each in classes for child in each.body if isinstance(child, ast.FunctionDef)}
+    assert named and named <= made, named - made
 
 
 @pytest.mark.parametrize("page", ROOM_PAGES, ids=lambda path: path.parent.name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ONNX Runtime GenAI: its generator, whose rows begin and end together; its batching engine is not driven here."""
+"""ONNX Runtime GenAI: its generator. Rows begin and end together; its batching engine is not driven here."""
 
 from __future__ import annotations
 
