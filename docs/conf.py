@@ -48,7 +48,7 @@ exclude_patterns = [
     "tests",
 ]
 nitpicky = True
-# What signatures name of other packages, whose documentation is not read, for builds need no network; and of parts that are not public.
+# Names in signatures without a page: of other packages, as builds need no network, and of parts that are not public.
 nitpick_ignore_regex = [
     (
         "py:.*",

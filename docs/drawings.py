@@ -189,7 +189,7 @@ def export() -> Drawing:
     drawing.text(265, 128, "transformers' own modelling code,", anchor="middle", size=10)
     drawing.text(265, 141, "compared with transformers", anchor="middle", size=10)
     drawing.arrow(140, 80, 188, 80)
-    for row, (target, told) in enumerate(
+    for row, (target, text) in enumerate(
         (
             ("cpu", "plans of kernels for any CPU"),
             ("trn1 trn2 trn3 inf2", "HLO, compiled by neuronx-cc"),
@@ -198,7 +198,7 @@ def export() -> Drawing:
         )
     ):
         drawing.box(390, 20 + row * 50, 130, 34, (DECODE, CHUNK, SECOND, EMPTY)[row], target)
-        drawing.text(455, 66 + row * 50, told, anchor="middle", size=9)
+        drawing.text(455, 66 + row * 50, text, anchor="middle", size=9)
         drawing.arrow(340, 80, 388, 37 + row * 50)
         drawing.arrow(520, 37 + row * 50, 566, 130)
     drawing.text(570, 30, "artifact", bold=True)
@@ -235,7 +235,7 @@ def isolation() -> Drawing:
     drawing.text(
         20,
         204,
-        "Each token of a step is computed by the same arithmetic in the same order, whatever stands beside it.",
+        "Each token of a step is computed by the same arithmetic in the same order, whatever else the step holds.",
         size=11,
     )
     return drawing

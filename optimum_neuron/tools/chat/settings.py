@@ -103,7 +103,7 @@ def add_settings_options(parser: ArgumentParser) -> None:
     """Add the options that `Settings.from_args` reads."""
     length_help = f"longest answer (default: the checkpoint's own, or {DEFAULT_NEW_TOKENS}; at most what the sequence length leaves)"
     add_option(parser, "--max-new-tokens", type=int, metavar="TOKENS", help=length_help)
-    heat_help = "above 0: sample, the more freely the higher (default: the checkpoint's own, or 0)"
+    heat_help = "above 0: sample; higher values vary more (default: the checkpoint's own, or 0)"
     parser.add_argument("--temperature", type=float, help=heat_help)
     add_option(parser, "--top-k", type=int, metavar="K", help="sample from the K most probable tokens only")
     add_option(parser, "--top-p", type=float, metavar="P", help="sample from the tokens that make up P, up to 1, only")
