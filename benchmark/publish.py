@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "benchmark" / "published"
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 # The runs that README.md shows.
-SUMMARY, STALL = PUBLISHED / "peers.json", PUBLISHED / "stall.json"
+SUMMARY, STALL, SERVE = (PUBLISHED / f"{name}.json" for name in ("peers", "stall", "serve"))
 EXAMPLES = """
 examples:
   python -m benchmark.peers --json benchmark/published/peers.json && python -m benchmark.publish
@@ -78,7 +78,7 @@ def documents(folder: Path) -> Iterator[tuple[Path, str]]:
         pages.append(text)
     yield RESULTS, replaced(RESULTS, {"all": "\n\n".join(pages)})
     blocks: dict[str, str] = {}
-    for path, show in ((SUMMARY, summary), (STALL, pauses)):
+    for path, show in ((SUMMARY, summary), (STALL, show_run), (SERVE, pauses)):
         if (folder / path.name).is_file():
             blocks |= show(json.loads((folder / path.name).read_text(encoding="utf-8")))
     yield README, replaced(README, blocks)
@@ -95,12 +95,18 @@ def summary(report: Report) -> dict[str, str]:
     return {"speed": sentence, "peers": f"{run_line(report)}\n\n{table.markdown()}\n\n{lines}"}
 
 
+def show_run(report: Report) -> dict[str, str]:
+    """Return what README.md says of the run that its picture shows."""
+    return {"stall-run": run_line(report)}
+
+
 def pauses(report: Report) -> dict[str, str]:
-    """Return what README.md says of a long prompt among decodes."""
-    numbers = report["numbers"]["stall"]
-    ours, others = numbers["mixed"], {"transformers": "transformers", "prefill_first": "prompt-first"}
-    longest = ", ".join(f"{name} {numbers[key]['itl_max_ms']:,.0f}" for key, name in others.items())
-    return {"stall": f"longest pause {ours['itl_max_ms']:.0f} ms, {longest}", "stall-run": run_line(report)}
+    """Return what README.md says of pauses between tokens under the heaviest load."""
+    systems = list(report["numbers"].values())[-1]
+    ours, peer = (
+        f"{systems[name]['itl_p99_ms']:,.0f}" for name in (serving_over_http.OURS, serving_over_http.VLLM_CPU)
+    )
+    return {"serve": f"p99 pause {ours} ms, vLLM's CPU backend {peer}"}
 
 
 def replaced(document: Path, blocks: dict[str, str]) -> str:
