@@ -5,7 +5,7 @@ PROMPT ?= Explain in two sentences why the sky is blue.
 export PROMPT
 
 VENV ?= .venv
-EXTRAS ?= dev,docs,gguf
+EXTRAS ?= dev,docs,gguf,ray
 BIN := $(VENV)/bin
 # TRANSFORMERS may be 5.*, and a star in a file name is a pattern to make
 INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TRANSFORMERS))
