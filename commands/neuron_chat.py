@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, Namespace
-from typing import Any
+from argparse import ArgumentParser
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
@@ -56,13 +55,16 @@ class NeuronChatCommand(BaseOptimumCLICommand):
         start = time.perf_counter()
         if sys.stdin.isatty():
             print(f"loading {args.model} ...", file=sys.stderr, flush=True)
-        model, tokenizer = _load(args)
-
+        from optimum_neuron.export.first_use import open_named
+        from optimum_neuron.generate.text_model import TextModel
         from optimum_neuron.tools.chat.loop import Terminal, run_chat
-        from optimum_neuron.tools.chat.session import ChatSession
+        from optimum_neuron.tools.chat.session import ChatSession, check_template
 
+        # A tokenizer without a chat template is refused before the graphs are loaded.
+        path = open_named(args).path
+        model = TextModel.from_pretrained(path, **run_options(args), check_tokenizer=check_template)
         with model.serve() as service:
-            session = ChatSession(model, service, tokenizer, settings, args.system)
+            session = ChatSession(model, service, model.tokenizer, settings, args.system)
             terminal = Terminal()
             if terminal.is_interactive:
                 terminal.show_note(
@@ -70,21 +72,3 @@ class NeuronChatCommand(BaseOptimumCLICommand):
                     f"fit; {session.kept}\n/help lists the commands, Ctrl-D leaves"
                 )
             run_chat(session, terminal)
-
-
-def _load(args: Namespace) -> tuple[Any, Any]:
-    """Return the model and its tokenizer; the imports take most of the time."""
-    from optimum_neuron.export.first_use import open_named
-
-    artifact = open_named(args)  # before torch is imported: a wrong name is reported at once
-
-    from optimum_neuron.artifact.artifact import is_graph_file
-    from optimum_neuron.checkpoints.tokenizer import load_tokenizer
-    from optimum_neuron.generate import NeuronModelForCausalLM
-    from optimum_neuron.tools.chat.session import check_template
-
-    # Before any code among the files runs, and the tokenizer before the model, which takes longer.
-    artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
-    tokenizer = load_tokenizer(artifact.path, args.model, trust_remote_code=args.trust_remote_code)
-    check_template(tokenizer)
-    return NeuronModelForCausalLM.from_pretrained(artifact.path, **run_options(args)), tokenizer

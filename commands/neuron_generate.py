@@ -19,8 +19,7 @@ from optimum_neuron.command_options import (
     print_profile,
     run_options,
 )
-from optimum_neuron.errors import first_line
-from optimum_neuron.tools.chat.settings import DEFAULT_NEW_TOKENS, Settings, add_settings_options
+from optimum_neuron.tools.chat.settings import Settings, add_settings_options
 
 
 if TYPE_CHECKING:
@@ -85,32 +84,23 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
 
 def _answer(path: Path, args: Namespace, options: dict[str, Any], profile: Profile | None) -> None:
     """Stream the answer to stdout, then write its counts and speeds to stderr."""
-    from transformers import TextStreamer, set_seed
-
-    from optimum_neuron import NeuronModelForCausalLM
-    from optimum_neuron.checkpoints.tokenizer import load_tokenizer
+    from optimum_neuron.generate.text_model import TextModel
 
     start = time.perf_counter()
-    # This verifies all files, before any code among them runs.
-    model = NeuronModelForCausalLM.from_pretrained(path, **run_options(args), profile=profile)
-    tokenizer = load_tokenizer(path, str(path), trust_remote_code=args.trust_remote_code)
-    loaded = time.perf_counter()
-    if args.warm_up:
-        model.runner.warm_up()
-    if args.seed is not None:
-        set_seed(args.seed)
-    inputs = _encode(tokenizer, args)
-    prompt_tokens = inputs["input_ids"].shape[1]
-    if options["max_new_tokens"] is None:
-        options["max_new_tokens"] = _longest(model, prompt_tokens)
-    clock = TokenClock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
-    began = time.perf_counter()
-    sequences = model.generate(**inputs, **options, streamer=clock)
-    new_tokens = sequences.shape[1] - prompt_tokens
-    first, last = clock.times[1], clock.times[-1]
+    with TextModel.from_pretrained(path, **run_options(args), profile=profile) as model:
+        loaded = time.perf_counter()
+        if args.warm_up:
+            model.runner.warm_up()
+        prompt = _read_prompt(args, has_template=model.tokenizer.chat_template is not None)
+        began = time.perf_counter()
+        answer = model.answer(prompt, seed=args.seed, **options)
+        for piece in answer:
+            print(piece, end="", flush=True)
+        print()
+    new_tokens, first, last = len(answer.times), answer.times[0], answer.times[-1]
     counts = {
         "load, s": f"{loaded - start:.2f}",
-        "prompt tokens": str(prompt_tokens),
+        "prompt tokens": str(answer.prompt_tokens),
         "TTFT, ms": f"{(first - began) * 1000:.1f}",
         "generated tokens": str(new_tokens),
         "decode, tok/s": f"{(new_tokens - 1) / (last - first):.1f}" if new_tokens > 1 else "-",
@@ -118,58 +108,18 @@ def _answer(path: Path, args: Namespace, options: dict[str, Any], profile: Profi
     _print_counts(counts, model.runner.graph_calls)
 
 
-class TokenClock:
-    """Passes tokens on to a streamer and notes when each came; the first ones are the prompt."""
-
-    def __init__(self, streamer: Any) -> None:
-        self.streamer = streamer
-        self.times: list[float] = []
-
-    def put(self, tokens: Any) -> None:
-        self.times.append(time.perf_counter())
-        self.streamer.put(tokens)
-
-    def end(self) -> None:
-        self.streamer.end()
-
-
-def _encode(tokenizer: Any, args: Namespace) -> dict[str, Any]:
-    """Return the inputs of the model: the prompt in the chat template, or as it is."""
+def _read_prompt(args: Namespace, *, has_template: bool) -> str | list[dict[str, str]]:
+    """Return the prompt as it is, or as messages for the chat template."""
     prompt = sys.stdin.read().strip() if args.prompt is None else args.prompt
-    has_template = tokenizer.chat_template is not None and not args.no_chat_template
+    has_template = has_template and not args.no_chat_template
     if args.system is not None and not has_template:
         raise ValueError("--system needs a chat template: leave it out, or write it into the prompt")
     if not prompt:
         raise ValueError("the prompt is empty; give one with --prompt or on stdin")
-    for text in (prompt, args.system or ""):
-        text.encode()  # an argument or a line may hold bytes that are no UTF-8, which no tokenizer takes
-    if has_template:
-        messages = [] if args.system is None else [{"role": "system", "content": args.system}]
-        encoded = _render(tokenizer, [*messages, {"role": "user", "content": prompt}])
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    # Some tokenizers also return token_type_ids, which no decoder takes.
-    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
-
-
-def _render(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
-    try:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    except Exception as error:  # a template is a program
-        raise ValueError(
-            f"the chat template of {tokenizer.name_or_path} fails ({first_line(error)}); correct it, or leave it out by "
-            f"--no-chat-template"
-        ) from error
-
-
-def _longest(model: Any, prompt_tokens: int) -> int:
-    """Return the length of the answer by default. A prompt that does not fit is for the model to refuse."""
-    from optimum_neuron.runtime.lengths import most_new_tokens
-
-    room = max(1, most_new_tokens(prompt_tokens, model.neuron_config))
-    return min(model.new_tokens(model.settled(), prompt_tokens) or DEFAULT_NEW_TOKENS, room)
+    if not has_template:
+        return prompt
+    messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*messages, {"role": "user", "content": prompt}]
 
 
 def _print_counts(counts: dict[str, str], graph_calls: dict[str, int]) -> None:

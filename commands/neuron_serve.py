@@ -144,7 +144,7 @@ class NeuronServeCommand(BaseOptimumCLICommand):
     def run(self) -> None:
         args = self.args
         from optimum_neuron.export.first_use import open_named
-        from optimum_neuron.tools.serve.vllm_server import has_vllm
+        from optimum_neuron.tools.serve.process import has_vllm
 
         # Before torch is imported: wrong options and folders are reported at once.
         _check(args)
@@ -217,19 +217,19 @@ def _check_backend(args: Namespace, backend: str) -> None:
 
 
 def _by_vllm(args: Namespace, key: str | None, path: Path) -> None:
-    from optimum_neuron.tools.serve.vllm_server import become_vllm, vllm_command, vllm_environment
+    from optimum_neuron.tools.serve.process import become_vllm
 
     endpoint = args.otlp_traces_endpoint
     traces = () if endpoint is None else ("--otlp-traces-endpoint", endpoint)
-    words = vllm_command(
+    become_vllm(
         path,
         name=args.served_model_name or str(Path(args.model)),
         host=args.host,
         port=args.port,
-        trust_remote_code=args.trust_remote_code,
+        api_key=key,
         options=(*traces, *(args.vllm_options or ())),
+        **run_options(args),
     )
-    become_vllm(words, vllm_environment(api_key=key, rank_python=args.rank_python, rank_timeout=args.rank_timeout))
 
 
 def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
@@ -244,7 +244,7 @@ def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
         from optimum_neuron.tools.serve.tracing import import_exporter
 
         import_exporter()  # replicas would report what is missing only when they load
-    from optimum_neuron.tools.serve.listen import open_socket
+    from optimum_neuron.tools.serve.process import open_socket
 
     with open_socket(args.host, args.port) as listening:
         from optimum_neuron.tools.serve.server import ServerOptions, serve_artifact
@@ -262,7 +262,7 @@ def _by_engine(args: Namespace, key: str | None, path: Path) -> None:
         if args.replicas is None:
             serve_artifact(options, listening)
             return
-        from optimum_neuron.tools.serve.replicas import set_ray_environment
+        from optimum_neuron.tools.serve.process import set_ray_environment
 
         joins = set_ray_environment()  # before Ray is imported
         from optimum_neuron.tools.serve.replicas.launch import serve_replicas

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .engine.policy import SchedulerOptions as SchedulerOptions
     from .export.recipe import export_model as export_model
     from .generate import NeuronModelForCausalLM as NeuronModelForCausalLM
+    from .generate.text_model import TextModel as TextModel
     from .runtime.profile import Profile as Profile
     from .step.spec import SamplingParams as SamplingParams
 
@@ -28,6 +29,7 @@ _PUBLIC = {
     "Request": ".core",
     "SamplingParams": ".step.spec",
     "SchedulerOptions": ".engine.policy",
+    "TextModel": ".generate.text_model",
     "export_model": ".export.recipe",
 }
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "SchedulerOptions",
+    "TextModel",
     "export_model",
 ]
 

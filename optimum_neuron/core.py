@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from .step.spec import DECODE, GREEDY, GraphSpec, SamplingParams
-
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 # An end token was chosen; all tokens asked for are there; the caller gave up.
@@ -251,21 +248,22 @@ class StepOutput(NamedTuple):
     `[rows, tokens, vocab]` come from a scoring graph. The next run of any graph may use the memory again: copy what you keep.
     """
 
-    decode_tokens: Tensor | None = None
-    decode_logits: Tensor | None = None
-    chunk_tokens: Tensor | None = None
-    chunk_logits: Tensor | None = None
-    prompt_logits: Tensor | None = None
+    decode_tokens: np.ndarray | None = None
+    decode_logits: np.ndarray | None = None
+    chunk_tokens: np.ndarray | None = None
+    chunk_logits: np.ndarray | None = None
+    prompt_logits: np.ndarray | None = None
 
-    def of_group(self, group: str) -> tuple[Tensor | None, Tensor | None]:
+    def of_group(self, group: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the tokens and logits of DECODE or CHUNK rows."""
         decodes = self.decode_tokens, self.decode_logits
         return decodes if group == DECODE else (self.chunk_tokens, self.chunk_logits)
 
-    def of_prompts(self, pieces: Sequence[PromptPiece]) -> list[Tensor]:
+    def of_prompts(self, pieces: Sequence[PromptPiece]) -> list[np.ndarray]:
         """Return a scoring graph's logits of all tokens of each piece, `[tokens, vocab]`."""
         assert self.prompt_logits is not None
         size = self.prompt_logits.shape[1]
         rows = [-(-piece.count // size) for piece in pieces]
-        parts = self.prompt_logits[: sum(rows)].split(rows)
-        return [part.flatten(0, 1)[: piece.count] for part, piece in zip(parts, pieces, strict=True)]
+        tokens = self.prompt_logits.reshape(-1, self.prompt_logits.shape[-1])
+        firsts = itertools.accumulate(rows, initial=0)
+        return [tokens[first * size :][: piece.count] for first, piece in zip(firsts, pieces, strict=False)]

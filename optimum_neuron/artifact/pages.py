@@ -7,9 +7,13 @@ import math
 import mmap
 import warnings
 from contextlib import suppress
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-import torch
+import numpy as np
+
+
+if TYPE_CHECKING:
+    import torch
 
 
 def zeroed(size: int) -> mmap.mmap:
@@ -19,13 +23,16 @@ def zeroed(size: int) -> mmap.mmap:
     return memory
 
 
-def touch(tensor: torch.Tensor) -> None:
-    """Have the system give all pages of a contiguous tensor's memory; values stay."""
-    tensor.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].add_(0)
+def touch(array: np.ndarray) -> None:
+    """Have the system give all pages of a contiguous array's memory; values stay."""
+    one_of_each = array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
+    np.bitwise_or(one_of_each, 0, out=one_of_each)
 
 
 def never_filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return zeros that take no memory and are read-only: the system ends a process that writes to them."""
+    import torch
+
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.empty(shape, dtype=dtype)

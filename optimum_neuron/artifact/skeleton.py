@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from ..arrays import dtype_name
 from ..checkpoints.language_model import register_language_model
 from ..parity.inspect import look_at
 from ..parity.text_length import keep_frequencies
@@ -126,22 +127,23 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, TensorLike], dtype: st
     Raises:
         ValueError: one is missing, or has another shape or type.
     """
-    expected, own = named_tensors(model), getattr(torch, dtype)
+    expected = named_tensors(model)
+    found = {name: dtype_name(each.dtype) for name, each in tensors.items()}
     for name, member in expected.items():
         if name not in tensors:
             raise ValueError(f"the artifact's weights lack {name}; export the model again")
-        found = tensors[name]
-        floats = member.is_floating_point() and found.dtype in (torch.float32, own)
-        if tuple(found.shape) != tuple(member.shape) or not (found.dtype == member.dtype or floats):
+        shape, takes = tuple(tensors[name].shape), dtype_name(member.dtype)
+        floats = member.is_floating_point() and found[name] in ("float32", dtype)
+        if shape != tuple(member.shape) or not (found[name] == takes or floats):
             raise ValueError(
-                f"the artifact's weights have {name} as {found.dtype} {list(found.shape)}, and the model of its "
-                f"config.json takes {member.dtype} {list(member.shape)}; export the model again"
+                f"the artifact's weights have {name} as {found[name]} {list(shape)}, and the model of its config.json takes "
+                f"{takes} {list(member.shape)}; export the model again"
             )
-    types = {tensors[name].dtype for name, member in expected.items() if member.is_floating_point()}
-    if types and own not in types:
+    types = {found[name] for name, member in expected.items() if member.is_floating_point()}
+    if types and dtype not in types:
         raise ValueError(
-            f"{MANIFEST_NAME} says dtype={dtype!r}, and the artifact's weights are "
-            f"{', '.join(sorted(map(str, types)))}; export the model again"
+            f"{MANIFEST_NAME} says dtype={dtype!r}, and the artifact's weights are {', '.join(sorted(types))}; export the "
+            f"model again"
         )
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from ..checkpoints.mapped import DTYPES
+from ..arrays import DTYPES, to_numpy
 from .artifact import ArtifactError
 from .schema import TEXT, Check, choice, listed, named, parse_object, record, shown, whole
 
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The limit of the safetensors library.
 _LARGEST_HEADER = 100_000_000
@@ -40,7 +42,7 @@ class TensorLike(Protocol):
     """A tensor, or its description in a file of weights."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> object: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
 
@@ -49,13 +51,13 @@ class TensorLike(Protocol):
 class StoredTensor:
     """A tensor in a file; `start` and `stop` are offsets into the bytes after the header."""
 
-    dtype: torch.dtype
+    dtype: np.dtype
     shape: tuple[int, ...]
     start: int
     stop: int
 
 
-def file_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+def file_head(tensors: Iterable[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
     """Return the bytes before those of tensors, given in the order of the file: the item size falls, so that all are aligned."""
     described: dict[str, object] = {}
     offset = 0
@@ -70,7 +72,7 @@ def file_head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> by
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes in a file; in its own memory where that is contiguous."""
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    return to_numpy(tensor.contiguous()).reshape(-1).view(np.uint8).data
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -78,6 +80,24 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         head = read_head(file, path)
     return parse_head(head, path)
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a small file, in memory of their own; raise ArtifactError where it is no safetensors file."""
+    with path.open("rb") as file:
+        head = read_head(file, path)
+        return view_tensors(np.frombuffer(bytearray(file.read()), np.uint8), parse_head(head, path))
+
+
+def view_tensors(block: np.ndarray, stored: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
+    """Return tensors as parts of the bytes after a file's header."""
+    tensors = {}
+    for name, each in stored.items():
+        piece = block[each.start : each.stop]
+        # Files of other writers may have heads of any length, and tensors in any order.
+        aligned = piece.ctypes.data % each.dtype.itemsize == 0
+        tensors[name] = (piece if aligned else piece.copy()).view(each.dtype).reshape(each.shape)
+    return tensors
 
 
 def read_head(file: Readable, path: Path) -> bytes:

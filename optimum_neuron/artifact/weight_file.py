@@ -9,10 +9,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import progress
+from ..arrays import dtype_name
 from ..checkpoints.scratch import give_back
 from ..parity.nonfinite import nonfinite
 from .tensor_file import file_head, tensor_bytes
@@ -34,7 +36,7 @@ def write_tensor_files(
         OSError: a file cannot be written; the error names it.
         ValueError: a tensor holds NaN or infinity.
     """
-    head = file_head(tensors)
+    head = file_head((name, np.dtype(dtype_name(dtype)), shape) for name, dtype, shape in tensors)
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in tensors]
     with ExitStack() as stack:
         files = [stack.enter_context(_open_file(path)) for path in paths]

@@ -11,29 +11,33 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from mmap import mmap
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-import torch
-from torch import Tensor, nn
+import numpy as np
 
-from ..parity.nonfinite import nonfinite
+from ..arrays import DTYPES
 from ..step.spec import TensorSpec
 from ..step.state_specs import byte_count
 from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
 from .filesystem import is_local
 from .pages import copied, mapped, zeroed
-from .tensor_file import StoredTensor, parse_head, read_head, stored_tensors
+from .tensor_file import StoredTensor, parse_head, read_head, stored_tensors, view_tensors
 from .verified import read_verified
-from .weight_file import write_tensor_files
 
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    Place = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 _ALIGNMENT = 64
 _SMALL = 1 << 16
+_FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))  # of codes, scales say what they stand for
 # Decoding from pages of 4 KB takes up to a fifth longer than from huge ones; the larger the weights, the less does it matter,
 # and the more does a copy cost.
 _LARGEST_COPY = 1 << 30
 _Stored = TypeVar("_Stored")
-Place = tuple[int, int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -72,6 +76,8 @@ def write_weights(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
     # Stable: within a type, tensors stand in the order of the model, in which steps read them.
     names = sorted(unique, key=lambda name: -unique[name].dtype.itemsize)
     described = [(name, unique[name].dtype, tuple(unique[name].shape)) for name in names]
+    from .weight_file import write_tensor_files  # imports torch, as whoever has tensors to write does
+
     write_tensor_files([folder / WEIGHTS_NAME], described, lambda name, _: unique[name])
     return tied
 
@@ -80,7 +86,7 @@ def rank_weights_name(rank: int, world_size: int) -> str:
     return WEIGHTS_NAME if world_size == 1 else f"{WEIGHTS_FOLDER}/tp{rank}.safetensors"
 
 
-def read_weights(artifact: Artifact) -> dict[str, Tensor]:
+def read_weights(artifact: Artifact) -> dict[str, np.ndarray]:
     """Return the tensors of an artifact's one file of weights by name, with tied names, as views of one block of memory.
 
     The block is the mapped file: processes share it, and a write to a tensor stays in its process. A file of up to 1 GiB is copied to huge
@@ -94,12 +100,14 @@ def read_weights(artifact: Artifact) -> dict[str, Tensor]:
         memory, digest = _read_contents(file, artifact.sha256(WEIGHTS_NAME))
     artifact.check_digest(WEIGHTS_NAME, digest)
     head = read_head(memory, path)
-    block = torch.frombuffer(memory, dtype=torch.uint8)[len(head) :]
-    tensors = {name: _view_tensor(block, stored) for name, stored in parse_head(head, path).items()}
+    tensors = view_tensors(np.frombuffer(memory, np.uint8)[len(head) :], parse_head(head, path))
     # The export looks at all of them; to do so again would read a large file whole.
     for name, tensor in tensors.items():
-        if tensor.nbytes <= _SMALL and (problem := nonfinite(name, tensor)):
-            raise ArtifactError(f"{path}: {problem.partition(';')[0]}; export the model again")
+        if tensor.nbytes <= _SMALL and tensor.dtype in _FLOATS and not np.isfinite(tensor).all():
+            count = tensor.size - np.count_nonzero(np.isfinite(tensor))
+            raise ArtifactError(
+                f"{path}: {name} holds NaN or infinity in {count:,} of {tensor.size:,} places; export the model again"
+            )
     return _with_tied(tensors, artifact)
 
 
@@ -157,26 +165,19 @@ def _machine_memory() -> int:
     return sum(int(sizes[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
 
 
-def allocate_states(specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+def allocate_states(specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
     """Return zeroed KV state tensors by name, in one block; raise ValueError where they exceed this machine's memory."""
     check_memory(specs)
-    dtypes = [getattr(torch, spec.dtype) for spec in specs]
+    dtypes = [np.dtype(spec.dtype) for spec in specs]
     sizes = [_aligned(math.prod(spec.shape) * dtype.itemsize) for spec, dtype in zip(specs, dtypes, strict=True)]
-    block = torch.frombuffer(zeroed(sum(sizes)), dtype=torch.uint8)[: sum(sizes)]
+    block = np.frombuffer(zeroed(sum(sizes)), np.uint8)
     states, start = {}, 0
     for spec, dtype, size in zip(specs, dtypes, sizes, strict=True):
         used = math.prod(spec.shape) * dtype.itemsize
-        states[spec.name] = block[start : start + used].view(dtype).view(spec.shape)
+        states[spec.name] = block[start : start + used].view(dtype).reshape(spec.shape)
         start += size
     return states
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _view_tensor(block: Tensor, stored: StoredTensor) -> Tensor:
-    piece = block[stored.start : stored.stop]
-    # Files of other writers may have heads of any length, and tensors in any order.
-    aligned = piece.storage_offset() % stored.dtype.itemsize == 0
-    return (piece if aligned else piece.clone()).view(stored.dtype).view(stored.shape)

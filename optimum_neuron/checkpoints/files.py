@@ -21,7 +21,13 @@ from ..errors import first_line
 
 # Files that an artifact takes over verbatim: configuration, tokenizer, chat templates; never weights.
 VERBATIM = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
-NOT_VERBATIM = ("*.index.json", "neuron_config.json", "adapter_config.json")
+NOT_VERBATIM = (
+    "*.index.json",
+    "neuron_config.json",
+    "neuron_text.json",
+    "neuron_tokenizer.json",
+    "adapter_config.json",
+)
 CODE_FILES = ("*.py",)
 TOKENIZER_FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.jinja",

@@ -25,12 +25,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import modeling_utils
 
+from .. import arrays
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
-}  # fmt: skip
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.name) for name, dtype in arrays.DTYPES.items()}
 # By configs' names.
 NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _LENGTH_BYTES = 8

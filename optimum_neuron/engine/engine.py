@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from torch import Tensor
 
 from ..core import Request, Step
 from ..runtime.runner import GraphRunner
@@ -174,7 +173,7 @@ class Engine:
             if piece.prefix is not None:
                 runner.resume_slot(piece.slot, piece.prefix.length, piece.prefix.snapshot)
 
-    def _choose_token(self, sampler: RequestSampler, logits: Tensor) -> int | RequestFailure:
+    def _choose_token(self, sampler: RequestSampler, logits: np.ndarray) -> int | RequestFailure:
         request_id = sampler.request.request_id
         if self._samplers.get(request_id) is not sampler:  # another request's processor aborted it
             return 0

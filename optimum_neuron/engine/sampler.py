@@ -4,22 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from ..config import NeuronConfig
 from ..core import Request
 from ..runtime.step_rows import UniformStream
-from ..runtime.token_choice import HostChoice
 from ..step.spec import GREEDY, SamplingParams
 
 
@@ -88,26 +79,32 @@ class RequestSampler:
         self.top: tuple[tuple[int, float], ...] = ()
         self._top_count = config.top_logprobs if request.logprobs else None
         if self.on_host:
+            import torch  # only where the host chooses: it takes seconds
+
+            from ..runtime.token_choice import HostChoice
+
             generator = torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
             processors, do_sample = request.processors, request.do_sample
             if processors is None:
                 processors, do_sample = _make_warpers(request.sampling, vocab_size), request.sampling.temperature > 0
             self._choice = HostChoice(processors, do_sample, scores=[], generator=generator)
 
-    def choose_token(self, output_token_ids: Sequence[int], logits: Tensor) -> int:
+    def choose_token(self, output_token_ids: Sequence[int], logits: np.ndarray) -> int:
         """Return the next token from `logits [vocab]` float32, by the processors.
 
         Raises:
             ValueError: the processors left no score per token, or none to choose by. What a processor raises comes out, too.
         """
+        import torch
+
         tokens = np.concatenate([self.request.prompt_token_ids, np.asarray(output_token_ids, dtype=np.int32)])
-        token = int(self._choice.choose(torch.from_numpy(tokens).long()[None], logits[None])[0])
+        (token,) = self._choice.choose_tokens(torch.from_numpy(tokens).long()[None], logits[None])
         assert self._choice.scores is not None
         scores = self._choice.scores.pop()
         best = float(scores.max())  # NaN where one is
         if not best > -np.inf:
             raise ValueError(f"scores have {best} as the best; they need a number above -inf, and no NaN")
-        logprobs = torch.log_softmax(scores[0] if self._top_count is None else logits, dim=-1)
+        logprobs = torch.log_softmax(scores[0] if self._top_count is None else torch.from_numpy(logits), dim=-1)
         self.logprob = float(logprobs[token])
         if self._top_count:
             top = logprobs.topk(self._top_count)
@@ -115,8 +112,16 @@ class RequestSampler:
         return token
 
 
-def _make_warpers(sampling: SamplingParams, vocab_size: int) -> LogitsProcessorList:
+def _make_warpers(sampling: SamplingParams, vocab_size: int) -> Any:
     """Return the warpers that do what the on-device sampler does, in its order."""
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
     warpers = LogitsProcessorList()
     if sampling.temperature > 0:
         warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))

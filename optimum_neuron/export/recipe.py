@@ -32,7 +32,7 @@ from ..checkpoints.quantize.calibration import Calibration, read_calibration
 from ..checkpoints.quantize.quantize import quantize
 from ..checkpoints.quantized import DEQUANTIZE, KEEP
 from ..checkpoints.scratch import giving_back, scratch_folder, tensors_in_files
-from ..checkpoints.tokenizer import fit_tokenizer
+from ..checkpoints.tokenizer import fit_tokenizer, has_tokenizer, load_tokenizer
 from ..checkpoints.verbatim import check_verbatim, write_verbatim
 from ..config import ACTIVATIONS, HLO_TARGETS, TASKS, ExportOptions, NeuronConfig, takes_options
 from ..parity.fixed_shapes import check_fixed_shapes
@@ -47,6 +47,7 @@ from ..step.spec import graph_specs
 from ..step.state_specs import snapshot_specs, state_specs
 from ..targets import CompileJob, Target, get_target, resolve_target
 from ..targets.threads import fit_threads
+from ..text.record import write_record
 from ..version import __version__
 from .adapters import PeftAdapter, find_adapters
 
@@ -230,11 +231,23 @@ def _write_files(source: _Source, model: PreTrainedModel, job: CompileJob, targe
     """Write all files but graphs; return the job with the names of tied weights."""
     write_verbatim(source.checkpoint, model, job.folder, source.adapters)
     fit_tokenizer(job.folder, job.config.sequence_length)
+    _note_tokenizer(job.folder)
     write_formats(weight_formats(model), job.folder)
     write_signpost(job.folder)
     with progress.stage("Writing weights"):
         tied = target.write_model(model, job.config, job.folder)
     return dataclasses.replace(job, tied_weights=tied)
+
+
+def _note_tokenizer(folder: Path) -> None:
+    """Note the tokenizer of an artifact, where transformers can build it without the checkpoint's code."""
+    if not has_tokenizer(folder):
+        return
+    try:
+        tokenizer = load_tokenizer(folder, str(folder), trust_remote_code=False)
+    except ValueError:  # taken over unread, of which the checks have warned
+        return
+    write_record(tokenizer, folder)
 
 
 def _compile(model: PreTrainedModel, job: CompileJob, target: Target, certify: Certify | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..config import NeuronConfig
-from ..runtime.arguments import check_fits
+from ..runtime.lengths import check_fits
 from ..runtime.prefill import BatchPlace, prefill_prompts, score_prompts
 from ..runtime.prompts import unpack, unpad
 from ..runtime.runner import GraphRunner
@@ -74,11 +74,11 @@ class Forward(Module):
             self.runner.reserve_slots([len(prompt) for prompt in prompts])
             try:
                 if columns is None:
-                    _, logits = prefill_prompts(self.runner, prompts)
-                    assert logits is not None
-                    return CausalLMOutput(logits=logits[:, None])
+                    _, last = prefill_prompts(self.runner, prompts)
+                    assert last is not None
+                    return CausalLMOutput(logits=torch.from_numpy(last)[:, None])
                 logits = torch.zeros(len(input_ids), len(columns), self.artifact.model.vocab_size)
-                score_prompts(self.runner, prompts, places, columns, logits)
+                score_prompts(self.runner, prompts, places, columns.numpy(), logits.numpy())
             finally:
                 self.runner.reset_slots()
         return CausalLMOutput(loss=None if labels is None else self._compute_loss(logits, labels), logits=logits)

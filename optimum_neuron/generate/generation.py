@@ -15,7 +15,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ..artifact.artifact import Artifact
 from ..checkpoints.tokenizer import load_tokenizer
 from ..runtime.arguments import (
-    check_fits,
     check_model_arguments,
     check_options,
     check_pad_token,
@@ -24,6 +23,7 @@ from ..runtime.arguments import (
 )
 from ..runtime.defaults import Defaults
 from ..runtime.generation import GenerationLoop
+from ..runtime.lengths import check_fits
 from ..runtime.prompts import check_prompts, unpad
 from ..runtime.runner import GraphRunner
 from ..runtime.token_choice import HostChoice, choose_how

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
+from .host.machine import count_threads
 from .run.bound_plan import BoundPlan
 from .run.memory import TensorForm, dtype_name
 from .steps.access import PlanError
@@ -44,7 +45,7 @@ class TensorSize:
 class Plan(PlanData):
     """A graph's steps over buffers, with all that is done with them."""
 
-    def save(self, path: Path, made_for: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def save(self, path: Path, made_for: Mapping[str, Any], tensors: Mapping[str, TensorForm]) -> None:
         """Write the plan.
 
         Args:
@@ -58,7 +59,7 @@ class Plan(PlanData):
 
     @classmethod
     def load(
-        cls, path: Path, tensors: Mapping[str, Tensor], check_made_for: Callable[[Mapping[str, Any]], None]
+        cls, path: Path, tensors: Mapping[str, TensorForm], check_made_for: Callable[[Mapping[str, Any]], None]
     ) -> Plan:
         """Read a plan; `check` then holds that its steps stay in their buffers.
 
@@ -89,7 +90,7 @@ class Plan(PlanData):
                 raise ValueError(f"it uses {shorten(buffer.name)}, of which it says nothing")
         return plan
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
+    def check(self, tensors: Mapping[str, TensorForm]) -> None:
         """Check what each step reads and writes, before any runs.
 
         Args:
@@ -104,14 +105,14 @@ class Plan(PlanData):
 
     def bind(
         self,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, np.ndarray],
         inputs: Sequence[TensorForm],
         outputs: Sequence[TensorForm],
-        arena: Tensor,
+        arena: np.ndarray,
         *,
         library: ctypes.CDLL,
         short_scales: Collection[str] = (),
-        threads: Callable[[], int] | None = None,
+        threads: Callable[[], int] = count_threads,
     ) -> BoundPlan:
         """Bind the steps to memory.
 
@@ -121,7 +122,7 @@ class Plan(PlanData):
             arena: bytes that all plans share, as they run one at a time (`run.memory.allocate_arena`).
             library: the kernels (`build.library.load_library`).
             short_scales: names of the tensors that hold short scales alone (`run.short_scales.find_short_scales`).
-            threads: gives the number of threads of each run; by default torch's.
+            threads: gives the number of threads of each run.
 
         Raises:
             PlanError: the plan does not fit its buffers, or has other outputs.
@@ -132,7 +133,7 @@ class Plan(PlanData):
         return bound
 
 
-def _check_forms(forms: Mapping[str, TensorSize], tensors: Mapping[str, Tensor]) -> None:
+def _check_forms(forms: Mapping[str, TensorSize], tensors: Mapping[str, TensorForm]) -> None:
     for name, made in forms.items():
         if name not in tensors:
             raise ValueError(f"it needs {name}, which the artifact lacks")
@@ -144,7 +145,7 @@ def _check_forms(forms: Mapping[str, TensorSize], tensors: Mapping[str, Tensor])
             )
 
 
-def _form_of(tensor: Tensor) -> TensorSize:
+def _form_of(tensor: TensorForm) -> TensorSize:
     return TensorSize(dtype_name(tensor.dtype), tuple(tensor.shape))
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -14,31 +14,8 @@ from transformers import GenerationConfig
 from ..artifact.artifact import Artifact
 from ..config import NeuronConfig
 from ..core import check_whole_numbers
-from .block_tables import count_blocks
-from .lengths import check_length
 from .refused import check_settings, refuse_settings
 from .token_ids import check_token_ids
-
-
-def check_fits(prompts: Sequence, new_tokens: int, sizes: NeuronConfig) -> None:
-    """Raise ValueError where rows or tokens exceed the compiled sizes."""
-    if len(prompts) > sizes.batch_size:
-        raise ValueError(
-            f"{len(prompts)} rows (prompts times num_return_sequences) do not fit batch_size={sizes.batch_size}; pass "
-            f"fewer at a time, or export with a larger --batch-size"
-        )
-    lengths = [len(prompt) for prompt in prompts]
-    if not lengths:
-        raise ValueError("a batch of 0 prompts; give at least 1")
-    for length in {min(lengths), max(lengths)}:
-        check_length(length, new_tokens, sizes)
-    if sizes.kv_block_size is not None:
-        count_blocks(count_cached(prompts, new_tokens), sizes)
-
-
-def count_cached(prompts: Sequence, new_tokens: int) -> list[int]:
-    """Return tokens of each row that the cache has to hold: the last new one is returned and never fed back."""
-    return [len(prompt) + new_tokens - 1 for prompt in prompts]
 
 
 def refuse_other_options(artifact: Artifact, config: NeuronConfig, given: Collection[str]) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from .arguments import count_cached
 from .decode_steps import DecodeSteps
+from .lengths import count_cached
 from .prefill import prefill_prompts
 from .runner import GraphRunner
-from .step_tensors import TokenReader
 from .token_choice import HostChoice, OnDeviceChoice
 
 
@@ -77,7 +76,6 @@ class GenerationLoop:
     stopping_criteria: StoppingCriteriaList
     pad_token_id: int | None
     streamer: BaseStreamer | None = None
-    _reader: TokenReader = field(default_factory=TokenReader)
 
     def generate_tokens(self, input_ids: Tensor, prompts: Sequence[np.ndarray], max_length: int) -> Tensor:
         """Return `[rows, length]`: the prompts as given, padding included, then the generated tokens.
@@ -135,14 +133,14 @@ class GenerationLoop:
         )
 
     def _choose_tokens(
-        self, sequences: Tensor, rows: int, column: int, tokens: Tensor | None, logits: Tensor | None
+        self, sequences: Tensor, rows: int, column: int, tokens: np.ndarray | None, logits: np.ndarray | None
     ) -> list[int]:
         if isinstance(self.choice, HostChoice):
             assert logits is not None
-            chosen: list[int] = self.choice.choose(sequences[:, :column], logits[:rows]).tolist()
-            return chosen
+            return self.choice.choose_tokens(sequences[:, :column], logits[:rows])
         assert tokens is not None
-        return self._reader.read_tokens(tokens)[:rows]
+        chosen: list[int] = tokens[:rows].tolist()
+        return chosen
 
     def _list_scores(self) -> tuple[Tensor, ...] | None:
         scores = self.choice.scores if isinstance(self.choice, HostChoice) else None

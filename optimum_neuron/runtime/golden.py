@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from .. import progress
 from ..config import NeuronConfig
@@ -90,7 +91,7 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
     prompt = np.random.default_rng(0).integers(0, min(spec.vocab_size, spec.num_embeddings), length).astype(np.int32)
     steps_taken = replay(runner, prompt, count)
     rows = [row for _, row in steps_taken if row is not None]
-    top = [row.topk(min(KEPT_LOGITS, spec.vocab_size)) for row in rows]
+    top = [torch.from_numpy(row).topk(min(KEPT_LOGITS, spec.vocab_size)) for row in rows]
     return Golden(
         prompt=prompt.tolist(),
         tokens=[int(row.argmax()) for row in rows],
@@ -101,7 +102,7 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
 
 def replay(
     runner: GraphRunner, prompt: np.ndarray, count: int, tokens: list[int] | None = None
-) -> list[tuple[int, Tensor | None]]:
+) -> list[tuple[int, np.ndarray | None]]:
     """Feed a prompt and then tokens to slot 0.
 
     Args:
@@ -135,8 +136,8 @@ def _first_row(runner: GraphRunner, token: int) -> DecodeRows:
     return DecodeRows(np.full(count, token, dtype=np.int32), active, sampling, np.zeros(count, dtype=np.float32))
 
 
-def _chosen(tokens: Tensor | None, logits: Tensor | None, row: int) -> tuple[int, Tensor | None]:
-    kept = None if logits is None else logits[row].clone()  # a graph may use its output memory again
+def _chosen(tokens: np.ndarray | None, logits: np.ndarray | None, row: int) -> tuple[int, np.ndarray | None]:
+    kept = None if logits is None else logits[row].copy()  # a graph may use its output memory again
     if tokens is not None:
         return int(tokens[row]), kept
     assert kept is not None

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..config import NeuronConfig
+from .block_tables import count_blocks
 
 
 def most_new_tokens(prompt_tokens: int, sizes: NeuronConfig, rows: int = 1) -> int:
@@ -44,3 +47,24 @@ def check_length(prompt_tokens: int, new_tokens: int | None, sizes: NeuronConfig
             f"max_new_tokens to {most:,}, or export with a larger --sequence-length"
         )
     return new_tokens
+
+
+def check_fits(prompts: Sequence, new_tokens: int, sizes: NeuronConfig) -> None:
+    """Raise ValueError where rows or tokens exceed the compiled sizes."""
+    if len(prompts) > sizes.batch_size:
+        raise ValueError(
+            f"{len(prompts)} rows (prompts times num_return_sequences) do not fit batch_size={sizes.batch_size}; pass "
+            f"fewer at a time, or export with a larger --batch-size"
+        )
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths:
+        raise ValueError("a batch of 0 prompts; give at least 1")
+    for length in {min(lengths), max(lengths)}:
+        check_length(length, new_tokens, sizes)
+    if sizes.kv_block_size is not None:
+        count_blocks(count_cached(prompts, new_tokens), sizes)
+
+
+def count_cached(prompts: Sequence, new_tokens: int) -> list[int]:
+    """Return tokens of each row that the cache has to hold: the last new one is returned and never fed back."""
+    return [len(prompt) + new_tokens - 1 for prompt in prompts]

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..core import PromptPiece, StepOutput
 from ..step.family import rows_needed
 from ..step.spec import GREEDY, GraphSpec, SamplingParams
-from .arguments import check_fits
+from .lengths import check_fits
 from .runner import GraphRunner
 
 
@@ -55,7 +53,7 @@ def prefill_prompts(
     uniforms: np.ndarray | None = None,
     *,
     logits: bool = True,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Write prompt i into slot i, which must be free, and return what follows each.
 
     Args:
@@ -95,8 +93,8 @@ def prefill_prompts(
 class _Following(NamedTuple):
     """Tokens and logits that follow prompts, by row."""
 
-    tokens: dict[int, Tensor]
-    logits: dict[int, Tensor]
+    tokens: dict[int, np.ndarray]
+    logits: dict[int, np.ndarray]
     keeps_logits: bool
 
     def keep_rows(self, output: StepOutput, ends: Mapping[int, int]) -> None:
@@ -107,14 +105,14 @@ class _Following(NamedTuple):
         """
         for index, row in ends.items():
             if output.chunk_tokens is not None:
-                self.tokens[row] = output.chunk_tokens[index].clone()
+                self.tokens[row] = output.chunk_tokens[index].copy()
             if self.keeps_logits:
                 assert output.chunk_logits is not None
-                self.logits[row] = output.chunk_logits[index].clone()
+                self.logits[row] = output.chunk_logits[index].copy()
 
 
-def _stack_rows(rows: Mapping[int, Tensor]) -> Tensor | None:
-    return torch.stack([rows[row] for row in range(len(rows))]) if rows else None
+def _stack_rows(rows: Mapping[int, np.ndarray]) -> np.ndarray | None:
+    return np.stack([rows[row] for row in range(len(rows))]) if rows else None
 
 
 class BatchPlace(NamedTuple):
@@ -125,7 +123,11 @@ class BatchPlace(NamedTuple):
 
 
 def score_prompts(
-    runner: GraphRunner, prompts: Sequence[np.ndarray], places: Sequence[BatchPlace], columns: Tensor, out: Tensor
+    runner: GraphRunner,
+    prompts: Sequence[np.ndarray],
+    places: Sequence[BatchPlace],
+    columns: np.ndarray,
+    out: np.ndarray,
 ) -> None:
     """Write prompt i into slot i, which must be free, and the logits of its tokens into a batch.
 
@@ -143,7 +145,7 @@ def score_prompts(
     for step in cut_pieces(pieces, runner.config.ctx_batch_size, runner.config.prefill_chunk_size):
         firsts = [places[piece.slot].column + piece.start for piece in step]
         kept = [
-            ((columns >= first) & (columns < first + piece.count)).nonzero().flatten()
+            np.flatnonzero((columns >= first) & (columns < first + piece.count))
             for first, piece in zip(firsts, step, strict=True)
         ]
         is_read = any(len(each) for each in kept)

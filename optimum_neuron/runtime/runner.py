@@ -17,11 +17,11 @@ from ..core import PromptPiece, StepOutput
 from ..step.block_owners import TooManySharedBlocksError, rows_apart
 from ..step.family import GraphFamily
 from ..step.model_spec import ModelSpec
-from ..step.sampling.logprobs import Logprobs, logprobs
 from ..step.spec import LOGPROBS, GraphSpec
 from ..targets import Executable
 from .block_tables import BlockTables
 from .kept_states import KeptStates
+from .logprobs import TokenLogprobs, score_tokens
 from .process import OwnProcess
 from .step_checks import GivenStep, StepChecks
 from .step_tensors import DecodeRows, InputTensors, StepGraph, copy_output, join_outputs
@@ -275,7 +275,7 @@ class GraphRunner:
         for slot in given.slots:
             lengths[slot] += 1
 
-    def find_logprobs(self, group: str, rows: Sequence[int], output: StepOutput) -> Logprobs:
+    def find_logprobs(self, group: str, rows: Sequence[int], output: StepOutput) -> TokenLogprobs:
         """Return the log-probabilities of the tokens that the last step chose, in the order of `rows`.
 
         Args:
@@ -291,8 +291,8 @@ class GraphRunner:
         tokens, logits = output.of_group(group)
         assert tokens is not None
         if logits is not None:
-            return logprobs(logits[list(rows)], tokens[list(rows)], count)
+            return score_tokens(logits[list(rows)], tokens[list(rows)], count)
         found = [each[list(rows)] for each in self.executable.run(LOGPROBS, [tokens])]
         if not count:
-            found += [tokens.new_empty(len(rows), 0), found[0].new_empty(len(rows), 0)]
-        return Logprobs(*found)
+            found += [np.empty((len(rows), 0), np.int32), np.empty((len(rows), 0), np.float32)]
+        return TokenLogprobs(*found)

@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from ..core import PromptPiece, StepOutput
-from ..step.sampling.logprobs import Logprobs
 from ..step.spec import CHUNK, DECODE, GraphSpec, SamplingParams
+from .logprobs import TokenLogprobs
 from .runner import GraphRunner
-from .step_tensors import FROM_SLOT, DecodeRows, TokenReader
+from .step_tensors import FROM_SLOT, DecodeRows
 
 
 class UniformStream:
@@ -61,7 +60,7 @@ class RowRequest(Protocol):
 
 R = TypeVar("R", bound=RowRequest)
 # Each request that is due a token, with the token, or with logits `[vocab]` float32 for the host to choose from.
-Chosen = list[tuple[R, int | Tensor]]
+Chosen = list[tuple[R, int | np.ndarray]]
 
 
 class _FilledStep(NamedTuple, Generic[R]):
@@ -83,14 +82,14 @@ class StepRows(Generic[R]):
         runner: the graphs and slots.
 
     Attributes:
-        logprobs: by slot, a row of `Logprobs` for each token of the last run that a request wants them of.
+        logprobs: by slot, a row of `TokenLogprobs` for each token of the last run that a request wants them of.
         scored: after a run of a scoring graph, logits `[tokens, vocab]` of each piece, in memory that the next run may use again.
     """
 
     def __init__(self, runner: GraphRunner) -> None:
         self._runner = runner
-        self.logprobs: dict[int, Logprobs] = {}
-        self.scored: list[Tensor] = []
+        self.logprobs: dict[int, TokenLogprobs] = {}
+        self.scored: list[np.ndarray] = []
         self._requests: dict[int, R] = {}
         slots = runner.config.batch_size
         self._decode = DecodeRows(
@@ -102,7 +101,6 @@ class StepRows(Generic[R]):
         # The same memory without numpy: after a step its code has left the processor's caches.
         self._tokens, self._active = self._decode.token_ids.data, self._decode.active.data
         self._none = np.zeros(slots, bool).data
-        self._readers = {DECODE: TokenReader(), CHUNK: TokenReader()}
 
     def start_request(self, request: R, *, resets: bool = True) -> None:
         """Give a request's slot to it.
@@ -189,14 +187,16 @@ class StepRows(Generic[R]):
             wanted += [request.logprobs for request, _ in filled.due]
         return any(wanted) or any(request.on_host for request in filled.list_requests())
 
-    def _find_logprobs(self, group: str, rows: Sequence[tuple[R, int]], output: StepOutput) -> dict[int, Logprobs]:
+    def _find_logprobs(
+        self, group: str, rows: Sequence[tuple[R, int]], output: StepOutput
+    ) -> dict[int, TokenLogprobs]:
         if not rows:
             return {}
         wanted = [(request.slot, row) for request, row in rows if request.logprobs and not request.on_host]
         if not wanted:
             return {}
         found = self._runner.find_logprobs(group, [row for _, row in wanted], output)
-        return {slot: Logprobs(*(each[place] for each in found)) for place, (slot, _) in enumerate(wanted)}
+        return {slot: TokenLogprobs(*(each[place] for each in found)) for place, (slot, _) in enumerate(wanted)}
 
     def _read_chosen(self, filled: _FilledStep[R], output: StepOutput) -> Chosen[R]:
         chosen: Chosen[R] = []
@@ -204,7 +204,7 @@ class StepRows(Generic[R]):
             if not rows:
                 continue
             tokens, logits = output.of_group(group)
-            on_device = None if tokens is None else self._readers[group].read_tokens(tokens)
+            on_device = None if tokens is None else tokens.tolist()
             for request, row in rows:
                 if request.on_host:
                     assert logits is not None

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..core import PromptPiece, StepOutput
 from ..step.block_owners import BlockOwners, OwnerSizes, fill_owners
@@ -42,29 +40,15 @@ class DecodeRows(NamedTuple):
         return [slot for slot, active in enumerate(self.active.tolist()) if active]
 
 
-class TokenReader:
-    """Reads tokens as Python numbers. Where they are in the same tensor as the last time, it does without torch."""
-
-    def __init__(self) -> None:
-        self._tensor: Tensor | None = None
-        self._view = memoryview(b"")
-
-    def read_tokens(self, tokens: Tensor) -> list[int]:
-        """Return `tokens [rows]` as a list."""
-        if tokens is not self._tensor:
-            self._tensor, self._view = tokens, tokens.numpy().data
-        return self._view.tolist()
-
-
 def copy_output(output: StepOutput) -> StepOutput:
     """Return an output in memory that the next run leaves alone."""
-    return StepOutput(*(each if each is None else each.clone() for each in output))
+    return StepOutput(*(each if each is None else each.copy() for each in output))
 
 
 def join_outputs(parts: Sequence[tuple[np.ndarray, StepOutput]]) -> StepOutput:
     """Return one output of a step's runs, each with the decode rows that were active in it."""
     (_, whole), *others = parts
-    tokens, logits = (None if each is None else each.clone() for each in whole.of_group(DECODE))
+    tokens, logits = (None if each is None else each.copy() for each in whole.of_group(DECODE))
     for active, output in others:
         for own, other in zip((tokens, logits), output.of_group(DECODE), strict=True):
             if own is not None and other is not None:
@@ -76,18 +60,18 @@ class InputTensors:
     """Input tensors of all graphs, kept between steps: graphs that take a tensor of one name and shape share it."""
 
     def __init__(self) -> None:
-        self._tensors: dict[TensorSpec, Tensor] = {}
+        self._tensors: dict[TensorSpec, np.ndarray] = {}
 
-    def find_tensors(self, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    def find_tensors(self, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
         """Return the tensors of some specs, zeroed where they are new."""
         for spec in specs:
             if spec not in self._tensors:
-                self._tensors[spec] = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+                self._tensors[spec] = np.zeros(spec.shape, spec.dtype)
         return [self._tensors[spec] for spec in specs]
 
 
 class GroupInputs:
-    """Input tensors of one row group of a graph; numpy views of their memory are cheap to fill.
+    """Input tensors of one row group of a graph.
 
     Args:
         tables: the blocks of each row; None of a cache without blocks.
@@ -104,7 +88,7 @@ class GroupInputs:
         self.tensors = tensors.find_tensors(specs)
         self._tables = tables
         self._owners = owners
-        views = {spec.name.split(".")[1]: t.numpy() for spec, t in zip(specs, self.tensors, strict=True)}
+        views = {spec.name.split(".")[1]: each for spec, each in zip(specs, self.tensors, strict=True)}
         self._owner_views = {name: views[name] for name in BlockOwners._fields if name in views}
         self._block_table: np.ndarray = views.get(BLOCK_TABLE, np.empty((0, 0), np.int32))
         self._write_blocks: np.ndarray = views.get(WRITE_BLOCKS, np.empty((0, 0), np.int32))
@@ -206,7 +190,7 @@ class StepGraph:
             if present
         }
         self._decode, self._chunk = groups.get(DECODE), groups.get(CHUNK)
-        self.inputs: list[Tensor] = [tensor for group in groups.values() for tensor in group.tensors]
+        self.inputs: list[np.ndarray] = [tensor for group in groups.values() for tensor in group.tensors]
         # StepOutput's fields have the names of a graph's outputs. After these there is one more: None.
         names = [each.name.replace(".", "_") for each in graph.outputs(1)]
         self._count = len(names)
@@ -229,7 +213,7 @@ class StepGraph:
             self._decode.fill_decode(decode, slots, lengths)
         return [] if self._chunk is None else self._chunk.fill_pieces(pieces, lengths)
 
-    def name_outputs(self, outputs: Sequence[Tensor | None], last_rows: list[int]) -> StepOutput:
+    def name_outputs(self, outputs: Sequence[np.ndarray | None], last_rows: list[int]) -> StepOutput:
         """Return a run's outputs by name.
 
         Args:
@@ -245,7 +229,7 @@ class StepGraph:
         output = StepOutput(every[decode_tokens], every[decode_logits], every[chunk_tokens], every[chunk_logits])
         scored = every[prompt_logits]
         if scored is not None:
-            output = output._replace(prompt_logits=scored.unflatten(0, (-1, self._chunk_size)))
+            output = output._replace(prompt_logits=scored.reshape(-1, self._chunk_size, scored.shape[-1]))
         if last_rows and last_rows != list(range(len(last_rows))):
             tokens, logits = (each if each is None else each[last_rows] for each in output.of_group(CHUNK))
             return output._replace(chunk_tokens=tokens, chunk_logits=logits)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from ..artifact.artifact import Artifact
 from ..core import PromptPiece, StepOutput
@@ -49,16 +48,16 @@ class TracedExecutable(Executable):
         self._trace = trace
         self._runs: Counter[str] = Counter()
 
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         return self._note_run(graph, inputs, outputs=True)
 
-    def run_for_states(self, graph: str, inputs: Sequence[Tensor]) -> None:
+    def run_for_states(self, graph: str, inputs: Sequence[np.ndarray]) -> None:
         self._note_run(graph, inputs, outputs=False)
 
-    def _note_run(self, graph: str, inputs: Sequence[Tensor], *, outputs: bool) -> Sequence[Tensor]:
+    def _note_run(self, graph: str, inputs: Sequence[np.ndarray], *, outputs: bool) -> Sequence[np.ndarray]:
         self._runs[graph] += 1
         executable, start = self._executable, now()
-        found: Sequence[Tensor] = ()
+        found: Sequence[np.ndarray] = ()
         if self._runs[graph] <= OPERATOR_RUNS:
             found = self._run_by_operators(graph, inputs, outputs=outputs)
         elif outputs:
@@ -68,7 +67,7 @@ class TracedExecutable(Executable):
         self._trace.add_span("graphs", graph, start, run=self._runs[graph])
         return found
 
-    def _run_by_operators(self, graph: str, inputs: Sequence[Tensor], *, outputs: bool) -> Sequence[Tensor]:
+    def _run_by_operators(self, graph: str, inputs: Sequence[np.ndarray], *, outputs: bool) -> Sequence[np.ndarray]:
         began = now()
 
         def ended(operator: str) -> None:
@@ -80,7 +79,7 @@ class TracedExecutable(Executable):
     def touch_states(self) -> None:
         self._executable.touch_states()
 
-    def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
+    def idle_inputs(self) -> Mapping[str, Sequence[np.ndarray]]:
         return self._executable.idle_inputs()
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
@@ -94,11 +93,11 @@ class TracedExecutable(Executable):
     def restore_state(self, snapshot: int, slot: int) -> None:
         self._executable.restore_state(snapshot, slot)
 
-    def read_state(self, name: str) -> Tensor:
+    def read_state(self, name: str) -> np.ndarray:
         return self._executable.read_state(name)
 
-    def write_state(self, name: str, tensor: Tensor) -> None:
-        self._executable.write_state(name, tensor)
+    def write_state(self, name: str, array: np.ndarray) -> None:
+        self._executable.write_state(name, array)
 
 
 class TimedRunner(GraphRunner):

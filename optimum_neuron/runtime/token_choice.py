@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ..arrays import to_torch
 from ..config import NeuronConfig
 from ..step.spec import GREEDY, SamplingParams
 
@@ -65,12 +66,13 @@ class HostChoice:
         """Return whether anything of a step is kept."""
         return self.scores is not None or self.logits is not None
 
-    def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        """`input_ids [rows, length]` and `logits [rows, vocab]` float32 to tokens `[rows]` int64.
+    def choose_tokens(self, input_ids: Tensor, rows: np.ndarray) -> list[int]:
+        """Choose a token for each of `rows [rows, vocab]` float32, logits, after `input_ids [rows, length]`.
 
         Raises:
             ValueError: the processors returned other than a score per token.
         """
+        logits = to_torch(rows)
         if self.keeps or self.processors:  # processors may keep them, too, and the next run uses their memory again
             logits = logits.clone()
         scores = self.processors(input_ids, logits)
@@ -81,9 +83,13 @@ class HostChoice:
             self.logits.append(logits)
         if self.scores is not None:
             self.scores.append(scores)
+        chosen: list[int]
         if not self.do_sample:
-            return scores.argmax(-1)
-        return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1, generator=self.generator)[:, 0]
+            chosen = scores.argmax(-1).tolist()
+        else:
+            weights = torch.softmax(scores, dim=-1)
+            chosen = torch.multinomial(weights, num_samples=1, generator=self.generator)[:, 0].tolist()
+        return chosen
 
 
 def choose_how(

@@ -15,7 +15,7 @@ from .rank_options import IN_ENVIRONMENT, RankOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import Tensor
+    import numpy as np
     from transformers import PreTrainedModel
 
     from ..artifact.artifact import Artifact
@@ -51,20 +51,20 @@ class Executable:
 
     runs_ahead = False
 
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """Run one step: inputs and outputs in the order of the graph's spec. The KV state is updated in place.
 
         Outputs are valid until the next run, of whichever graph.
         """
         raise NotImplementedError
 
-    def run_for_states(self, graph: str, inputs: Sequence[Tensor]) -> None:
+    def run_for_states(self, graph: str, inputs: Sequence[np.ndarray]) -> None:
         """Leave the same states as `run`. What only outputs need may be left out."""
         self.run(graph, inputs)
 
     def run_by_operators(
-        self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None], *, outputs: bool = True
-    ) -> Sequence[Tensor]:
+        self, graph: str, inputs: Sequence[np.ndarray], ended: Callable[[str], None], *, outputs: bool = True
+    ) -> Sequence[np.ndarray]:
         """Do as `run`, or without `outputs` as `run_for_states`: one operator at a time, where that is possible.
 
         Args:
@@ -75,7 +75,9 @@ class Executable:
         self.run_for_states(graph, inputs)
         return ()
 
-    def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Callable[[], Sequence[Tensor | None]]:
+    def start(
+        self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool
+    ) -> Callable[[], Sequence[np.ndarray | None]]:
         """Start a step after those that were started before. The results of these need not have been read.
 
         Args:
@@ -99,18 +101,18 @@ class Executable:
         """Copy a snapshot to a slot."""
         raise NotImplementedError
 
-    def read_state(self, name: str) -> Tensor:
+    def read_state(self, name: str) -> np.ndarray:
         """Return a copy of a state tensor."""
         raise NotImplementedError
 
-    def write_state(self, name: str, tensor: Tensor) -> None:
+    def write_state(self, name: str, array: np.ndarray) -> None:
         """Replace a state tensor's values."""
         raise NotImplementedError
 
     def touch_states(self) -> None:
         """Take all memory of the states now, where the system gives it page by page, so that no request waits for it."""
 
-    def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
+    def idle_inputs(self) -> Mapping[str, Sequence[np.ndarray]]:
         """Return inputs with which `run` changes no state, by the name of each graph that is no step."""
         return {}
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..arrays import to_numpy, to_torch
 from ..artifact.artifact import Artifact
 from ..artifact.skeleton import assign, check_spec, check_tensors, model_for
 from ..artifact.weights import check_memory, named_tensors, read_layout, read_weights, write_weights
@@ -33,15 +34,16 @@ class EagerExecutable(HostStates):
     """
 
     def __init__(
-        self, steps: dict[str, StepModule], cache: KVCache, snapshots: Mapping[str, Tensor] | None = None
+        self, steps: dict[str, StepModule], cache: KVCache, snapshots: Mapping[str, np.ndarray] | None = None
     ) -> None:
-        super().__init__({f"kv_cache.{name}": buffer for name, buffer in cache.named_buffers()}, snapshots or {})
+        states = {f"kv_cache.{name}": to_numpy(buffer) for name, buffer in cache.named_buffers()}
+        super().__init__(states, snapshots or {})
         self._steps = steps
 
     @torch.no_grad()
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         with EqualRows():
-            return self._steps[graph](*inputs)
+            return [to_numpy(each) for each in self._steps[graph](*map(to_torch, inputs))]
 
 
 class EagerTarget:
@@ -74,7 +76,9 @@ class EagerTarget:
         check_memory((*states, *artifact.snapshots()))
         model = model_for(artifact, layout, trust_remote_code=trust_remote_code)
         check_tensors(model, layout, artifact.config.dtype)
-        assign(model, read_weights(artifact))
+        weights = read_weights(artifact)
+        shared = {id(each): to_torch(each) for each in weights.values()}  # tied names stay one tensor
+        assign(model, {name: shared[id(each)] for name, each in weights.items()})
         check_spec(model, artifact.model)
         cache = KVCache(states)
         steps = {spec.name: StepModule(model, cache, spec, EAGER_OPS).eval() for spec in artifact.graphs}

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from ..arrays import as_bits
 from ..artifact.pages import touch
 from ..config import NeuronConfig
 from ..step.model_spec import ModelSpec
@@ -28,34 +28,35 @@ class HostStates(Executable):
         snapshots: by the name of a state that a slot has as a whole, `[places, ...]`, a row for each snapshot.
     """
 
-    def __init__(self, states: dict[str, Tensor], snapshots: Mapping[str, Tensor]) -> None:
-        self._states, self._snapshots = states, snapshots
-        self._columns = [state for name, state in states.items() if name not in snapshots]
+    def __init__(self, states: Mapping[str, np.ndarray], snapshots: Mapping[str, np.ndarray]) -> None:
+        self._states = states
+        self._columns = [as_bits(state) for name, state in states.items() if name not in snapshots]
+        self._kept = [(as_bits(states[name]), as_bits(kept)) for name, kept in snapshots.items()]
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         for state in self._columns:
             state[destination, :, :length] = state[source, :, :length]
 
     def keep_state(self, slot: int, snapshot: int) -> None:
-        for name, kept in self._snapshots.items():
-            kept[snapshot] = self._states[name][slot]
+        for state, kept in self._kept:
+            kept[snapshot] = state[slot]
 
     def restore_state(self, snapshot: int, slot: int) -> None:
-        for name, kept in self._snapshots.items():
-            self._states[name][slot] = kept[snapshot]
+        for state, kept in self._kept:
+            state[slot] = kept[snapshot]
 
-    def read_state(self, name: str) -> Tensor:
-        return self._states[name].clone()
+    def read_state(self, name: str) -> np.ndarray:
+        return self._states[name].copy()
 
-    def write_state(self, name: str, tensor: Tensor) -> None:
-        self._states[name].copy_(tensor)
+    def write_state(self, name: str, array: np.ndarray) -> None:
+        self._states[name][...] = array
 
     def touch_states(self) -> None:
-        for memory in (*self._states.values(), *self._snapshots.values()):
+        for memory in (*self._states.values(), *(kept for _, kept in self._kept)):
             touch(memory)
 
 
-def empty_snapshots(config: NeuronConfig, model: ModelSpec) -> dict[str, Tensor]:
+def empty_snapshots(config: NeuronConfig, model: ModelSpec) -> dict[str, np.ndarray]:
     """Return zeroed places for the snapshots of an artifact."""
     kept = zip(slot_state_specs(config, model), snapshot_specs(config, model), strict=True)
-    return {state.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for state, spec in kept}
+    return {state.name: np.zeros(spec.shape, spec.dtype) for state, spec in kept}

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from functools import cache
 
-import torch
-
-from ..kernels.host.machine import allowed_cpus, physical_cores, usable_cores
+from ..kernels.host.machine import allowed_cpus, count_threads, physical_cores, usable_cores
 
 
 logger = logging.getLogger(__name__)
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def count_fitted() -> int:
+    """Return how many threads compute, which no torch that was imported meanwhile makes more than fit."""
+    if "torch" in sys.modules:
+        fit_threads()
+    return count_threads()
 
 
 @cache
@@ -24,6 +30,8 @@ def fit_threads() -> None:
     What was chosen stays: by a variable, or by torch.set_num_threads, which shows by a number that is not torch's own, or
     that is set later.
     """
+    import torch
+
     found, usable = torch.get_num_threads(), usable_cores()
     if found <= usable or any(os.environ.get(name) for name in VARIABLES) or found not in _defaults():
         return

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 from vllm.v1.outputs import LogprobsLists
 
-from ..step.sampling.logprobs import Logprobs
+from ..runtime.logprobs import TokenLogprobs
 from .requests import RowState
 
 
 def join_logprobs(
-    on_device: Sequence[tuple[RowState, int, Logprobs | None]],
+    on_device: Sequence[tuple[RowState, int, TokenLogprobs | None]],
     on_host: Sequence[RowState],
     host_table: LogprobsLists | None,
     ids: Sequence[str],
@@ -43,7 +43,7 @@ def join_logprobs(
     )
 
 
-def _make_table(chosen: Sequence[tuple[int, Logprobs]]) -> LogprobsLists:
+def _make_table(chosen: Sequence[tuple[int, TokenLogprobs]]) -> LogprobsLists:
     """Return a row for each token: itself, then the most likely ones."""
     return LogprobsLists(
         np.array([[token, *each.tokens.tolist()] for token, each in chosen], dtype=np.int32),

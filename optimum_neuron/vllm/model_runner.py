@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
+from ..arrays import to_torch
 from ..core import PromptPiece
+from ..runtime.logprobs import TokenLogprobs
 from ..runtime.prefill import cut_pieces, find_scoring_graph
 from ..runtime.runner import GraphRunner
 from ..runtime.step_rows import StepRows
 from ..step.model_spec import ModelSpec
-from ..step.sampling.logprobs import Logprobs
 from .host_sampler import HostSampler
 from .logprobs import join_logprobs
 from .requests import RequestTable, RowState
@@ -42,9 +44,9 @@ class _ComputedStep:
     """
 
     scheduler_output: Any
-    on_device: list[tuple[RowState, int, Logprobs | None]] = field(default_factory=list)
+    on_device: list[tuple[RowState, int, TokenLogprobs | None]] = field(default_factory=list)
     on_host: list[tuple[RowState, Tensor]] = field(default_factory=list)
-    started: list[Callable[[], list[tuple[RowState, int | Tensor]]]] = field(default_factory=list)
+    started: list[Callable[[], list[tuple[RowState, int | np.ndarray]]]] = field(default_factory=list)
     prompts: dict[str, LogprobsTensors | None] = field(default_factory=dict)
 
 
@@ -126,7 +128,7 @@ class ModelRunner:
         step: _ComputedStep, tokens: dict[str, list[int]], host_logprobs: LogprobsLists | None
     ) -> ModelRunnerOutput:
         for wait in step.started:
-            step.on_device += [(state, token, None) for state, token in wait() if not isinstance(token, Tensor)]
+            step.on_device += [(state, token, None) for state, token in wait() if not isinstance(token, np.ndarray)]
         tokens = tokens | {state.request_id: [token] for state, token, _ in step.on_device}
         ids = list(step.scheduler_output.num_scheduled_tokens)
         logprobs = join_logprobs(step.on_device, [state for state, _ in step.on_host], host_logprobs, ids)
@@ -252,11 +254,11 @@ class ModelRunner:
         for piece, logits in zip(pieces, self._rows.scored, strict=scores):
             prompt_scores = self._requests[piece.request_id].prompt_scores
             if prompt_scores is not None:
-                prompt_scores.add_logits(piece.start, logits)
+                prompt_scores.add_logits(piece.start, to_torch(logits))
         self._end_prompts(pieces)
         for state, choice in chosen:
-            if isinstance(choice, Tensor):
-                self._computed.on_host.append((state, choice.clone()))  # the next run uses its memory again
+            if isinstance(choice, np.ndarray):
+                self._computed.on_host.append((state, to_torch(choice).clone()))  # the next run uses its memory again
             else:
                 self._rows.feed_token(state.slot, choice)
                 self._computed.on_device.append((state, choice, self._rows.logprobs.get(state.slot)))

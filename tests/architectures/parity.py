@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from configs import EXPERT_COUNTS, VOCAB, tiny_config
-from helpers import artifact_runner, decode_rows, export_tiny
+from helpers import artifact_runner, as_tensor, decode_rows, export_tiny
 from huggingface_hub.errors import StrictDataclassError
 from sharp import sharpen
 from torch import Tensor, nn
@@ -196,7 +196,7 @@ def prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: Sequence
         output = runner.run_step([PromptPiece(slot, prompt[start : start + count])])
         assert output.chunk_logits is not None
         start += count
-        found[start - 1] = output.chunk_logits[0].clone()
+        found[start - 1] = as_tensor(output.chunk_logits[0])
     return found
 
 
@@ -212,6 +212,6 @@ def run(runner: GraphRunner, prompt: np.ndarray, generated: Sequence[int]) -> tu
         beside = [PromptPiece(0, neighbor.pop())] if neighbor and index % 2 else []
         output = runner.run_step(beside, decode_rows(runner, {1: token}))
         assert output.decode_logits is not None and output.decode_tokens is not None
-        found[PROMPT + index] = output.decode_logits[1].clone()
+        found[PROMPT + index] = as_tensor(output.decode_logits[1])
         chosen.append(int(output.decode_tokens[1]))
     return found, chosen

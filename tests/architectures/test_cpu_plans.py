@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from configs import ARCHITECTURES
 from helpers import artifact_runner, export_tiny
 from parity import PROMPT, make_checkpoint, run, tokens
-from torch import Tensor
 
 from optimum_neuron.kernels.run.memory import PlanMemory
 from optimum_neuron.targets.cpu.executable import LiveTokens
@@ -56,10 +56,10 @@ def _fill_memory_before_each_run(patch: pytest.MonkeyPatch) -> None:
     """With NaN, which as integers are no indices: what was left out and is needed shows."""
     start = PlanMemory.take_inputs
 
-    def filled(memory: PlanMemory, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def filled(memory: PlanMemory, inputs: Sequence[np.ndarray]) -> None:
         for buffer, place in zip(memory._buffers, range(len(memory._buffers)), strict=True):
             if buffer.kind == "arena" and buffer.bytes:
-                memory._memory[place].fill_(0xFF)
-        return start(memory, inputs)
+                memory._memory[place].fill(0xFF)
+        start(memory, inputs)
 
     patch.setattr(PlanMemory, "take_inputs", filled)

@@ -172,9 +172,9 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], object]) -> No
     [
         (
             lambda tensor: tensor.update(shape=tensor["shape"][::-1]),
-            r"lm_head\.weight as torch\.float32 \[64, 300\], and",
+            r"lm_head\.weight as float32 \[64, 300\], and",
         ),
-        (lambda tensor: tensor.update(dtype="I32"), r"lm_head\.weight as torch\.int32 \[300, 64\], and the model"),
+        (lambda tensor: tensor.update(dtype="I32"), r"lm_head\.weight as int32 \[300, 64\], and the model"),
     ],
 )
 def test_weights_of_another_shape_or_type_than_the_models_are_refused(
@@ -190,7 +190,7 @@ def test_weights_of_another_type_than_the_config_says_are_refused(artifact: Path
         manifest["config"]["dtype"] = "bfloat16"
 
     edit(artifact, change)
-    with pytest.raises(ValueError, match=r"says dtype='bfloat16', and the artifact's weights are torch\.float32"):
+    with pytest.raises(ValueError, match=r"says dtype='bfloat16', and the artifact's weights are float32"):
         artifact_runner(artifact)
 
 

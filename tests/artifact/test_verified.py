@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import weights_of
 
 from optimum_neuron.artifact import verified, weights
 from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact, ArtifactError
@@ -73,7 +74,7 @@ def settle() -> None:
 
 def check(artifact: Artifact) -> None:
     """Loads an artifact, whose weights are what was written."""
-    found = read_weights(artifact)
+    found = weights_of(artifact)
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[name], value) for name, value in TENSORS.items())
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import artifact_runner, export_tiny, generate, random_tokens
+from helpers import artifact_runner, export_tiny, generate, random_tokens, weights_of
 from quantized_files import change_config, change_weights, quantize_to_fp8, quantize_to_mxfp4
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.artifact.weights import read_weights
 from optimum_neuron.checkpoints.files import read_object
 from optimum_neuron.checkpoints.quantized import open_quantized
 
@@ -51,7 +50,7 @@ def split_in_shards(checkpoint: Path) -> list[Path]:
 
 def assert_equal_weights(artifact: Path, model: Any) -> None:
     """All of an artifact's weights are a transformers model's, to the bit and in the same type."""
-    found = read_weights(Artifact.open(artifact))
+    found = weights_of(Artifact.open(artifact))
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         assert found[f"model.{name}"].dtype == tensor.dtype, name
         assert torch.equal(found[f"model.{name}"], tensor), name
@@ -326,7 +325,7 @@ def test_quantized_weights_that_are_not_read_are_refused_before_they_are_looked_
 def test_fp8_weights_are_multiplied_by_their_scales(dtype: str, checkpoint: Path, output: Path) -> None:
     exact = quantize_to_fp8(checkpoint)
     artifact = export_tiny(checkpoint, output, dtype=dtype, dequantize=True)
-    found = read_weights(Artifact.open(artifact))
+    found = weights_of(Artifact.open(artifact))
     for name, tensor in exact.items():
         assert torch.equal(found[f"model.{name}"], tensor.to(getattr(torch, dtype))), name
     assert "quantization_config" not in json.loads((artifact / "config.json").read_text(encoding="utf-8"))
@@ -356,7 +355,7 @@ def test_mxfp4_experts_are_multiplied_by_their_scales(
     assert {*kept.layers} == exact.keys()
     assert all(torch.equal(kept.read_codes(name).dequantize().transpose(1, 2), exact[name]) for name in kept.layers)
     artifact = export_tiny(checkpoint, output, dtype=dtype, dequantize=True)
-    found = read_weights(Artifact.open(artifact))
+    found = weights_of(Artifact.open(artifact))
     assert exact
     for name, tensor in exact.items():
         assert torch.equal(found[f"model.{name}"], tensor.to(getattr(torch, dtype))), name

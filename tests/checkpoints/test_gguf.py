@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import write_gguf
-from helpers import artifact_runner, export_tiny, generate, random_tokens
+from helpers import artifact_runner, export_tiny, generate, random_tokens, weights_of
 from transformers import AutoModelForCausalLM
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.artifact.weights import read_weights
 
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -29,7 +28,7 @@ def test_blocks_become_the_numbers_that_they_stand_for(
     plain = kind in ("F32", "F16", "BF16")
     artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "artifact", dtype=dtype, dequantize=not plain)
     assert Artifact.open(artifact).config.dtype == ("float32" if dtype == "auto" else dtype)
-    weights = read_weights(Artifact.open(artifact))
+    weights = weights_of(Artifact.open(artifact))
     for name, tensor in exact.items():
         assert torch.equal(weights[f"model.{name}"], tensor.to(weights[f"model.{name}"].dtype)), name
     document = json.loads((artifact / "config.json").read_text(encoding="utf-8"))

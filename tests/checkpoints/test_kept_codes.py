@@ -13,7 +13,7 @@ import pytest
 import torch
 from adapting import lora, make_adapter
 from gguf_files import write_gguf
-from helpers import artifact_runner, export_tiny, prefill_pieces, random_tokens
+from helpers import artifact_runner, export_tiny, prefill_pieces, random_tokens, weights_of
 from quantized_files import (
     change_config,
     change_weights,
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.artifact.quantization import QUANTIZATION_NAME, read_formats
-from optimum_neuron.artifact.weights import read_weights
 from optimum_neuron.checkpoints.formats.format import SafetensorsFormat
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export.recipe import export_model
@@ -87,7 +86,7 @@ def test_blocks_of_a_gguf_file_that_no_codes_stand_for_become_plain_with_a_warni
     artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "out")
     assert "of its quantized weights are exported as plain numbers" in caplog.text
     assert Artifact.open(artifact).config.quantization is None
-    weights = read_weights(Artifact.open(artifact))
+    weights = weights_of(Artifact.open(artifact))
     assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in exact.items())
 
 
@@ -142,7 +141,7 @@ def test_gptq_in_the_order_of_activations_is_refused_with_the_remedy_which_gives
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, dtype="float32", target="eager")
     artifact = export_model(checkpoint, tmp_path / "out", config=config, dequantize=True)
-    weights = read_weights(Artifact.open(artifact))
+    weights = weights_of(Artifact.open(artifact))
     assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in exact.items())
 
 
@@ -231,7 +230,7 @@ def test_a_table_of_codes_is_one_with_the_head_that_shares_it(
     artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "out", target=target)
     assert read_formats(artifact)["model.embed_tokens"].groups == 2
     assert not any(
-        name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in read_weights(Artifact.open(artifact))
+        name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in weights_of(Artifact.open(artifact))
     )
     _check(artifact, exact, "int8")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from architectures import configs
-from helpers import decode_rows, prefill_pieces
+from helpers import as_tensor, decode_rows, prefill_pieces
 from sharp import sharpen
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -70,7 +70,7 @@ def answers(runner: GraphRunner, row: int, pieces: Sequence[int], *, beside: boo
         chunks = [PromptPiece(2, OTHER[done : done + count])] if count else []
         output = runner.run_step(chunks, decode_rows(runner, {row: 3 + index}))
         assert output.decode_logits is not None
-        logits.append(output.decode_logits[row].clone())
+        logits.append(as_tensor(output.decode_logits[row]))
         done += count
     return logits
 

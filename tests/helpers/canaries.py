@@ -6,7 +6,17 @@ from __future__ import annotations
 import math
 
 import torch
-from helpers import LENGTH, decode_rows, fill_rows, random_tokens, read_states, state_names
+from helpers import (
+    LENGTH,
+    as_tensor,
+    decode_rows,
+    fill_rows,
+    random_tokens,
+    read_state,
+    read_states,
+    state_names,
+    write_state,
+)
 from torch import Tensor
 
 from optimum_neuron.core import PromptPiece
@@ -31,13 +41,13 @@ def fill_unseen(runner: GraphRunner, model: ModelSpec, value: float) -> None:
     """Fills the trash row, free slots, and what other slots hold beyond their lengths."""
     lengths = [*runner.lengths.tolist(), 0]
     for name in state_names(runner, model):
-        state = runner.executable.read_state(name)
+        state = read_state(runner.executable, name)
         for row, length in enumerate(lengths):
             if ".conv_" not in name:
                 state[row, :, length:] = value
             elif length == 0:  # else it belongs to the tokens of its slot
                 state[row] = value
-        runner.executable.write_state(name, state)
+        write_state(runner.executable, name, state)
 
 
 def serve_steps(
@@ -69,9 +79,9 @@ def serve_steps(
             fill_unseen(runner, model, unseen)
         output = runner.run_step(chunks, decode_rows(runner, decode) if decode else None)
         if output.chunk_logits is not None:
-            results += [output.chunk_logits[row].clone() for row in range(len(chunks))]
+            results += [as_tensor(output.chunk_logits[row]) for row in range(len(chunks))]
         if output.decode_logits is not None:
-            results += [output.decode_logits[slot].clone() for slot in decoding]
+            results += [as_tensor(output.decode_logits[slot]) for slot in decoding]
     states = _own_states(runner, model)
     runner.reset_slots()
     fill_rows(runner, model, everything, 0.0)  # runners are shared

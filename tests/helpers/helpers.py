@@ -20,8 +20,10 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 import optimum_neuron
+from optimum_neuron.arrays import to_numpy, to_torch
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
+from optimum_neuron.artifact.weights import read_weights
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.core import PromptPiece
@@ -94,6 +96,30 @@ def load_model(folder: Path) -> nn.Module:
     return Checkpoint(folder, None, str(folder), trust_remote_code=False).load_model("float32")
 
 
+def as_tensor(array: np.ndarray) -> Tensor:
+    """A copy of an array, which the next run leaves alone."""
+    return to_torch(array.copy())
+
+
+def read_state(executable: Executable, name: str) -> Tensor:
+    return to_torch(executable.read_state(name))
+
+
+def write_state(executable: Executable, name: str, state: Tensor) -> None:
+    executable.write_state(name, to_numpy(state))
+
+
+def run_tensors(executable: Executable, graph: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [to_torch(each) for each in executable.run(graph, [to_numpy(each) for each in inputs])]
+
+
+def weights_of(artifact: Artifact) -> dict[str, Tensor]:
+    """What `read_weights` gives, tied names as one tensor."""
+    arrays = read_weights(artifact)
+    tensors = {id(each): to_torch(each) for each in arrays.values()}
+    return {name: tensors[id(each)] for name, each in arrays.items()}
+
+
 class Recorder(Executable):
     """An executable that keeps the inputs of each run and returns zeros."""
 
@@ -101,12 +127,12 @@ class Recorder(Executable):
         self.specs = {graph.name: graph for graph in graphs}
         self.runs: list[tuple[GraphSpec, dict[str, Tensor]]] = []
 
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         spec = self.specs[graph]
         assert [tuple(tensor.shape) for tensor in inputs] == [tensor.shape for tensor in spec.inputs()]
         names = [tensor.name.split(".")[1] for tensor in spec.inputs()]
-        self.runs.append((spec, {name: tensor.clone() for name, tensor in zip(names, inputs, strict=True)}))
-        return [torch.zeros(output.shape, dtype=getattr(torch, output.dtype)) for output in spec.outputs(VOCAB)]
+        self.runs.append((spec, {name: as_tensor(each) for name, each in zip(names, inputs, strict=True)}))
+        return [np.zeros(output.shape, output.dtype) for output in spec.outputs(VOCAB)]
 
 
 def eager_runner(
@@ -173,7 +199,7 @@ def prefill_pieces(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: S
     for count in pieces:
         output = runner.run_step([PromptPiece(slot, prompt[start : start + count])])
         assert output.chunk_logits is not None
-        logits = output.chunk_logits[0].clone()
+        logits = as_tensor(output.chunk_logits[0])
         start += count
     return logits
 
@@ -202,7 +228,7 @@ def decode_tokens(
     """Advances the named slots by one token each; returns the tokens and logits of all slots."""
     output = runner.run_step((), DecodeRows(*decode_rows(runner, tokens, sampling, uniform)))
     assert output.decode_tokens is not None and output.decode_logits is not None
-    return output.decode_tokens.clone(), output.decode_logits.clone()
+    return as_tensor(output.decode_tokens), as_tensor(output.decode_logits)
 
 
 def generate(
@@ -216,12 +242,12 @@ def generate(
     draws = [0.0] * new_tokens if uniforms is None else uniforms
     runner.reset_slots()
     first, logits = prefill_prompts(runner, [prompt], sampling, np.asarray(draws[:1], dtype=np.float32))
-    assert first is not None
-    tokens, steps = [int(first[0])], [logits[0]]
+    assert first is not None and logits is not None
+    tokens, steps = [int(first[0])], [as_tensor(logits[0])]
     for draw in draws[1:]:
-        chosen, logits = decode_tokens(runner, {0: tokens[-1]}, sampling, draw)
+        chosen, rows = decode_tokens(runner, {0: tokens[-1]}, sampling, draw)
         tokens.append(int(chosen[0]))
-        steps.append(logits[0])
+        steps.append(rows[0])
     return tokens, torch.stack(steps)
 
 
@@ -230,15 +256,15 @@ def state_names(runner: GraphRunner, model: ModelSpec) -> list[str]:
 
 
 def read_states(runner: GraphRunner, model: ModelSpec) -> dict[str, Tensor]:
-    return {name: runner.executable.read_state(name) for name in state_names(runner, model)}
+    return {name: read_state(runner.executable, name) for name in state_names(runner, model)}
 
 
 def fill_rows(runner: GraphRunner, model: ModelSpec, rows: Sequence[int], value: float | None) -> None:
     """Overwrites whole cache rows: with a value, or with random numbers where it is None."""
     for name in state_names(runner, model):
-        state = runner.executable.read_state(name)
+        state = read_state(runner.executable, name)
         state[list(rows)] = torch.randn_like(state[list(rows)]) if value is None else value
-        runner.executable.write_state(name, state)
+        write_state(runner.executable, name, state)
 
 
 def same_states(left: dict[str, Tensor], right: dict[str, Tensor], rows: Sequence[int], stop: int = LENGTH) -> bool:

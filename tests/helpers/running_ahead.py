@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+from helpers import as_tensor
 
+from optimum_neuron.arrays import to_numpy, to_torch
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.sampling.buffers import ChosenTokens, slots_of_rows
@@ -35,30 +36,32 @@ class AheadOf(Executable):
         self.log: list[str] = []
         self.transfers: list[list[str]] = []
 
-    def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Callable[[], Sequence[Tensor | None]]:
+    def start(
+        self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool
+    ) -> Callable[[], Sequence[np.ndarray | None]]:
         spec, number = self._specs[graph], len(self.transfers)
-        given = {each.name: tensor.clone() for each, tensor in zip(spec.inputs(), inputs, strict=True)}
+        given = {each.name: as_tensor(array) for each, array in zip(spec.inputs(), inputs, strict=True)}
         if spec.has_decode:
             given["decode.input_ids"] = self._chosen.fill_ids(given["decode.input_ids"])
         names = [each.name for each in spec.outputs(1)]
-        found = [each.clone() for each in self._executable.run(graph, list(given.values()))]
+        found = [each.copy() for each in self._executable.run(graph, [to_numpy(each) for each in given.values()])]
         for group in ("decode", "chunk"):
             if f"{group}.tokens" in names:
                 slots = slots_of_rows(given[f"{group}.position_ids"], given.get(f"{group}.seq_ids"))
-                self._chosen.keep_tokens(found[names.index(f"{group}.tokens")], slots)
+                self._chosen.keep_tokens(to_torch(found[names.index(f"{group}.tokens")]), slots)
         self.log.append(f"start {number}")
         self.transfers.append([])
         wanted = [logits or not name.endswith(VOCAB_OUTPUT) for name in names]
 
-        def read() -> Sequence[Tensor | None]:
+        def read() -> Sequence[np.ndarray | None]:
             self.transfers[number] = [name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted]
             self.log.append(f"read {number}")
-            return [tensor if is_wanted else None for tensor, is_wanted in zip(found, wanted, strict=True)]
+            return [array if is_wanted else None for array, is_wanted in zip(found, wanted, strict=True)]
 
         return read
 
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [torch.empty(0) if each is None else each for each in self.start(graph, inputs, logits=True)()]
+    def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        return [np.empty(0) if each is None else each for each in self.start(graph, inputs, logits=True)()]
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         self._executable.copy_slot(source, destination, length)
@@ -69,11 +72,11 @@ class AheadOf(Executable):
     def restore_state(self, snapshot: int, slot: int) -> None:
         self._executable.restore_state(snapshot, slot)
 
-    def read_state(self, name: str) -> Tensor:
+    def read_state(self, name: str) -> np.ndarray:
         return self._executable.read_state(name)
 
-    def write_state(self, name: str, tensor: Tensor) -> None:
-        self._executable.write_state(name, tensor)
+    def write_state(self, name: str, array: np.ndarray) -> None:
+        self._executable.write_state(name, array)
 
 
 def ahead_of(runner: GraphRunner, model: ModelSpec | None = None) -> tuple[GraphRunner, AheadOf]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers import decode_rows, decode_tokens, prefill_pieces, random_tokens
+from helpers import as_tensor, decode_rows, decode_tokens, prefill_pieces, random_tokens
 from hypothesis import strategies as st
 from tiny import TINY_SIZES
 from torch import Tensor
@@ -127,5 +127,5 @@ def logits_in_pieces(
         chunk, decodes = [PromptPiece(slot, prompt[start : start + count])], {other: start} if neighbors else {}
         output = runner.run_step(chunk, decode_rows(runner, decodes))
         assert output.chunk_logits is not None
-        logits, start = output.chunk_logits[0].clone(), start + count
+        logits, start = as_tensor(output.chunk_logits[0]), start + count
     return [logits, decode_tokens(runner, {slot: 5})[1][slot]]

@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx2
@@ -108,15 +108,18 @@ def start_app(
     model: NeuronModelForCausalLM,
     *,
     tokenizer: Any,
+    name: str = NAME,
+    eos: frozenset[int] | None = None,
     max_queue: int = 8,
     api_key: str | None = None,
     step_timeout: float | None = None,
     tracing: Tracing | None = None,
-    **changes: Any,
 ) -> App:
-    """An application over a service of its own; `changes` are of what it knows of its model."""
+    """An application over a service of its own."""
     service = model.serve(step_timeout=step_timeout)
-    served = replace(LoadedModel.from_model(model, service, tokenizer, NAME, load_seconds=1.5), **changes)
+    served = LoadedModel(model, service, tokenizer, name, load_seconds=1.5)
+    if eos is not None:
+        served.requests.eos_token_ids = eos
     gate = Gate(served.config.batch_size, max_queue, lambda: service.stopped)
     encoder = PromptEncoder(tokenizer, served.config)
     app = create_app(served, gate, Metrics(served, gate), encoder, api_key=api_key, tracing=tracing)

@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from helpers import (
     VOCAB,
+    as_tensor,
     decode_rows,
     eager_runner,
     generate,
@@ -27,6 +29,7 @@ from helpers import (
 from safetensors.torch import load_file
 from torch import Tensor
 
+from optimum_neuron.arrays import to_numpy, to_torch
 from optimum_neuron.artifact.weights import named_tensors, rank_weights_name
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.parity.inspect import inspect_model
@@ -64,14 +67,14 @@ class RanksExecutable(Executable):
         self._samplers = {graph.name: graph.io.names("input") for graph in graphs}
         self._draws = find_draws(self._calls, {graph.name: graph.io for graph in graphs})
 
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         given = dict(zip(self._calls[graph], inputs, strict=True))
         outputs = self._run(graph, given)
         for draw in self._draws[graph]:
             if draw.is_due(inputs):
                 drawn = dict(zip(self._samplers[draw.graph], draw.take_inputs(inputs), strict=True))
                 outputs |= self._run(draw.graph, drawn)
-        return [outputs[name] for name in self._outputs[graph]]
+        return [to_numpy(outputs[name]) for name in self._outputs[graph]]
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         self._copy(COPY_SLOT, source, destination, length)
@@ -92,8 +95,9 @@ class RanksExecutable(Executable):
                 state = bound[name].cpu()
                 bound[name] = state.fill_(torch.nan if state.is_floating_point() else 7).to(bound[name].device)
 
-    def _run(self, graph: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        first, *others = self._ranks.run_graph(GraphRun(graph, given))
+    def _run(self, graph: str, given: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        tensors = {name: to_torch(each) for name, each in given.items()}
+        first, *others = self._ranks.run_graph(GraphRun(graph, tensors))
         for other in others:
             assert all(torch.equal(first[name], other[name]) for name in first)
         return first
@@ -163,7 +167,7 @@ def _followed(runner: GraphRunner, slot: int, logits: Tensor) -> Tensor:
     for token in (5, 6):
         output = runner.run_step((), DecodeRows(*decode_rows(runner, {slot: token})))
         assert output.decode_logits is not None
-        found.append(output.decode_logits[slot].clone())
+        found.append(as_tensor(output.decode_logits[slot]))
     return torch.stack(found)
 
 

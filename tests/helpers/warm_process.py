@@ -22,7 +22,7 @@ _FORKS = """
 import json, os, signal, socket, sys
 import torch, transformers
 from optimum_neuron import NeuronModelForCausalLM, Request
-from optimum_neuron.tools.serve import app, draining
+from optimum_neuron.tools.serve import app, server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 requests = socket.socket(fileno=int(sys.argv[1]))

@@ -19,6 +19,7 @@ from emulation import EMULATED, EmulatedLibrary, emulator
 from filelock import FileLock
 from torch import Tensor, nn
 
+from optimum_neuron.arrays import to_numpy, to_torch
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 from optimum_neuron.kernels.host import library
 from optimum_neuron.kernels.host.instruction_sets import CPU_VARIABLE, list_instruction_sets
@@ -117,7 +118,11 @@ class Tensors:
     @property
     def short_scales(self) -> set[str]:
         """Of parts of one tensor all or none: it is to be known of the whole."""
-        return {str(i) for i, each in enumerate(self.held) if each.dtype == torch.float16 and are_short(_whole(each))}
+        return {
+            str(i)
+            for i, each in enumerate(self.held)
+            if each.dtype == torch.float16 and are_short(_whole(each).numpy())
+        }
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -357,7 +362,11 @@ class Planned:
         tensors = constants | {name: each.detach() for name, each in module.state_dict().items()}
         self._arena = allocate_arena([self.plan])
         self._bound = self.plan.bind(
-            tensors, [_spec(each) for each in inputs], outputs, self._arena, library=kernels.library(self.plan.buffers)
+            {name: to_numpy(each) for name, each in tensors.items()},
+            [_spec(each) for each in inputs],
+            outputs,
+            self._arena,
+            library=kernels.library(self.plan.buffers),
         )
 
     @property
@@ -371,10 +380,9 @@ class Planned:
 
     def __call__(self, *inputs: Tensor, live: int = 1 << 40) -> list[Tensor]:
         """Runs it for the first `live` tokens, in memory that holds NaN: as integers, no indices."""
-        self._arena.fill_(0xFF)
-        with torch.no_grad():
-            outputs = self._bound.run([each.contiguous() for each in inputs], live)
-            return [each.clone() for each in outputs]  # the next run uses their memory again
+        self._arena.fill(0xFF)
+        outputs = self._bound.run([to_numpy(each) for each in inputs], live)
+        return [to_torch(each.copy()) for each in outputs]  # the next run uses their memory again
 
 
 def _spec(tensor: Tensor) -> TensorSpec:

@@ -26,6 +26,7 @@ from tampering import read_json, write
 from tiny import TINY_CONFIGS
 from transformers import AutoModelForCausalLM
 
+from optimum_neuron.arrays import to_numpy
 from optimum_neuron.artifact import weights
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.kernels import plan as plan_module
@@ -163,7 +164,7 @@ class Fuzzer:
                     else {}
                 )
                 decode = {2: (start, 5)} if spec.has_decode else {}
-                inputs = step_inputs(spec, decode, chunks)
+                inputs = [to_numpy(each) for each in step_inputs(spec, decode, chunks)]
                 executable.run(spec.name, inputs)
                 executable.run_for_states(spec.name, inputs)
         except RuntimeError as error:
@@ -178,7 +179,7 @@ def _in_own_memory() -> Iterator[None]:
     """Weights and states each in memory of their own, at whose ends the sanitizer looks; and little of it."""
 
     def own(read: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-        return lambda argument: {name: each.clone() for name, each in read(argument).items()}
+        return lambda argument: {name: each.copy() for name, each in read(argument).items()}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "read_weights", own(loader.read_weights))

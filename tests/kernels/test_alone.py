@@ -60,18 +60,18 @@ model = Model()
 with torch.no_grad():
     expected = model(x, index)
     program = torch.export.export(model, (x, index))
-tensors = {name: each.detach() for name, each in model.state_dict().items()}
+tensors = {name: each.detach().numpy() for name, each in model.state_dict().items()}
 plan, constants = lower(program, tokens=3, by_token=["0"])
 plan.save(folder / "plan.json", {"graph": "alone"}, tensors)
 loaded = Plan.load(folder / "plan.json", tensors, check_made_for)
 assert loaded == plan and any(step.tokens for step in plan.steps)
-known = tensors | constants
+known = tensors | {name: each.numpy() for name, each in constants.items()}
 loaded.check(known)
 forms = [TensorSize("float32", (3, 16)), TensorSize("int64", (3,))], [TensorSize("float32", (3, 5))]
 bound = loaded.bind(known, *forms, allocate_arena([loaded]), library=load_library(), threads=lambda: 1)
 for live in (3, 2):
-    (found,) = bound.run([x, index], live)
-    torch.testing.assert_close(found[:live], expected[:live])
+    (found,) = bound.run([x.numpy(), index.numpy()], live)
+    torch.testing.assert_close(torch.from_numpy(found[:live]), expected[:live])
 print("runs")
 """
 # Plays a C++ compiler: notes each source, and links to a library that was built before.

@@ -405,7 +405,7 @@ REFUSED_CALLS = {
 def test_a_call_that_torch_would_not_check_is_refused(name: str) -> None:
     step, words = REFUSED_CALLS[name]
     buffers = tuple(replace(each, kind="kept", name="") if each.kind != "arena" else each for each in BUFFERS)
-    memory = PlanMemory(buffers, (), (), {}, torch.zeros(ARENA_BYTES, dtype=torch.uint8))
+    memory = PlanMemory(buffers, (), (), {}, np.zeros(ARENA_BYTES, np.uint8))
     with pytest.raises(ValueError, match=words):
         bind_call(step, memory)
 

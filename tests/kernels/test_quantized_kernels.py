@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from coded_weights import SHORT, quantized, row
@@ -201,10 +202,10 @@ def test_layers_beside_one_with_short_scales_are_what_they_are_alone(kernels: Ke
 
 
 def test_scales_that_are_infinite_or_have_more_bits_are_not_short() -> None:
-    assert are_short(torch.tensor([0.0, -0.0, 31.0, -(2.0**-18), 63488.0, -1.9375], dtype=torch.float16))
+    assert are_short(np.array([0.0, -0.0, 31.0, -(2.0**-18), 63488.0, -1.9375], np.float16))
     for scale in (33.0, 2.0**-19, INFINITY, -INFINITY, NAN):
-        assert not are_short(torch.tensor([1.0, scale], dtype=torch.float16)), scale
-    assert not are_short(torch.tensor([1.0])) and not are_short(torch.tensor([1.0], dtype=torch.bfloat16))
+        assert not are_short(np.array([1.0, scale], np.float16)), scale
+    assert not are_short(np.ones(1, np.float32)) and not are_short(np.ones(1, "bfloat16"))
 
 
 @with_dtypes

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from architectures import configs
-from helpers import decode_rows, eager_runner, prefill_pieces, random_tokens, tiny_config
+from helpers import as_tensor, decode_rows, eager_runner, prefill_pieces, random_tokens, tiny_config
 from sharp import sharpen
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -76,7 +76,7 @@ def test_steps_number_positions_as_the_model_does(name: str) -> None:
     prefill_pieces(runner, 0, PROMPT[:-1], [3, 8, 1, 7, 2, 8])
     output = runner.run_step([], decode_rows(runner, {0: int(PROMPT[-1])}))
     assert output.decode_logits is not None
-    torch.testing.assert_close(output.decode_logits[0], found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(as_tensor(output.decode_logits[0]), found, rtol=1e-4, atol=1e-4)
     assert torch.equal(prefill_pieces(runner, 2, PROMPT, [1, 8, 8, 8, 5]), found)
 
 

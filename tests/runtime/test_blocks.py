@@ -19,6 +19,7 @@ from helpers import (
     prefill_pieces,
     random_tokens,
     tiny_config,
+    write_state,
 )
 from torch import Tensor, nn
 
@@ -55,7 +56,7 @@ def block_answer(
     """With a neighbor that has the rest of the blocks, and NaN in all that nobody has used."""
     runner.reset_slots()
     for state in state_specs(runner.config, spec):
-        runner.executable.write_state(state.name, torch.full(state.shape, torch.nan))
+        write_state(runner.executable, state.name, torch.full(state.shape, torch.nan))
     neighbor = (slot + 1) % runner.config.batch_size
     rest = [block for block in range(runner.config.kv_blocks) if block not in blocks]
     runner.assign_blocks(neighbor, 0, rest[:4])

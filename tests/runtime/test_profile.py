@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import export_tiny, random_tokens
+from helpers import export_tiny, random_tokens, read_state, write_state
 from optimum.commands import optimum_cli
 from traces import Told, lies_in, read_trace
 
@@ -151,9 +151,9 @@ def test_states_pass_through(eager_artifact: Path, tmp_path: Path) -> None:
     with Profile(tmp_path / "profile") as profile:
         executable = NeuronModelForCausalLM.from_pretrained(eager_artifact, profile=profile).runner.executable
     assert isinstance(executable, TracedExecutable)
-    state = torch.full_like(executable.read_state("kv_cache.key_0"), 3.0)
-    executable.write_state("kv_cache.key_0", state)
-    assert torch.equal(executable.read_state("kv_cache.key_0"), state)
+    state = torch.full_like(read_state(executable, "kv_cache.key_0"), 3.0)
+    write_state(executable, "kv_cache.key_0", state)
+    assert torch.equal(read_state(executable, "kv_cache.key_0"), state)
 
 
 def generate(artifact: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

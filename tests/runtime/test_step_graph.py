@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from helpers import VOCAB, random_tokens, tiny_config
 
 from optimum_neuron.core import PromptPiece
-from optimum_neuron.runtime.step_tensors import DecodeRows, InputTensors, StepGraph, TokenReader
+from optimum_neuron.runtime.step_tensors import DecodeRows, InputTensors, StepGraph
 from optimum_neuron.step.spec import graph_specs
 
 
@@ -43,22 +42,15 @@ def test_outputs_are_a_row_per_chunk_the_one_of_its_last_token(counts: tuple[int
     chunks = [PromptPiece(slot, random_tokens(count)) for slot, count in enumerate(counts)]
     last_rows = graph.fill_inputs(chunks, None, (), np.zeros(3, np.int32).data)
     assert last_rows == (np.cumsum([-(-count // spec.chunk_size) for count in counts]) - 1).tolist()
-    outputs = [torch.rand(each.shape).to(getattr(torch, each.dtype)) for each in spec.outputs(VOCAB)]
+    outputs = [np.empty(each.shape, each.dtype) for each in spec.outputs(VOCAB)]
     for number, output in enumerate(outputs):
-        output[:] = torch.arange(len(output)).view(-1, *[1] * (output.dim() - 1)) + 10 * number
+        output[:] = np.arange(len(output)).reshape(-1, *[1] * (output.ndim - 1)) + 10 * number
     found = graph.name_outputs(outputs, last_rows)
     names = [each.name.replace(".", "_") for each in spec.outputs(VOCAB)]
     for name, value in found._asdict().items():
         expected = None if name not in names else outputs[names.index(name)]
         if expected is not None and name.startswith("chunk"):
             expected = expected[last_rows]
-        assert value is expected is None or (value is not None and torch.equal(value, expected))
+        assert value is expected is None or (value is not None and np.array_equal(value, expected))
     with pytest.raises(ValueError, match=f"returned {len(outputs) - 1} outputs, and has {len(outputs)}"):
         graph.name_outputs(outputs[:-1], last_rows)
-
-
-def test_tokens_are_those_that_a_tensor_holds_when_it_is_read() -> None:
-    reader, one, other = TokenReader(), torch.tensor([1, 2], dtype=torch.int32), torch.tensor([3])
-    assert reader.read_tokens(one) == [1, 2]
-    one += 4
-    assert reader.read_tokens(one) == [5, 6] and reader.read_tokens(other) == [3] and reader.read_tokens(one) == [5, 6]

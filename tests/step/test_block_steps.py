@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers import ARCHITECTURES, eager_runner, prefill_pieces, random_tokens, tiny_config
+from helpers import ARCHITECTURES, as_tensor, eager_runner, prefill_pieces, random_tokens, tiny_config
 from torch import Tensor, nn
 
 from optimum_neuron.core import PromptPiece
@@ -38,8 +38,8 @@ def answers(runner: GraphRunner, blocks: Sequence[Sequence[int]] = ()) -> list[T
         chunks = [PromptPiece(2, OTHER[32 * index : 32 * (index + 1)])] if index < 3 else []
         output = runner.run_step(chunks, DecodeRows(tokens, active.numpy(), params, uniforms))
         assert output.decode_logits is not None
-        logits.append(output.decode_logits[1].clone())
-        logits += [output.decode_logits[2].clone()] if index >= 3 else []
+        logits.append(as_tensor(output.decode_logits[1]))
+        logits += [as_tensor(output.decode_logits[2])] if index >= 3 else []
     return logits
 
 

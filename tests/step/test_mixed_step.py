@@ -14,6 +14,7 @@ from helpers import (
     LENGTH,
     Opener,
     Recorder,
+    as_tensor,
     decode_rows,
     decode_tokens,
     eager_runner,
@@ -50,8 +51,8 @@ def mixed(runner: GraphRunner, chunks: dict[int, np.ndarray], decode: dict[int, 
         [PromptPiece(slot, tokens) for slot, tokens in chunks.items()], decode_rows(runner, decode)
     )
     assert output.decode_logits is not None and output.chunk_logits is not None
-    logits = {slot: output.decode_logits[slot].clone() for slot in decode}
-    return logits | {slot: output.chunk_logits[row].clone() for row, slot in enumerate(chunks)}
+    logits = {slot: as_tensor(output.decode_logits[slot]) for slot in decode}
+    return logits | {slot: as_tensor(output.chunk_logits[row]) for row, slot in enumerate(chunks)}
 
 
 @pytest.mark.parametrize(("name", "target"), ON_TARGETS)
@@ -72,7 +73,7 @@ def test_a_mixed_step_equals_a_decode_and_a_chunk_step(
     tokens, decoded = decode_tokens(runner, {0: 7})
     chunk = runner.run_step([PromptPiece(1, prompt[5:])])
     assert chunk.chunk_logits is not None and chunk.chunk_tokens is not None
-    expected = {0: decoded[0], 1: chunk.chunk_logits[0].clone()}
+    expected = {0: decoded[0], 1: as_tensor(chunk.chunk_logits[0])}
     chosen, states = (int(tokens[0]), int(chunk.chunk_tokens[0])), read_states(runner, spec)
     start()
     output = runner.run_step([PromptPiece(1, prompt[5:])], decode_rows(runner, {0: 7}))

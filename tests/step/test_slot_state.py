@@ -14,16 +14,19 @@ import torch
 from helpers import (
     LENGTH,
     Opener,
+    as_tensor,
     decode_rows,
     decode_tokens,
     examples,
     export_tiny,
     prefill_pieces,
     random_tokens,
+    read_state,
     read_states,
     reuse_prefix,
     same_states,
     state_names,
+    write_state,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,7 +89,7 @@ def test_no_cutting_of_a_prompt_changes_a_bit(
     prompt, rest = text[:PROMPT], text[PROMPT:]
 
     def states() -> list[Tensor]:
-        return [runner.executable.read_state(name)[1] for name in convolution_states(runner, tiny_specs["lfm2"])]
+        return [read_state(runner.executable, name)[1] for name in convolution_states(runner, tiny_specs["lfm2"])]
 
     prefill_pieces(runner, 1, prompt, [1] * PROMPT)
     kept, expected = states(), continue_by_hand(runner, 1, rest)
@@ -117,7 +120,7 @@ def test_a_prompt_beside_others_is_what_it_is_alone(open_runner: Opener) -> None
     for step in steps:
         output = runner.run_step([PromptPiece(slot, tokens) for slot, tokens in step.items()])
         assert output.chunk_logits is not None
-        found |= {slot: output.chunk_logits[row].clone() for row, slot in enumerate(step)}
+        found |= {slot: as_tensor(output.chunk_logits[row]) for row, slot in enumerate(step)}
     assert all(torch.equal(found[slot], logits) for slot, logits in enumerate(alone))
 
 
@@ -144,13 +147,13 @@ def test_a_request_starts_from_nothing_whatever_its_slot_holds(
     expected = prefill_pieces(runner, 0, prompt, [first, 8 - first, 1])
     runner.reset_slots()
     for name in convolution_states(runner, tiny_specs["lfm2"]):
-        state = runner.executable.read_state(name)
-        runner.executable.write_state(name, torch.full_like(state, torch.nan))
+        state = read_state(runner.executable, name)
+        write_state(runner.executable, name, torch.full_like(state, torch.nan))
     assert torch.equal(prefill_pieces(runner, 0, prompt, [first, 8 - first, 1]), expected)
     assert expected.isfinite().all()
     for name in convolution_states(runner, tiny_specs["lfm2"]):
-        state = runner.executable.read_state(name)
-        runner.executable.write_state(name, state.nan_to_num())
+        state = read_state(runner.executable, name)
+        write_state(runner.executable, name, state.nan_to_num())
 
 
 def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: Opener) -> None:

@@ -47,14 +47,14 @@ class SlotModel(Executable):
         self.runs: list[str] = []
         # As compiled graphs may, every run uses the memory of the one before again.
         self._memory = {
-            output.name: torch.zeros(output.shape, dtype=getattr(torch, output.dtype))
+            output.name: np.zeros(output.shape, output.dtype)
             for spec in self._specs.values()
             for output in spec.outputs(VOCAB)
         }
 
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         spec = self._specs[graph]
-        arrays = {tensor.name: array.numpy() for tensor, array in zip(spec.inputs(), inputs, strict=True)}
+        arrays = {each.name: array for each, array in zip(spec.inputs(), inputs, strict=True)}
         rows: list[tuple[str, int, np.ndarray, int]] = []  # group, row, its blocks, last position
         done: dict[str, list[str]] = {"decode": [], "chunk": []}
         if spec.has_decode:
@@ -91,8 +91,10 @@ class SlotModel(Executable):
 
     def _outputs(
         self, spec: GraphSpec, arrays: dict[str, np.ndarray], rows: list[tuple[str, int, np.ndarray, int]]
-    ) -> list[Tensor]:
-        outputs = {output.name: self._memory[output.name].zero_() for output in spec.outputs(VOCAB)}
+    ) -> list[np.ndarray]:
+        outputs = {output.name: self._memory[output.name] for output in spec.outputs(VOCAB)}
+        for memory in outputs.values():
+            memory.fill(0)
         for group, row, blocks, last in rows:
             tokens = self._cache[blocks].flatten()[: last + 1]
             if f"{group}.logits" in outputs:

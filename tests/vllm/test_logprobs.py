@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.step.sampling.logprobs import Logprobs
+from optimum_neuron.runtime.logprobs import TokenLogprobs
 from optimum_neuron.vllm.logprobs import join_logprobs
 from optimum_neuron.vllm.sampling import check_request, host_reason
 from optimum_neuron.vllm.settings import _check_logprobs
@@ -28,9 +27,9 @@ def request(name: str) -> Any:
     return SimpleNamespace(request_id=name)
 
 
-def told(*best: int) -> Logprobs:
-    tokens = torch.tensor(best, dtype=torch.int32)
-    return Logprobs(torch.tensor(-0.5), torch.tensor(2, dtype=torch.int32), tokens, -tokens.float())
+def told(*best: int) -> TokenLogprobs:
+    tokens = np.array(best, np.int32)
+    return TokenLogprobs(np.array(-0.5), np.array(2), tokens, -tokens.astype(np.float32))
 
 
 def test_requests_find_their_own_rows_whoever_chose() -> None:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -93,6 +94,17 @@ class ContinuousBatching:
             )
             self._engine = engine if persistent_manager else None
         return outputs
+
+    def make_requests(self, asked: Mapping[str, Any] = MappingProxyType({})) -> RequestFactory:
+        """Return a maker of requests for a caller that ends texts at stop strings itself.
+
+        Args:
+            asked: keywords of `generate` by which all of them choose tokens; others are the artifact's.
+
+        Raises:
+            ValueError: the artifact cannot do what they ask.
+        """
+        return RequestFactory(self, GenerationConfig(**asked), None, cuts_text=True)
 
     def serve(
         self, options: SchedulerOptions | None = None, *, seed: int | None = None, step_timeout: float | None = None

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 
@@ -31,6 +32,18 @@ def usable_cpus() -> int:
 def usable_cores() -> int:
     """Return how many threads can compute at once, at least 1: two threads of one core share what the kernels need."""
     return _within_quota(physical_cores(allowed_cpus()))
+
+
+def count_threads() -> int:
+    """Return how many threads compute: torch's number where this process has torch, else OMP_NUM_THREADS, or all usable cores."""
+    asked = getattr(sys.modules.get("torch"), "get_num_threads", None)
+    return _count_own_threads() if asked is None else asked()
+
+
+@cache
+def _count_own_threads() -> int:
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else usable_cores()
 
 
 def physical_cores(cpus: Collection[int]) -> int:

@@ -8,15 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ..steps.access import PlanError
 from ..steps.effects import find_operands, list_written
 from ..steps.steps import Buffer, PlanData, Step, TorchCall
 from .encode import encode_step
 from .memory import PlanMemory, TensorForm
-from .torch_call import bind_call, call_once
 
 
 # Memory of these kinds is read by no later run.
@@ -35,16 +32,16 @@ class BoundPlan:
     def __init__(
         self,
         plan: PlanData,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, np.ndarray],
         inputs: Sequence[TensorForm],
         outputs: Sequence[TensorForm],
-        arena: Tensor,
+        arena: np.ndarray,
         library: ctypes.CDLL,
         short_scales: Collection[str],
-        threads: Callable[[], int] | None,
+        threads: Callable[[], int],
     ) -> None:
         """Bind a plan, as `Plan.bind`."""
-        self._library, self._threads = library, threads or torch.get_num_threads
+        self._library, self._threads = library, threads
         self._plan = plan
         self._memory = PlanMemory(plan.buffers, inputs, outputs, tensors, arena)
         self.outputs = self._memory.outputs
@@ -56,12 +53,20 @@ class BoundPlan:
         self._handle = library.step_plan(array.ctypes.data, len(words))
         if not self._handle:
             raise PlanError("its steps cannot be read")
-        for step in plan.once:
-            call_once(step, self._memory)
+        if plan.once:
+            from .torch_call import call_once
+
+            for call in plan.once:
+                call_once(call, self._memory)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.step_free(self._handle)
+
+    def _bind_call(self, step: TorchCall) -> _Run:
+        from .torch_call import bind_call  # imports torch, which most plans do without
+
+        return bind_call(step, self._memory)
 
     def _encode_steps(self, short_scales: Collection[str]) -> tuple[list[int], list[_Run | None]]:
         """Return the words of all kernel steps, and for each step the call of torch that it is, if it is one."""
@@ -69,7 +74,7 @@ class BoundPlan:
         calls: list[_Run | None] = []
         for step in self._plan.steps:
             if isinstance(step, TorchCall):
-                calls.append(bind_call(step, self._memory))
+                calls.append(self._bind_call(step))
             else:
                 words += encode_step(step, self._plan.buffers, short_scales)
                 calls.append(None)
@@ -98,7 +103,7 @@ class BoundPlan:
 
         return run_kernels
 
-    def run(self, inputs: Sequence[Tensor], live: int) -> tuple[Tensor, ...]:
+    def run(self, inputs: Sequence[np.ndarray], live: int) -> tuple[np.ndarray, ...]:
         """Run the graph for its first `live` tokens, and return its outputs; their rows of other tokens are undefined.
 
         Raises:
@@ -109,15 +114,15 @@ class BoundPlan:
             segment(live)
         return self.outputs
 
-    def run_for_states(self, inputs: Sequence[Tensor], live: int) -> None:
+    def run_for_states(self, inputs: Sequence[np.ndarray], live: int) -> None:
         """Run the graph without what only outputs need."""
         self._memory.take_inputs(inputs)
         for segment in self._state_segments:
             segment(live)
 
     def run_by_operators(
-        self, inputs: Sequence[Tensor], live: int, ended: Callable[[str], None], *, outputs: bool
-    ) -> tuple[Tensor, ...]:
+        self, inputs: Sequence[np.ndarray], live: int, ended: Callable[[str], None], *, outputs: bool
+    ) -> tuple[np.ndarray, ...]:
         """Do as `run`, or without `outputs` as `run_for_states`, a step at a time; `ended` gets the name of each."""
         self._memory.take_inputs(inputs)
         for name, run in self._operators if outputs else self._operators[: self._state_steps]:
@@ -131,7 +136,7 @@ class BoundPlan:
         native = 0
         for step in self._plan.steps:
             if isinstance(step, TorchCall):
-                run = bind_call(step, self._memory)
+                run = self._bind_call(step)
             else:
                 run = self._bind_kernels(native, native + 1)
                 native += 1

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import ml_dtypes as ml_dtypes  # from here on numpy knows bfloat16 and float8_e4m3fn by name
+import numpy as np
 
 from ..host.machine import machine_memory
 from ..steps.access import ALIGNMENT, PlanError, check_operand
@@ -17,13 +17,13 @@ from ..steps.steps import Buffer, Operand, PlanData
 
 
 class TensorForm(Protocol):
-    """The shape and type of an input or output of a graph; the type as torch names it."""
+    """The shape and type of a tensor: of numpy, of torch, or one that is only described, with the type's name."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> object: ...
 
 
 class PlanMemory:
@@ -39,8 +39,8 @@ class PlanMemory:
         buffers: Sequence[Buffer],
         inputs: Sequence[TensorForm],
         outputs: Sequence[TensorForm],
-        tensors: Mapping[str, Tensor],
-        arena: Tensor,
+        tensors: Mapping[str, np.ndarray],
+        arena: np.ndarray,
     ) -> None:
         """Find each buffer.
 
@@ -50,10 +50,10 @@ class PlanMemory:
         """
         self._buffers = buffers
         self._forms = {"input": inputs, "output": outputs}
-        self._memory: dict[int, Tensor] = {}
-        self._inputs: list[_Input] = []
-        found: dict[int, Tensor] = {}
-        place = arena.numel() - _count_output_bytes(buffers)
+        self._memory: dict[int, np.ndarray] = {}
+        self._inputs: list[tuple[int, np.ndarray]] = []
+        found: dict[int, np.ndarray] = {}
+        place = len(arena) - _count_output_bytes(buffers)
         self._array = (ctypes.c_void_p * max(len(buffers), 1))()
         self.addresses = ctypes.addressof(self._array)
         check_bytes(sum(buffer.bytes for buffer in buffers if buffer.kind == "kept"))
@@ -65,32 +65,29 @@ class PlanMemory:
                 found[int(buffer.name)] = _view_as(memory, outputs[int(buffer.name)])
             else:
                 memory = self._memory[index] = _find_memory(buffer, tensors, arena)
-            self._array[index] = memory.data_ptr()
+            self._array[index] = memory.ctypes.data
             if buffer.kind == "input":
                 number = int(buffer.name)
-                self._inputs.append(_Input(number, _view_as(memory, inputs[number])))
+                self._inputs.append((number, _view_as(memory, inputs[number])))
         self.outputs = tuple(found[number] for number in sorted(found))
 
-    def _check_size(self, buffer: Buffer, tensors: Mapping[str, Tensor], arena: Tensor) -> None:
+    def _check_size(self, buffer: Buffer, tensors: Mapping[str, np.ndarray], arena: np.ndarray) -> None:
         if buffer.kind in ("input", "output"):
             forms = {str(number): each for number, each in enumerate(self._forms[buffer.kind])}
-            has = (
-                math.prod(forms[buffer.name].shape) * _dtype(forms[buffer.name]).itemsize
-                if buffer.name in forms
-                else -1
-            )
+            form = forms.get(buffer.name)
+            has = -1 if form is None else math.prod(form.shape) * np.dtype(dtype_name(form.dtype)).itemsize
             fits = buffer.bytes == has
         elif buffer.kind in ("tensor", "constant"):
             has = tensors[buffer.name].nbytes if buffer.name in tensors else -1
             fits = buffer.bytes <= has
         else:
-            has = arena.numel() if buffer.kind == "arena" else buffer.bytes
+            has = len(arena) if buffer.kind == "arena" else buffer.bytes
             fits = 0 <= buffer.offset <= buffer.offset + buffer.bytes <= has and buffer.offset % ALIGNMENT == 0
         if not fits or buffer.bytes < 0:
             raise PlanError(f"it takes {buffer.bytes} bytes of {buffer.kind} {buffer.name!r}, which has {has}")
 
-    def view_operand(self, operand: Operand) -> Tensor:
-        """Return an operand as a tensor.
+    def find_bytes(self, operand: Operand) -> np.ndarray:
+        """Return the bytes of an operand's buffer.
 
         Raises:
             PlanError: the operand leaves its buffer, or is an output of the graph, which kernels alone write.
@@ -99,50 +96,24 @@ class PlanMemory:
         memory = self._memory.get(operand.buffer)
         if memory is None:
             raise PlanError("a call of torch uses an output of the graph")
-        dtype = getattr(torch, operand.dtype)
-        whole = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        return whole.as_strided(operand.shape, operand.strides, whole.storage_offset() + operand.offset)
+        return memory
 
-    def take_inputs(self, inputs: Sequence[Tensor]) -> None:
+    def take_inputs(self, inputs: Sequence[np.ndarray]) -> None:
         """Copy the inputs of a run."""
-        for each in self._inputs:
-            each.copy_from(inputs[each.number])
+        for number, memory in self._inputs:
+            np.copyto(memory, inputs[number])
 
 
-class _Input:
-    """The memory of an input of the graph.
-
-    A runner gives the same tensors in every step. So each is checked once, and its bytes are copied without torch, of which an
-    operator takes some 50 us to begin after a step that has read all weights.
-    """
-
-    def __init__(self, number: int, memory: Tensor) -> None:
-        self.number = number
-        self._memory = memory
-        self._place, self._bytes = memory.data_ptr(), memory.nbytes
-        self._source: Tensor | None = None
-        self._from = 0
-
-    def copy_from(self, tensor: Tensor) -> None:
-        if tensor is not self._source:
-            alike = tensor.shape == self._memory.shape and tensor.dtype == self._memory.dtype
-            if not alike or not tensor.is_contiguous():
-                self._memory.copy_(tensor)
-                return
-            self._source, self._from = tensor, tensor.data_ptr()
-        ctypes.memmove(self._place, self._from, self._bytes)
-
-
-def _find_memory(buffer: Buffer, tensors: Mapping[str, Tensor], arena: Tensor) -> Tensor:
+def _find_memory(buffer: Buffer, tensors: Mapping[str, np.ndarray], arena: np.ndarray) -> np.ndarray:
     if buffer.kind in ("tensor", "constant"):
         tensor = tensors[buffer.name]
-        return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else arena[:0]
+        return tensor.reshape(-1).view(np.uint8) if tensor.size else arena[:0]
     if buffer.kind == "arena":
         return arena[buffer.offset : buffer.offset + buffer.bytes]
-    return torch.empty(buffer.bytes, dtype=torch.uint8)
+    return np.empty(buffer.bytes, np.uint8)
 
 
-def allocate_arena(plans: Iterable[PlanData]) -> Tensor:
+def allocate_arena(plans: Iterable[PlanData]) -> np.ndarray:
     """Return bytes for what lives within a step, and at their end for its outputs, for plans that run one at a time.
 
     Raises:
@@ -151,8 +122,8 @@ def allocate_arena(plans: Iterable[PlanData]) -> Tensor:
     sizes = [(_align(plan.arena), _count_output_bytes(plan.buffers)) for plan in plans]
     size = max((arena for arena, _ in sizes), default=0) + max((outputs for _, outputs in sizes), default=0)
     check_bytes(size)
-    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
-    start = -memory.data_ptr() % ALIGNMENT
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
 
 
@@ -173,14 +144,10 @@ def _count_output_bytes(buffers: Sequence[Buffer]) -> int:
     return sum(_align(buffer.bytes) for buffer in buffers if buffer.kind == "output")
 
 
-def _view_as(memory: Tensor, form: TensorForm) -> Tensor:
-    return memory.view(_dtype(form)).view(form.shape)
+def _view_as(memory: np.ndarray, form: TensorForm) -> np.ndarray:
+    return memory.view(dtype_name(form.dtype)).reshape(form.shape)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: object) -> str:
+    """Return the name of a type of numpy or torch."""
     return str(dtype).removeprefix("torch.")
-
-
-def _dtype(form: TensorForm) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, form.dtype)
-    return dtype

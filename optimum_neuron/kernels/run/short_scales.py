@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ..steps.steps import Experts, Linears, PlanData
 
@@ -15,14 +14,14 @@ from ..steps.steps import Experts, Linears, PlanData
 UNUSED_SCALE_BITS = 63
 
 
-def are_short(scale: Tensor) -> bool:
+def are_short(scale: np.ndarray) -> bool:
     """Return whether all scales of a tensor are finite numbers of float16 and short."""
-    if scale.dtype != torch.float16:
+    if scale.dtype != np.float16:
         return False
-    return bool(((scale.view(torch.int16) & UNUSED_SCALE_BITS) == 0).all()) and bool(scale.isfinite().all())
+    return not (scale.view(np.int16) & UNUSED_SCALE_BITS).any() and bool(np.isfinite(scale).all())
 
 
-def find_short_scales(plans: Iterable[PlanData], tensors: Mapping[str, Tensor]) -> frozenset[str]:
+def find_short_scales(plans: Iterable[PlanData], tensors: Mapping[str, np.ndarray]) -> frozenset[str]:
     """Return the names of the tensors that plans take scales from and in which all are short.
 
     All plans share them: the products that a plan takes depend on weights alone.

@@ -26,7 +26,7 @@ def bind_call(step: TorchCall, memory: PlanMemory) -> Callable[[int], None]:
     operator = resolve(step.operator)
     arguments = [_bind_argument(each, memory) for each in step.arguments]
     keywords = {name: _bind_argument(each, memory) for name, each in step.keywords.items()}
-    outputs = [None if each is None else memory.view_operand(each) for each in step.outputs]
+    outputs = [None if each is None else _view_operand(each, memory) for each in step.outputs]
     check_arguments(step.operator, arguments, keywords)
     _check_call(step, operator, arguments, keywords, outputs)
 
@@ -127,11 +127,17 @@ def _bind_argument(value: Any, memory: PlanMemory) -> Any:
         return [_bind_argument(each, memory) for each in value]
     if isinstance(value, dict):
         if "tensor" in value:
-            return memory.view_operand(value["tensor"])
+            return _view_operand(value["tensor"], memory)
         if "dtype" in value:
             return getattr(torch, value["dtype"])
         return float(value["number"])
     return value
+
+
+def _view_operand(operand: Operand, memory: PlanMemory) -> Tensor:
+    found, dtype = torch.from_numpy(memory.find_bytes(operand)), getattr(torch, operand.dtype)
+    whole = found[: len(found) // dtype.itemsize * dtype.itemsize].view(dtype)
+    return whole.as_strided(operand.shape, operand.strides, operand.offset)
 
 
 def _without_memory(value: Any) -> Any:

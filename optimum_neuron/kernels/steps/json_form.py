@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from .access import ALL_SIZES
 from .steps import Operand, Step
@@ -46,85 +47,102 @@ def build_from_json(kind: Any, value: Any) -> Any:
     Raises:
         ValueError: the JSON has another type.
     """
-    origin, arguments, is_step = _parts_of(kind)
+    return _builder_of(kind)(value)
+
+
+_Builder = Callable[[Any], Any]
+
+
+@cache
+def _builder_of(kind: Any) -> _Builder:
+    """Return what builds values of a type: a plan has many thousands of few types."""
+    origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
-        return _build_argument(value)
-    if is_step:
-        return _build_step(kind, value)
+        return _build_argument
+    if kind is Step or kind in get_args(Step):
+        return _step_builder(kind)
     if origin in (Union, types.UnionType):
-        return _build_one_of(arguments, value)
+        return _choice_builder(arguments)
     if origin is Literal:
-        fits, built = value in arguments, value
-    elif origin is tuple:
-        fits, of_ints = isinstance(value, list), arguments[0] is int
-        if of_ints:  # shapes and strides, most of all
-            fits = fits and all(type(each) is int for each in value)
-            built = tuple(value) if fits else None
-        else:
-            built = tuple(build_from_json(arguments[0], each) for each in value) if fits else None
-    elif origin is list:
-        fits = isinstance(value, list)
-        built = [_build_argument(each) for each in value] if fits else None
-    elif origin is dict:
-        fits = isinstance(value, dict)
-        built = {name: build_from_json(arguments[1], each) for name, each in value.items()} if fits else None
-    elif is_dataclass(kind):
-        fits, built = _build_members(kind, value)
-    elif kind is float:
-        fits, built = isinstance(value, int | float) and not isinstance(value, bool), value
-    else:
-        fits, built = type(value) is kind, value
-    if not fits:
-        raise ValueError(f"it has {shorten(value)} where {getattr(kind, '__name__', kind)} belongs")
-    return built
+        return lambda value: value if value in arguments else _refuse(kind, value)
+    if origin is tuple and arguments[0] is int:  # shapes and strides, most of all
+        return _build_whole_numbers
+    if origin is tuple:
+        each = _builder_of(arguments[0])
+        return lambda value: tuple(map(each, value)) if type(value) is list else _refuse(kind, value)
+    if origin is list:
+        return lambda value: list(map(_build_argument, value)) if type(value) is list else _refuse(kind, value)
+    if origin is dict:
+        inner = _builder_of(arguments[1])
+        return lambda value: (
+            {name: inner(each) for name, each in value.items()} if type(value) is dict else _refuse(kind, value)
+        )
+    if is_dataclass(kind):
+        return _members_builder(kind)
+    if kind is float:
+        return lambda value: value if type(value) in (int, float) else _refuse(kind, value)
+    return lambda value: value if type(value) is kind else _refuse(kind, value)
 
 
-@cache
-def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...], bool]:
-    """Return the origin and the arguments of a type, and whether steps have it."""
-    return get_origin(kind), get_args(kind), kind is Step or kind in get_args(Step)
+def _refuse(kind: Any, value: Any) -> NoReturn:
+    raise ValueError(f"it has {shorten(value)} where {getattr(kind, '__name__', kind)} belongs")
 
 
-@cache
-def _member_types(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+def _build_whole_numbers(value: Any) -> tuple[int, ...]:
+    if type(value) is not list:
+        _refuse(tuple, value)
+    for each in value:
+        if type(each) is not int:
+            _refuse(tuple, value)
+    return tuple(value)
 
 
-def _build_step(kind: Any, value: Any) -> Any:
-    """Return a step, which names its kind."""
-    kinds = {each.__name__: each for each in get_args(Step) if kind in (Step, each)}
-    found = kinds.get(value.get("kind")) if isinstance(value, dict) and type(value.get("kind")) is str else None
-    fits, built = False, None
-    if found is not None:
-        fits, built = _build_members(found, {name: each for name, each in value.items() if name != "kind"})
-    if not fits:
-        raise ValueError(f"it has the step {shorten(value)}")
-    return built
+def _members_builder(make: Any) -> _Builder:
+    hints = get_type_hints(make)
+    members = [(field.name, _builder_of(hints[field.name])) for field in fields(make)]
+    names = {name for name, _ in members}
+
+    def build(value: Any) -> Any:
+        if type(value) is not dict or value.keys() != names:
+            _refuse(make, value)
+        return make(*[build_member(value[name]) for name, build_member in members])
+
+    return build
 
 
-def _build_members(make: Any, value: Any) -> tuple[bool, Any]:
-    """Return whether a value has the members of a dataclass, and the dataclass's object."""
-    members = _member_types(make)
-    if not isinstance(value, dict) or value.keys() != members.keys():
-        return False, None
-    return True, make(**{name: build_from_json(kind, value[name]) for name, kind in members.items()})
+def _step_builder(kind: Any) -> _Builder:
+    builders = {each.__name__: _members_builder(each) for each in get_args(Step) if kind in (Step, each)}
+
+    def build(value: Any) -> Any:
+        name = value.get("kind") if type(value) is dict else None
+        build_step = builders.get(name) if type(name) is str else None
+        if build_step is None:
+            raise ValueError(f"it has the step {shorten(value)}")
+        return build_step({key: each for key, each in value.items() if key != "kind"})
+
+    return build
 
 
-def _build_one_of(kinds: tuple[Any, ...], value: Any) -> Any:
-    if value is None and type(None) in kinds:
-        return None
-    if isinstance(value, str) and str not in kinds and float in kinds:
-        if value not in _NUMBERS:
-            raise ValueError(f"it has {shorten(value)} where a number belongs")
-        return float(value)
-    for kind in (int, float):
-        if kind in kinds and type(value) is kind:
-            return value
+def _choice_builder(kinds: tuple[Any, ...]) -> _Builder:
+    has_none, numbers = type(None) in kinds, tuple(kind for kind in (int, float) if kind in kinds)
     rest = [kind for kind in kinds if kind not in (int, float, type(None))]
-    if len(rest) != 1:
-        raise ValueError(f"it has {shorten(value)} where a number belongs")
-    return build_from_json(rest[0], value)
+    build_rest = _builder_of(rest[0]) if len(rest) == 1 else None
+    takes_names = float in kinds and str not in kinds
+
+    def build(value: Any) -> Any:
+        if value is None and has_none:
+            return None
+        if type(value) in numbers:
+            return value
+        if takes_names and type(value) is str:
+            if value not in _NUMBERS:
+                raise ValueError(f"it has {shorten(value)} where a number belongs")
+            return float(value)
+        if build_rest is None:
+            raise ValueError(f"it has {shorten(value)} where a number belongs")
+        return build_rest(value)
+
+    return build
 
 
 def _build_argument(value: Any) -> Any:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of an artifact's graphs, made through the compile cache, with the facts that they were made for."""
+"""The exporter's half of the cpu target: a model as its kernels read it, and plans of graphs, made through the compile cache."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,69 +14,77 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
 
 from ... import progress
-from ...artifact.artifact import WEIGHTS_NAME
-from ...artifact.schema import TEXT, anything, first_difference, record, shown
-from ...artifact.skeleton import assign, empty_model
+from ...artifact.artifact import WEIGHTS_NAME, Artifact
+from ...artifact.skeleton import assign, check_spec, check_tensors, empty_model, model_for
 from ...artifact.tensor_file import stored_tensors
+from ...artifact.weights import check_memory, named_tensors, read_layout, untie, write_weights
 from ...checkpoints.mapped import map_tensors
 from ...config import NeuronConfig
 from ...kernels.lower.lower import lower
+from ...parity.inspect import inspect_layers
 from ...step.attention.kv_cache import KVCache
-from ...step.model_spec import SECTIONS, ModelSpec
 from ...step.one_thread import one_thread
 from ...step.program import export_layers_once
-from ...step.spec import PROMPT_LOGITS, GraphSpec
+from ...step.spec import PROMPT_LOGITS, GraphSpec, graph_specs
 from ...step.state_specs import state_specs
-from .. import CompileJob
+from .. import CacheKeys, CompileJob
 from ..cache.entries import About
 from ..cache.store import CompileCache
+from .facts import CACHE_KIND, CONSTANTS_SUFFIX, PLAN_SUFFIX, PlanFacts
 from .layout import use_natural_layout
 from .native_library import load_kernels
 from .ops import OPS
 from .plan_keys import plan_keys
 
 
-_FACTS = record(
-    {
-        "graph": record(dict.fromkeys((field.name for field in fields(GraphSpec)), anything), closed=True),
-        "model": record(dict.fromkeys(("vocab_size", "num_embeddings", *SECTIONS), anything), closed=True),
-        "dtype": TEXT,
-    },
-    closed=True,
-)
-
-
-@dataclass(frozen=True)
-class PlanFacts:
-    """The facts that the plan of a graph depends on."""
-
-    graph: GraphSpec
-    model: ModelSpec
-    dtype: str
-
-    @classmethod
-    def collect(cls, graph: GraphSpec, config: NeuronConfig, model: ModelSpec) -> PlanFacts:
-        return cls(graph, model, config.dtype)
-
-    def to_dict(self) -> dict[str, Any]:
-        lists: dict[str, Any] = {section: [] for section in SECTIONS}
-        return {"graph": asdict(self.graph), "model": lists | self.model.to_dict(), "dtype": self.dtype}
-
-    def check(self, found: Mapping[str, Any]) -> None:
-        """Raise ValueError where a plan was made for other facts."""
-        _FACTS("the plan", found)
-        difference = first_difference(found, self.to_dict())
-        if difference is not None:
-            name, made, asked = difference
-            raise ValueError(f"it was compiled for {name}={shown(made)}, and the artifact has {shown(asked)}")
-
-
 logger = logging.getLogger(__name__)
 
-CACHE_KIND = "cpu"
-PLAN_SUFFIX, CONSTANTS_SUFFIX = ".json", ".safetensors"
+
+def write_model(model: PreTrainedModel, folder: Path) -> dict[str, str]:
+    """Write a model's weights as the kernels read them; return the tied names, alias to stored name."""
+    use_natural_layout(model)
+    return write_weights(named_tensors(model), folder)
+
+
+def find_cache_keys(
+    model: PreTrainedModel, config: NeuronConfig, folder: Path, *, trust_remote_code: bool
+) -> CacheKeys:
+    """Return the keys of a model's plans, as `KeepsGraphs.cache_keys`."""
+    use_natural_layout(model)
+    _take_memory(model)
+    spec = inspect_layers(model)
+    # Only now: a model's code may put buffers of another type in place of its own.
+    stored, tied = untie(named_tensors(model))
+    job = CompileJob(folder, config, spec, graph_specs(config), tied, trust_remote_code)
+    return CacheKeys(CACHE_KIND, PLAN_SUFFIX, plan_keys(job, stored))
+
+
+def _take_memory(model: nn.Module) -> None:
+    """Give a model memory that is never filled, which costs nothing until it is touched; buffers hold zeros, as some are indices."""
+    parameters = dict(model.named_parameters(prefix="model", remove_duplicate=False))
+    unique, tied = untie(named_tensors(model))
+    tensors = {
+        name: (torch.empty if name in parameters else torch.zeros)(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in unique.items()
+    }
+    assign(model, tensors | {alias: tensors[stored] for alias, stored in tied.items()})
+
+
+def check_model(artifact: Artifact, *, trust_remote_code: bool) -> None:
+    """Refuse an artifact where model, weights and manifest contradict each other."""
+    check_memory((*artifact.states(), *artifact.snapshots()))
+    layout = read_layout(artifact)
+    model = model_for(artifact, layout, trust_remote_code=trust_remote_code)
+    use_natural_layout(model, layout)
+    check_tensors(model, layout, artifact.config.dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        empty = {name: torch.empty(each.shape, dtype=getattr(torch, each.dtype.name)) for name, each in layout.items()}
+        assign(model, empty)
+        check_spec(model, artifact.model)
 
 
 def compile_graphs(job: CompileJob) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-from torch import Tensor
 
 from ...errors import first_line
 from ...kernels.run.bound_plan import BoundPlan
@@ -25,32 +24,22 @@ class LiveTokens:
     def __init__(self, spec: GraphSpec) -> None:
         inputs = enumerate(spec.inputs())
         self._positions = [place for place, each in inputs if each.name.endswith(".position_ids")]
-        self._views: dict[int, tuple[Tensor, np.ndarray, memoryview | None]] = {}
 
-    def __call__(self, inputs: Sequence[Tensor]) -> int:
+    def __call__(self, inputs: Sequence[np.ndarray]) -> int:
         """Return the number for inputs as `GraphSpec.inputs`: at least one, and all where none is live, as in a warm-up."""
         last = total = 0
         for place in self._positions:
-            positions, rows = self._view(place, inputs[place])
-            end = _end_of_chunks(positions) if rows is None else _end_of_rows(rows)
+            positions = inputs[place]
+            end = _end_of_rows(positions.data) if positions.shape[1] == 1 else _end_of_chunks(positions)
             last = total + end if end else last
             total += positions.size
         return last or total
 
-    def _view(self, place: int, tensor: Tensor) -> tuple[np.ndarray, memoryview | None]:
-        """Return positions as numpy has them, and as Python has them for rows of one token. A runner gives the same tensors in each step."""
-        known = self._views.get(place)
-        if known is None or known[0] is not tensor:
-            positions = tensor.numpy()
-            rows = positions.reshape(-1).data if positions.shape[1] == 1 else None
-            known = self._views[place] = tensor, positions, rows
-        return known[1:]
-
 
 def _end_of_rows(positions: memoryview) -> int:
-    """Return the place after the last live one; 0 where none is."""
+    """Return the place after the last live one of `[rows, 1]`; 0 where none is."""
     end = len(positions)
-    while end and positions[end - 1] < 0:
+    while end and positions[end - 1, 0] < 0:
         end -= 1
     return end
 
@@ -73,24 +62,24 @@ class CpuExecutable(HostStates):
     def __init__(
         self,
         plans: Mapping[str, tuple[BoundPlan, LiveTokens]],
-        states: dict[str, Tensor],
-        snapshots: Mapping[str, Tensor],
+        states: Mapping[str, np.ndarray],
+        snapshots: Mapping[str, np.ndarray],
     ) -> None:
         super().__init__(states, snapshots)
         self._plans = plans
         self._running = threading.Lock()  # they share their arena
 
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         with self._hold_plan(graph) as (plan, live_tokens):
             return plan.run(inputs, live_tokens(inputs))
 
-    def run_for_states(self, graph: str, inputs: Sequence[Tensor]) -> None:
+    def run_for_states(self, graph: str, inputs: Sequence[np.ndarray]) -> None:
         with self._hold_plan(graph) as (plan, live_tokens):
             plan.run_for_states(inputs, live_tokens(inputs))
 
     def run_by_operators(
-        self, graph: str, inputs: Sequence[Tensor], ended: Callable[[str], None], *, outputs: bool = True
-    ) -> Sequence[Tensor]:
+        self, graph: str, inputs: Sequence[np.ndarray], ended: Callable[[str], None], *, outputs: bool = True
+    ) -> Sequence[np.ndarray]:
         with self._hold_plan(graph) as (plan, live_tokens):
             return plan.run_by_operators(inputs, live_tokens(inputs), ended, outputs=outputs)
 

@@ -9,24 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+import numpy as np
 
 from ...artifact.artifact import GRAPHS_FOLDER, Artifact, ArtifactError
-from ...artifact.skeleton import assign, check_spec, check_tensors, model_for
-from ...artifact.tensor_file import stored_tensors
-from ...artifact.weights import allocate_states, check_memory, read_layout, read_weights
+from ...artifact.tensor_file import read_tensors
+from ...artifact.weights import allocate_states, read_weights
 from ...kernels.plan import OldPlanError, Plan
 from ...kernels.run.memory import allocate_arena
 from ...kernels.run.short_scales import find_short_scales
 from .. import CompileJob
 from ..host_states import empty_snapshots
 from ..recompile import compiled_again
-from .compiler import CONSTANTS_SUFFIX, PLAN_SUFFIX, PlanFacts, compile_graphs
+from ..threads import count_fitted
 from .executable import CpuExecutable, LiveTokens
-from .layout import use_natural_layout
+from .facts import CONSTANTS_SUFFIX, PLAN_SUFFIX, PlanFacts
 from .native_library import load_kernels
 
 
@@ -53,24 +49,14 @@ def load_executable(artifact: Artifact, *, trusted: bool, trust_remote_code: boo
             reason = str(error)
     logger.warning("compiling the graphs of %s again: %s", artifact.path, reason)
 
+    from .compiler import check_model, compile_graphs
+
     def compile_checked(job: CompileJob) -> dict[str, Any]:
-        _check_model(artifact, trust_remote_code=trust_remote_code)
+        check_model(artifact, trust_remote_code=trust_remote_code)
         return compile_graphs(job)
 
     with compiled_again(artifact, compile_checked, trust_remote_code=trust_remote_code) as (folder, _):
         return _bind_plans(artifact, (folder / GRAPHS_FOLDER).joinpath)
-
-
-def _check_model(artifact: Artifact, *, trust_remote_code: bool) -> None:
-    """Refuse an artifact where model, weights and manifest contradict each other."""
-    check_memory((*artifact.states(), *artifact.snapshots()))
-    layout = read_layout(artifact)
-    model = model_for(artifact, layout, trust_remote_code=trust_remote_code)
-    use_natural_layout(model, layout)
-    check_tensors(model, layout, artifact.config.dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        assign(model, {name: torch.empty(each.shape, dtype=each.dtype) for name, each in layout.items()})
-        check_spec(model, artifact.model)
 
 
 def _bind_plans(artifact: Artifact, find: _Find) -> CpuExecutable:
@@ -82,12 +68,13 @@ def _bind_plans(artifact: Artifact, find: _Find) -> CpuExecutable:
     states = allocate_states(artifact.states())
     shared = read_weights(artifact) | states
     plans: dict[str, Plan] = {}
-    constants: dict[str, dict[str, Tensor]] = {}
+    constants: dict[str, dict[str, np.ndarray]] = {}
     for spec in artifact.graphs:
         path, facts = find(spec.name + PLAN_SUFFIX), PlanFacts.collect(spec, artifact.config, artifact.model)
         with _name_file(path):
             plan = plans[spec.name] = Plan.load(path, shared, facts.check)
-        own = _read_constants(find(spec.name + CONSTANTS_SUFFIX), shared) if _has_constants(plan) else {}
+        has_constants = any(buffer.kind == "constant" for buffer in plan.buffers)
+        own = _read_constants(find(spec.name + CONSTANTS_SUFFIX), shared) if has_constants else {}
         with _name_file(path):
             plan.check(shared | own)
         constants[spec.name] = own
@@ -99,22 +86,24 @@ def _bind_plans(artifact: Artifact, find: _Find) -> CpuExecutable:
         tensors, outputs = shared | constants[spec.name], spec.outputs(artifact.model.vocab_size)
         with _name_file(find(spec.name + PLAN_SUFFIX)):
             own_plan = plans[spec.name].bind(
-                tensors, spec.inputs(), outputs, arena, library=load_kernels(), short_scales=short
+                tensors,
+                spec.inputs(),
+                outputs,
+                arena,
+                library=load_kernels(),
+                short_scales=short,
+                threads=count_fitted,
             )
         bound[spec.name] = own_plan, LiveTokens(spec)
     return CpuExecutable(bound, states, empty_snapshots(artifact.config, artifact.model))
 
 
-def _has_constants(plan: Plan) -> bool:
-    return any(buffer.kind == "constant" for buffer in plan.buffers)
-
-
-def _read_constants(path: Path, others: Collection[str]) -> dict[str, Tensor]:
+def _read_constants(path: Path, others: Collection[str]) -> dict[str, np.ndarray]:
     with _name_file(path):
-        names = stored_tensors(path).keys() & set(others)
+        tensors = read_tensors(path)
+        names = tensors.keys() & set(others)
         if names:
             raise ValueError(f"it holds {min(names)}, which is no constant of a graph")
-        tensors: dict[str, Tensor] = load_file(path)
     return tensors
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 
+from ...arrays import dtype_name
 from ...artifact.quantization import read_formats
 from ...artifact.skeleton import read_config
 from ...artifact.tensor_file import TensorLike
@@ -85,7 +86,7 @@ def plan_keys(job: CompileJob, tensors: Mapping[str, TensorLike]) -> dict[str, s
         "quantized": {name: asdict(each) for name, each in read_formats(job.folder).items()},
         # A graph's own spec lacks those of a cache of blocks: what takes padding is as long as the artifact's largest step.
         "states": [asdict(state) for state in state_specs(job.config, job.model)],
-        "tensors": {name: [str(each.dtype), list(each.shape)] for name, each in tensors.items()},
+        "tensors": {name: [dtype_name(each.dtype), list(each.shape)] for name, each in tensors.items()},
         "tied": job.tied_weights,
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in [*code, *sources]],
         "versions": [torch.__version__, transformers.__version__, *sys.version_info[:2]],

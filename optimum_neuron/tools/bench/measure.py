@@ -15,7 +15,7 @@ from ...core import Request
 from ...engine.engine import Engine
 from ...engine.events import RequestFailure
 from ...engine.policy import SchedulerOptions
-from ...runtime.arguments import check_fits
+from ...runtime.lengths import check_fits
 from ...runtime.runner import GraphRunner
 from ...runtime.timing import measure_seconds
 from ...step.model_spec import ModelSpec

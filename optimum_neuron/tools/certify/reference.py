@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...arrays import to_numpy, to_torch
 from ...parity.conditions import shaken
 from ...step.attention.kv_cache import KVCache
 from ...step.model_spec import ModelSpec
@@ -107,13 +108,13 @@ def run_reference(
     ops = replace(EAGER_OPS, sample=sample, write_cache=write_moved if shake else EAGER_OPS.write_cache)
     modules = {each.name: StepModule(model, cache, gathered_spec(each), ops).eval() for each in graphs}
     executable = EagerExecutable(
-        modules, cache, {name.removeprefix(SNAPSHOTS): each for name, each in snapshots.items()}
+        modules, cache, {name.removeprefix(SNAPSHOTS): to_numpy(each) for name, each in snapshots.items()}
     )
     for name, state in state_history(states, scales):
         if name in snapshots:
             snapshots[name].copy_(state)
         else:
-            executable.write_state(name, state)
+            executable.write_state(name, to_numpy(state))
     logits: dict[tuple[int, str], Tensor] = {}
     choices: dict[tuple[int, str], SamplerCall] = {}
     with shaken(model, 0) if shake else nullcontext():
@@ -123,7 +124,7 @@ def run_reference(
                 continue
             calls.clear()
             given = step.inputs if step.by_table is None else step.by_table
-            results = executable.run(step.graph, list(given.values()))
+            results = executable.run(step.graph, [to_numpy(each) for each in given.values()])
             sampled = iter(calls)
             for output, result in zip(modules[step.graph].spec.outputs(spec.vocab_size), results, strict=True):
                 if output.name.endswith(".tokens"):
@@ -132,9 +133,11 @@ def run_reference(
                     choices[number, output.name] = choice.at_temperature_0()
                     choices[number, drawn_name(output.name)] = choice
                 else:
-                    logits[number, output.name] = result.clone()
-    found = snapshots | {each.name: executable.read_state(each.name) for each in states if each.name not in snapshots}
-    return ReferenceRun(logits, choices, found, {each.name: _trash_rows(each, graphs[0]) for each in states})
+                    logits[number, output.name] = to_torch(result).clone()
+    read = {each.name: to_torch(executable.read_state(each.name)) for each in states if each.name not in snapshots}
+    return ReferenceRun(
+        logits, choices, snapshots | read, {each.name: _trash_rows(each, graphs[0]) for each in states}
+    )
 
 
 def _run_copy(executable: EagerExecutable, step: RecordedStep) -> None:

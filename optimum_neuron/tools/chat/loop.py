@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NamedTuple
 
 from ...cli import console
 from ...engine.service import EngineStoppedError
@@ -30,13 +29,6 @@ Ctrl-C ends an answer, which stays in the history as far as it came. Ctrl-D leav
 _HARMLESS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
-class UserInput(NamedTuple):
-    """A message or command of the user. In quotes it is a message."""
-
-    text: str
-    is_quoted: bool = False
-
-
 class Terminal:
     """Lines from stdin, answers to stdout, and all else to stderr.
 
@@ -53,18 +45,23 @@ class Terminal:
         self._notes = console(stderr=True)
         self._ended_line = True
 
-    def read_input(self) -> UserInput:
-        """Return the next message or command; raise EOFError at the end, ValueError where quotes have no end."""
+    def read_input(self) -> tuple[str, bool]:
+        """Return the next message or command, and whether quotes make it a message.
+
+        Raises:
+            EOFError: there is none.
+            ValueError: quotes have no end.
+        """
         text = self._read_line("> ").strip()
         if not text.startswith(QUOTES):
-            return UserInput(text)
+            return text, False
         text = text.removeprefix(QUOTES)
         while not text.endswith(QUOTES):
             try:
                 text += "\n" + self._read_line(". ").rstrip()
             except EOFError:
                 raise ValueError(f"the message that {QUOTES} begins has no end; write {QUOTES} after it") from None
-        return UserInput(text.removesuffix(QUOTES).strip(), is_quoted=True)
+        return text.removesuffix(QUOTES).strip(), True
 
     def _read_line(self, prompt: str) -> str:
         if self._edits:
@@ -73,7 +70,6 @@ class Terminal:
         return input()
 
     def show_prompt(self, text: str) -> None:
-        """Show a prompt to a person, or the end of its line."""
         if self.is_interactive:
             sys.stderr.write(text)
             sys.stderr.flush()
@@ -95,7 +91,6 @@ class Terminal:
             signal.signal(signal.SIGINT, before)
 
     def show_piece(self, piece: str) -> None:
-        """Show the next part of an answer."""
         if piece:
             self._ended_line = piece.endswith("\n")
             sys.stdout.write(piece.translate(_HARMLESS) if sys.stdout.isatty() else piece)
@@ -118,8 +113,8 @@ def run_chat(session: ChatSession, terminal: Terminal) -> None:
     leaves = False
     while not leaves:
         try:
-            entry = terminal.read_input()
-            leaves = bool(entry.text) and _obey_input(session, terminal, entry)
+            text, is_quoted = terminal.read_input()
+            leaves = bool(text) and _obey_input(session, terminal, text, is_quoted=is_quoted)
         except EOFError:
             leaves = True
             terminal.show_prompt("\n")
@@ -133,14 +128,14 @@ def run_chat(session: ChatSession, terminal: Terminal) -> None:
             terminal.show_note(f"error: {' '.join(str(error).split())}")
 
 
-def _obey_input(session: ChatSession, terminal: Terminal, entry: UserInput) -> bool:
+def _obey_input(session: ChatSession, terminal: Terminal, text: str, *, is_quoted: bool) -> bool:
     """Answer a message or obey a command; return whether the user leaves."""
-    name, _, argument = entry.text.partition(" ")
+    name, _, argument = text.partition(" ")
     argument = argument.strip()
     with terminal.handle_interrupts(session.interrupt_answer):
         match name, argument:
-            case _ if entry.is_quoted or not name.startswith("/"):
-                note = str(session.send_message(entry.text, terminal.show_piece))
+            case _ if is_quoted or not name.startswith("/"):
+                note = str(session.send_message(text, terminal.show_piece))
             case "/help", "":
                 note = HELP
             case "/clear" | "/reset", "":
@@ -157,7 +152,7 @@ def _obey_input(session: ChatSession, terminal: Terminal, entry: UserInput) -> b
                 return True
             case _:
                 raise ValueError(
-                    f"{entry.text} is no command; /help lists them, and {QUOTES} before and after it make it a message"
+                    f"{text} is no command; /help lists them, and {QUOTES} before and after it make it a message"
                 )
     terminal.show_note(note)
     return False

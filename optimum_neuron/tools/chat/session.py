@@ -7,33 +7,30 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import GenerationConfig
+from typing import TYPE_CHECKING, Any
 
 from ...core import FinishReason, Request
-from ...engine.continuous_batching.requests import RequestFactory
 from ...engine.service import EngineService
-from ...engine.stream import TokenStream
 from ...errors import first_line
-from ...generate import NeuronModelForCausalLM
 from ...runtime.lengths import most_new_tokens
-from ..serve.text_stream import Detokenizer, StopStrings
+from ...text.answer import Answer
 from .settings import DEFAULT_NEW_TOKENS, Settings
+
+
+if TYPE_CHECKING:
+    from ...generate import NeuronModelForCausalLM
+    from ...generate.text_model import TextModel
 
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer, and its cost.
+    """An answer, as far as it came, and its cost.
 
     Attributes:
-        text: the answer, as far as it came.
         computed, reused: tokens of the conversation that were computed for it, and those that the cache had already.
         generated: tokens of the answer, its end token included.
-        ttft_seconds: time to the first of them; None where none came.
-        decode_seconds: time from the first to the last.
+        ttft_seconds, decode_seconds: time to the first of them, None where none came, and from the first to the last.
         room: tokens that still fit the conversation.
-        ending: the reason of its end.
     """
 
     text: str
@@ -46,7 +43,6 @@ class Turn:
     ending: FinishReason | None
 
     def __str__(self) -> str:
-        """Return the counts and speeds in one line."""
         if self.ttft_seconds is None:
             return f"not answered, so your message is not kept; {self.computed:,} tokens of it were computed"
         later = self.generated - 1
@@ -68,7 +64,6 @@ class ChatSession:
 
     Args:
         model: a loaded model that `service` alone serves.
-        tokenizer: a tokenizer with a chat template.
 
     Raises:
         ValueError: the tokenizer has no chat template, or the artifact cannot choose tokens as the settings ask.
@@ -81,7 +76,7 @@ class ChatSession:
 
     def __init__(
         self,
-        model: NeuronModelForCausalLM,
+        model: TextModel | NeuronModelForCausalLM,
         service: EngineService,
         tokenizer: Any,
         settings: Settings | None = None,
@@ -90,7 +85,7 @@ class ChatSession:
         check_template(tokenizer)
         self._model, self._service, self._tokenizer = model, service, tokenizer
         self._numbers = itertools.count()
-        self._stream: TokenStream | None = None
+        self._answer: Answer | None = None
         self._interrupted = False
         self.system = system
         self.messages: list[dict[str, str]] = []
@@ -98,8 +93,7 @@ class ChatSession:
 
     def change_settings(self, settings: Settings) -> None:
         """Choose the next tokens by other settings, from their seed; raise ValueError where the artifact cannot, and keep the old."""
-        config = GenerationConfig(**settings.generate_keywords())
-        self._factory = RequestFactory(self._model, config, None, cuts_text=True)
+        self._requests = self._model.make_requests(settings.generate_keywords())
         self._seeds = None if settings.seed is None else itertools.count(settings.seed)
         self.settings = settings
 
@@ -125,52 +119,43 @@ class ChatSession:
         """
         self._interrupted = False
         messages = [*self.messages, {"role": "user", "content": text}]
-        request = self._make_request(self._render_ids(messages))
+        request = self._make_request(messages)
         statistics = self._service.engine.statistics
         before = statistics.prompt_tokens, statistics.prefix_hit_tokens
-        detokenizer, stops = Detokenizer(self._tokenizer), StopStrings(self._factory.stop_strings)
-        pieces, times = [""], []
         start = time.perf_counter()
-        with self._service.submit(request) as self._stream:
-            if self._interrupted:
-                self._stream.abort()
-            for token in self._stream:
-                times.append(time.perf_counter())
-                if self._stream.finish_reason != "stop":
-                    pieces.append(stops.push_text(detokenizer.push_token(token)))
-                    show(pieces[-1])
-                if stops.found is not None:
-                    break
-            ending = self._stream.finish_reason if stops.found is None else "stop"
-        if stops.found is None:
-            pieces.append(stops.push_text(detokenizer.take_rest()))
-            pieces[-1] += stops.take_held() if stops.found is None else ""
-            show(pieces[-1])
-        answer = "".join(pieces)
+        stream = self._service.submit(request)
+        answer = self._answer = Answer(stream, self._tokenizer, self._requests.stop_strings)
+        if self._interrupted:
+            answer.abort()
+        pieces = []
+        for piece in answer:
+            pieces.append(piece)
+            show(piece)
+        times, text = answer.times, "".join(pieces)
         if times:
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
+            self.messages = [*messages, {"role": "assistant", "content": text}]
         return Turn(
-            text=answer,
+            text=text,
             computed=statistics.prompt_tokens - before[0],
             reused=statistics.prefix_hit_tokens - before[1],
             generated=len(times),
             ttft_seconds=times[0] - start if times else None,
             decode_seconds=times[-1] - times[0] if times else 0.0,
             room=max(0, self._model.neuron_config.sequence_length - len(request.prompt_token_ids) - len(times)),
-            ending=ending,
+            ending=answer.ending,
         )
 
     def interrupt_answer(self) -> None:
         """End the present answer; the handler of a signal may call this."""
         self._interrupted = True
-        if self._stream is not None:
-            self._stream.abort()
+        if self._answer is not None:
+            self._answer.abort()
 
-    def _render_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def _make_request(self, messages: Sequence[dict[str, str]]) -> Request:
         turns = list(messages) if self.system is None else [{"role": "system", "content": self.system}, *messages]
         try:
             "".join(each["content"] for each in turns).encode()  # no tokenizer takes bytes that are no UTF-8
-            found = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+            ids = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
         except UnicodeEncodeError:
             raise ValueError("the message has bytes that are no UTF-8; write it again") from None
         except Exception as error:  # a template is a program
@@ -178,10 +163,6 @@ class ChatSession:
                 f"the chat template refuses these messages ({first_line(error)}); change the system message by /system, or start "
                 f"again by /clear"
             ) from error
-        ids: list[int] = found["input_ids"]
-        return ids
-
-    def _make_request(self, ids: list[int]) -> Request:
         sizes = self._model.neuron_config
         room = most_new_tokens(len(ids), sizes)
         if room < 1:
@@ -189,9 +170,9 @@ class ChatSession:
                 f"the conversation has {len(ids):,} tokens with this message, and a slot holds sequence_length="
                 f"{sizes.sequence_length:,}; start again by /clear, or export with a longer --sequence-length"
             )
-        longest = self.settings.max_new_tokens or self._factory.new_tokens(len(ids)) or DEFAULT_NEW_TOKENS
+        longest = self.settings.max_new_tokens or self._requests.new_tokens(len(ids)) or DEFAULT_NEW_TOKENS
         seed = None if self._seeds is None else next(self._seeds)
-        return self._factory.make_request(f"turn-{next(self._numbers)}", ids, min(room, longest), seed=seed)
+        return self._requests.make_request(f"turn-{next(self._numbers)}", ids, min(room, longest), seed=seed)
 
 
 def check_template(tokenizer: Any) -> None:

@@ -28,14 +28,7 @@ DEFAULT_NEW_TOKENS = 512
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of answers; None leaves one to the checkpoint's generation_config.json, or to the program.
-
-    Attributes:
-        max_new_tokens: the longest answer.
-        temperature: 0 takes the most probable token each time; above, tokens are drawn.
-        top_k, top_p: limits of the tokens that are drawn from.
-        seed: start of the random numbers.
-    """
+    """The options of answers; None leaves one to the checkpoint's generation_config.json, or to the program."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -51,20 +44,15 @@ class Settings:
         return settings
 
     def check_ranges(self, mark: str = "") -> None:
-        """Raise ValueError where one is out of range, or has no meaning with the others.
-
-        Args:
-            mark: prefix of a name where the user writes it.
-        """
+        """Raise ValueError where one is out of range, or has no meaning with the others; users write `mark` before a name."""
         for name, (least, most, words) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ValueError(f"{mark}{_option_name(name)} {value} must be {words}")
         shaping = next((name for name in ("top_k", "top_p") if getattr(self, name) is not None), None)
         if shaping is not None and not self.temperature:
-            raise ValueError(
-                f"{mark}{_option_name(shaping)} shapes sampling: give a {mark}temperature above 0 with it"
-            )
+            name = _option_name(shaping)
+            raise ValueError(f"{mark}{name} shapes sampling: give a {mark}temperature above 0 with it")
 
     def with_value(self, assignment: str) -> Settings:
         """Return a copy with one other value, as in `top-k 5` or `top-k=5`; `none` leaves it to the checkpoint.
@@ -91,7 +79,7 @@ class Settings:
         return ", ".join(f"{_option_name(name)} {UNSET if value is None else value}" for name, value in values)
 
     def generate_keywords(self) -> dict[str, Any]:
-        """Return the keywords of `generate` that choose tokens so; None takes the checkpoint's defaults."""
+        """Return the keywords of `generate` that choose tokens so."""
         return sampling_keywords(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 

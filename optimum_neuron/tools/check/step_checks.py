@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...artifact.artifact import Artifact
 from ...config import NeuronConfig
@@ -28,13 +27,13 @@ from .report import CheckError
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 
 
-def prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> torch.Tensor:
+def prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> np.ndarray:
     """Return logits `[vocab]` after a prompt that a slot takes from its start, `pieces` tokens at a time."""
     runner.lengths[slot] = 0
     for chunk in cut_prompt(slot, prompt, pieces):
         output = runner.run_step([chunk])
     assert output.chunk_logits is not None
-    return output.chunk_logits[0].clone()
+    return output.chunk_logits[0].copy()
 
 
 def draw_prompt(artifact: Artifact, length: int, seed: int) -> np.ndarray:
@@ -47,10 +46,10 @@ def check_golden(golden: Golden, artifact: Artifact, runner: GraphRunner) -> dic
     steps = replay(runner, np.asarray(golden.prompt, dtype=np.int32), len(golden.tokens), golden.tokens)
     tolerance, differences, wrong = TOLERANCE[artifact.config.dtype], [0.0], []
     for index, (token, logits) in enumerate(steps):
-        candidates, expected = golden.candidates[index], torch.tensor(golden.logits[index])
-        scale = float(expected.abs().max())
+        candidates, expected = golden.candidates[index], np.asarray(golden.logits[index], np.float32)
+        scale = float(np.abs(expected).max())
         if logits is not None:
-            differences.append(float((logits[candidates] - expected).abs().max()) / scale)
+            differences.append(float(np.abs(logits[candidates] - expected).max()) / scale)
         rival = candidates.index(token) if token in candidates else None
         near = rival is not None and float(expected[0] - expected[rival]) <= tolerance * scale
         if token != golden.tokens[index] and not near:
@@ -102,8 +101,8 @@ def check_slot_copy(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     runner.executable.copy_slot(0, 1, length)
     states = [each.name for each in artifact.states() if each.name.startswith(BY_TOKEN)]
     for name in states:
-        tensor = runner.executable.read_state(name).contiguous().view(torch.uint8)  # torch compares no fp8
-        if not torch.equal(tensor[1, :, :length], tensor[0, :, :length]) or not tensor[0, :, :length].any():
+        bits = runner.executable.read_state(name).view(np.uint8)
+        if not np.array_equal(bits[1, :, :length], bits[0, :, :length]) or not bits[0, :, :length].any():
             raise CheckError(f"{name} of slot 1 is not that of slot 0")
     return {"states": len(states)}
 
@@ -114,13 +113,13 @@ def check_snapshots(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     runner.reserve_slots([length + 1])
     prefill(runner, 0, draw_prompt(artifact, length, seed=6), runner.config.prefill_chunk_size)
     states = [each.name for each in slot_state_specs(runner.config, artifact.model)]
-    expected = {name: runner.executable.read_state(name)[0].clone() for name in states}
+    expected = {name: runner.executable.read_state(name)[0] for name in states}
     place = runner.config.snapshot_places - 1
     runner.keep_state(0, place)
     runner.run_step([PromptPiece(0, draw_prompt(artifact, 1, seed=7))])
     runner.kept.restore_snapshot(place, 0)
     for name, state in expected.items():
-        if not torch.equal(runner.executable.read_state(name)[0], state):
+        if not np.array_equal(runner.executable.read_state(name)[0], state):
             raise CheckError(f"{name} of slot 0 is not what snapshot {place} was taken of")
     return {"states": len(states), "places": place + 1}
 
@@ -139,7 +138,7 @@ def check_token_ids(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
         runner.reserve_slots([1])
         output = runner.run_step([PromptPiece(0, np.array([token], dtype=np.int32))])
         assert output.chunk_logits is not None
-        if not output.chunk_logits.isfinite().all():
+        if not np.isfinite(output.chunk_logits).all():
             raise CheckError(f"token id {token} makes logits that are not finite")
         chosen = -1 if output.chunk_tokens is None else int(output.chunk_tokens[0])
         if output.chunk_tokens is not None and not 0 <= chosen < artifact.model.vocab_size:
@@ -163,9 +162,9 @@ def measure_latency(runner: GraphRunner, runs: int) -> dict[str, Any]:
     return medians
 
 
-def _require_equal(logits: list[torch.Tensor], artifact: Artifact, *, exact: bool) -> None:
-    worst = float(torch.stack([row - logits[0] for row in logits]).abs().max())  # NaN where one is
-    scale = float(logits[0].abs().max())
+def _require_equal(logits: list[np.ndarray], artifact: Artifact, *, exact: bool) -> None:
+    worst = float(np.abs(np.stack(logits) - logits[0]).max())  # NaN where one is
+    scale = float(np.abs(logits[0]).max())
     if not worst <= (0.0 if exact else TOLERANCE[artifact.config.dtype] * scale):
         raise CheckError(f"logits differ by {worst:.1e}, the largest one is {scale:.1e}")
 

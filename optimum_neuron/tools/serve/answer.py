@@ -10,13 +10,12 @@ from functools import partial
 
 import numpy as np
 
-from ...core import Request
 from ...engine.events import RequestFailedError, TokenEvent
 from ...engine.service import EngineStoppedError
 from ...engine.stream import Item
 from .choice import AnswerChoice, Piece
-from .errors import ApiError, ClientGoneError, server_error
 from .gate import Admission
+from .http import ApiError, ClientGoneError, server_error
 from .loaded_model import LoadedModel
 from .metrics import Metrics, Times
 from .protocol import Asked
@@ -34,14 +33,9 @@ class ServedAnswer:
     A request leaves its admission in the moment in which the engine ends it, however slowly the client reads.
 
     Args:
-        admission: admission of its requests.
         name: beginning of the engine's names of its requests.
         arrived: `time.perf_counter()` when the HTTP request came.
-        headers: its headers.
-        tracing: receiver of a span of each request.
-
-    Attributes:
-        prompt_tokens: tokens of all prompts; each counts once, however many choices it has.
+        headers: its headers, for the spans of its requests.
     """
 
     def __init__(
@@ -56,13 +50,13 @@ class ServedAnswer:
         headers: Mapping[str, str],
         tracing: Tracing | None,
     ) -> None:
-        self.prompt_tokens = sum(map(len, prompts))
+        self._prompt_tokens = sum(map(len, prompts))
         self._service, self._metrics = served.service, metrics
         self._loop = asyncio.get_running_loop()
         self._admission = admission
         self._open: set[int] = set()  # choices that the engine makes
         self._pieces: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
-        eos = frozenset() if asked.ignore_eos else served.eos_token_ids
+        eos = frozenset() if asked.ignore_eos else served.requests.eos_token_ids
         self._requests = [
             served.requests.make_request(
                 f"{name}-{prompt * asked.n + copy}",
@@ -84,23 +78,17 @@ class ServedAnswer:
             AnswerChoice(served.tokenizer, stops, asked.stop_token_ids, asked.logprobs) for _ in self._requests
         ]
         self._times = [Times(arrived) for _ in self._requests]
-        self._arrived, self._headers, self._tracing, self._n = arrived, headers, tracing, asked.n
+        self._headers, self._tracing, self._n = headers, tracing, asked.n
 
     def __len__(self) -> int:
         return len(self._choices)
 
-    @property
-    def usage(self) -> dict[str, int]:
-        """OpenAI's counts of the whole answer."""
-        return self.usage_after(sum(choice.tokens for choice in self._choices))
-
-    def usage_after(self, tokens: int) -> dict[str, int]:
-        """Return OpenAI's counts after so many generated tokens."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": self.prompt_tokens + tokens,
-        }
+    def count_usage(self, tokens: int | None = None) -> dict[str, int]:
+        """Return OpenAI's counts after so many generated tokens, or all. A prompt counts once, however many choices it has."""
+        if tokens is None:
+            tokens = sum(choice.tokens for choice in self._choices)
+        total = self._prompt_tokens + tokens
+        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
 
     def prompt_ids(self, index: int) -> list[int]:
         """Return the token ids of a choice's prompt."""
@@ -119,8 +107,15 @@ class ServedAnswer:
             ClientGoneError: after `give_up`.
         """
         try:
-            for index, request in enumerate(self._requests):
-                self._start_request(index, request)
+            try:
+                for index, request in enumerate(self._requests):
+                    self._times[index].queued = time.perf_counter()
+                    self._service.subscribe(request, partial(self._put_item, index))
+                    self._open.add(index)
+            except ValueError as error:
+                raise ApiError(str(error)) from error
+            except EngineStoppedError as error:
+                raise server_error(str(error), status=503, code="engine_stopped") from error
             while (item := await self._pieces.get()) is not None:
                 if isinstance(item, Exception):
                     raise item
@@ -148,16 +143,6 @@ class ServedAnswer:
         if self._tracing is not None:
             self._tracing.add_span(self._headers, request, self._n, times, tokens, reason)
 
-    def _start_request(self, index: int, request: Request) -> None:
-        self._times[index].queued = time.perf_counter()
-        try:
-            self._service.subscribe(request, partial(self._put_item, index))
-        except ValueError as error:
-            raise ApiError(str(error)) from error
-        except EngineStoppedError as error:
-            raise server_error(str(error), status=503, code="engine_stopped") from error
-        self._open.add(index)
-
     def _put_item(self, index: int, item: Item) -> None:
         """Take a token from the engine's thread."""
         self._loop.call_soon_threadsafe(self._take_item, index, item, time.perf_counter())
@@ -178,9 +163,8 @@ class ServedAnswer:
         if not self._open:
             self._pieces.put_nowait(None)
         elif self._pieces.qsize() >= _MOST_UNREAD:
-            self._end_with(
-                ApiError(f"{_MOST_UNREAD:,} pieces of the answer are not read; read faster", status=408), "abort"
-            )
+            slow = f"{_MOST_UNREAD:,} pieces of the answer are not read; read faster"
+            self._end_with(ApiError(slow, status=408), "abort")
 
     def _check_item(self, item: Item) -> TokenEvent:
         if isinstance(item, TokenEvent):
@@ -195,10 +179,8 @@ class ServedAnswer:
 
     def _make_piece(self, index: int, event: TokenEvent, now: float) -> Piece:
         choice, request, times = self._choices[index], self._requests[index], self._times[index]
-        if times.last is not None:
-            self._metrics.count_next_token(now - times.last)
-        else:
-            self._metrics.count_first_token(now - self._arrived, len(request.prompt_token_ids))
+        self._metrics.count_token(times, now, len(request.prompt_token_ids))
+        if times.last is None:
             times.started, times.first = event.started, now
         times.last = now
         piece = choice.take_token(event)

@@ -7,8 +7,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -19,82 +20,81 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ...text.stream import TokenTexts
 from .answer import ServedAnswer
-from .bodies import HELD_BYTES, SMALL_BODY, Bodies, Body, read_object
-from .chat import ChatForm, read_chat
-from .completions import CompletionForm, read_completion
-from .errors import ApiError, ClientGoneError, server_error
-from .gate import Gate
-from .http import EventSender, KeyCheck, error_response, json_response, watch_client
+from .gate import HELD_BYTES, SMALL_BODY, Bodies, Body, Gate, read_object
+from .http import (
+    ApiError,
+    ClientGoneError,
+    EventSender,
+    KeyCheck,
+    error_response,
+    json_response,
+    server_error,
+    watch_client,
+)
 from .loaded_model import LoadedModel
 from .metrics import CONTENT_TYPE, Metrics
 from .prompts import PromptEncoder
-from .protocol import Asked, unknown_model
-from .token_texts import TokenTexts
+from .protocol import Asked, read_chat, read_completion, unknown_model
 from .tracing import Tracing
-from .writing import AnswerWriter, Form
+from .writing import AnswerWriter, ChatForm, CompletionForm, Form
 
 
-class RequestKind(NamedTuple):
-    """A kind of request: the reader of its body, and the form of its answers."""
-
-    read: Callable[[Mapping[str, Any], LoadedModel], Asked]
-    form: Form
+# The reader of a body, and the form of its answers.
+Kind = tuple[Callable[[Mapping[str, Any], LoadedModel], Asked], Form]
 
 
+@dataclass(frozen=True)
 class AnswerRoute:
     """A route that generates; an ASGI application of its own, as it has to see its client go away.
 
-    Args:
+    Attributes:
         kind_of: the kind of a body, into which it may write members that its clients need not send.
     """
 
-    def __init__(
-        self,
-        served: LoadedModel,
-        gate: Gate,
-        metrics: Metrics,
-        encoder: PromptEncoder,
-        bodies: Bodies,
-        kind_of: Callable[[dict[str, Any]], RequestKind],
-        tracing: Tracing | None,
-    ) -> None:
-        self._served, self._gate, self._metrics, self._encoder = served, gate, metrics, encoder
-        self._bodies, self._kind_of, self._tracing = bodies, kind_of, tracing
+    served: LoadedModel
+    gate: Gate
+    metrics: Metrics
+    encoder: PromptEncoder
+    bodies: Bodies
+    tracing: Tracing | None
+    kind_of: Callable[[dict[str, Any]], Kind]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
         try:
-            self._gate.check_open()
+            self.gate.check_open()
             with ExitStack() as admitted:
-                with Body(self._bodies) as body:
+                with Body(self.bodies) as body:
                     data = await body.read_all(scope, receive)
-                    form, asked = await self._read_request(data)
-                    admission = admitted.enter_context(self._gate.admit_requests(len(asked.prompts) * asked.n))
-                    prompts = await self._encoder.encode_prompts(asked, is_long=len(data) > SMALL_BODY)
+                    is_long = len(data) > SMALL_BODY
+                    if is_long:
+                        form, asked = await self.encoder.run_long(partial(self._read_request, data))
+                    else:
+                        form, asked = self._read_request(data)
+                    admission = admitted.enter_context(self.gate.admit_requests(len(asked.prompts) * asked.n))
+                    prompts = await self.encoder.encode_prompts(asked, is_long=is_long)
                 data, asked = bytearray(), replace(asked, prompts=())  # which take memory
                 name = f"{form.prefix}-{uuid.uuid4().hex}"
                 headers = Headers(scope=scope)
                 answer = ServedAnswer(
-                    self._served, self._metrics, admission, asked, prompts, name, arrived, headers, self._tracing
+                    self.served, self.metrics, admission, asked, prompts, name, arrived, headers, self.tracing
                 )
-                writer = AnswerWriter(form, asked, answer, {"id": name, "model": self._served.name})
+                writer = AnswerWriter(form, asked, answer, {"id": name, "model": self.served.name})
                 async with watch_client(receive, answer.give_up), aclosing(answer.pieces()) as pieces:
                     if asked.stream:
-                        await writer.write_stream(pieces, EventSender(send), self._metrics.count_refused)
+                        await writer.write_stream(pieces, EventSender(send), self.metrics.count_refused)
                         return
                     whole = await writer.write_whole(pieces)
             await json_response(whole)(scope, receive, send)
         except ClientGoneError:
             pass  # no answer is read any more
 
-    async def _read_request(self, body: bytearray) -> tuple[Form, Asked]:
-        def read_form() -> tuple[Form, Asked]:
-            data = read_object(body)
-            kind = self._kind_of(data)
-            return kind.form, kind.read(data, self._served)
-
-        return read_form() if len(body) <= SMALL_BODY else await self._encoder.run_long(read_form)
+    def _read_request(self, body: bytearray) -> tuple[Form, Asked]:
+        data = read_object(body)
+        read, form = self.kind_of(data)
+        return form, read(data, self.served)
 
 
 def create_app(
@@ -109,8 +109,8 @@ def create_app(
     """Return the ASGI application over a loaded model.
 
     Args:
-        api_key: key that clients have to send to the routes that generate, and to those under /v1; None: none.
-        tracing: receiver of a span of each request; None: none.
+        api_key: key that clients have to send to the routes that generate, and to those under /v1.
+        tracing: receiver of a span of each request.
     """
     texts = TokenTexts(served.tokenizer)
     entry = {
@@ -144,27 +144,17 @@ def create_app(
 
     async def refuse_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return await refuse_request(
-            request,
-            ApiError(
-                f"{request.method} {request.scope['path']}: {error.detail}; the routes are {', '.join(paths)}",
-                status=error.status_code,
-                headers=error.headers,
-            ),
-        )
+        message = f"{request.method} {request.scope['path']}: {error.detail}; the routes are {', '.join(paths)}"
+        return await refuse_request(request, ApiError(message, status=error.status_code, headers=error.headers))
 
     async def report_failure(request: Request, error: Exception) -> Response:  # its traceback is in the log
-        return await refuse_request(
-            request, server_error(f"the server failed ({type(error).__name__}); its log has more")
-        )
+        message = f"the server failed ({type(error).__name__}); its log has more"
+        return await refuse_request(request, server_error(message))
 
-    chat, completion = RequestKind(read_chat, ChatForm(texts)), RequestKind(read_completion, CompletionForm(texts))
-    bodies = Bodies(HELD_BYTES)
+    chat, completion = (read_chat, ChatForm(texts)), (read_completion, CompletionForm(texts))
+    answer = partial(AnswerRoute, served, gate, metrics, encoder, Bodies(HELD_BYTES), tracing)
 
-    def answer_route(kind_of: Callable[[dict[str, Any]], RequestKind]) -> AnswerRoute:
-        return AnswerRoute(served, gate, metrics, encoder, bodies, kind_of, tracing)
-
-    def invoked_kind(body: dict[str, Any]) -> RequestKind:
+    def invoked_kind(body: dict[str, Any]) -> Kind:
         """Return the kind that a body for SageMaker's one route has; it need not name the model."""
         if ("messages" in body) == ("prompt" in body):
             raise ApiError("the body has to have either 'messages', of a chat, or 'prompt', of a completion; give one")
@@ -172,11 +162,11 @@ def create_app(
         return chat if "messages" in body else completion
 
     routes = [
-        Route("/v1/chat/completions", answer_route(lambda body: chat), methods=["POST"]),
-        Route("/v1/completions", answer_route(lambda body: completion), methods=["POST"]),
+        Route("/v1/chat/completions", answer(lambda body: chat), methods=["POST"]),
+        Route("/v1/completions", answer(lambda body: completion), methods=["POST"]),
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", show_model),
-        Route("/invocations", answer_route(invoked_kind), methods=["POST"]),
+        Route("/invocations", answer(invoked_kind), methods=["POST"]),
         Route("/ping", check_health, methods=["GET", "POST"]),
         Route("/health", check_health),
         Route("/metrics", show_metrics),

@@ -9,19 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ...engine.events import TokenEvent
-from .text_stream import Detokenizer, StopStrings
-
-
-Ending = Literal["stop", "length"]
+from ...text.stream import Detokenizer, StopStrings
 
 
 @dataclass(slots=True)
 class ScoredToken:
-    """A token with its log-probability.
-
-    Attributes:
-        start, end: its characters in the text; `end` is None while they are not whole.
-    """
+    """A token with its log-probability, and its characters in the text; `end` is None while they are not whole."""
 
     token_id: int
     logprob: float
@@ -34,23 +27,20 @@ class Piece(NamedTuple):
     """The next part of a choice for a client.
 
     Attributes:
-        text: text of the choice.
         scored: tokens with log-probabilities that are whole in the text so far.
-        finish_reason, stop_reason: reason of the choice's end.
         token_ids: tokens since the last piece.
         tokens: number of tokens so far.
     """
 
     text: str
     scored: tuple[ScoredToken, ...] = ()
-    finish_reason: Ending | None = None
+    finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
     token_ids: tuple[int, ...] = ()
     tokens: int = 0
 
     @property
     def is_first(self) -> bool:
-        """True for the choice's first piece."""
         return self.tokens == len(self.token_ids)
 
     @property
@@ -67,14 +57,12 @@ class AnswerChoice:
 
     Attributes:
         tokens: number of tokens so far.
-        finish_reason: reason of its end; None before.
     """
 
     def __init__(
         self, tokenizer: Any, stops: Sequence[str], stop_token_ids: frozenset[int], logprobs: int | None
     ) -> None:
         self.tokens = 0
-        self.finish_reason: Ending | None = None
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stops)
         self._stop_token_ids = stop_token_ids
@@ -95,47 +83,26 @@ class AnswerChoice:
         return piece._replace(token_ids=token_ids, tokens=self.tokens)
 
     def _read_event(self, event: TokenEvent) -> Piece:
-        ended = event.finish_reason is not None
         by_token = event.finish_reason == "stop"
         made = "" if by_token else self._detokenizer.push_token(event.token_id)
-        self._score_token(event, made)
-        text = self._pass_text(made)
-        if self._stops.found is None and ended:
-            text += self._pass_text(self._detokenizer.take_rest()) + (
-                "" if self._stops.found else self._stops.take_held()
-            )
+        if self._logprobs is not None:
+            assert event.logprob is not None
+            self._scored.append(ScoredToken(event.token_id, event.logprob, event.top[: self._logprobs], self._made))
+            for token in self._scored if made else ():
+                token.end = self._made + len(made) if token.end is None else token.end
+        self._made += len(made)
+        text = self._stops.push_text(made)
+        if self._stops.found is None and event.finish_reason is not None:
+            text += self._stops.push_text(self._detokenizer.take_rest(), is_last=True)
         self._out += len(text)
         if self._stops.found is not None:
-            self.finish_reason, reason = "stop", self._stops.found
-            return Piece(text, self._take_before(self._out), "stop", reason)
-        if not ended:
-            return Piece(text, self._take_whole())
-        self.finish_reason = "stop" if by_token else "length"
+            scored = [token for token in self._scored if token.start < self._out]
+            return Piece(text, tuple(scored), "stop", self._stops.found)
+        if event.finish_reason is None:
+            scored = []
+            # All of their text is out: others may turn out to be part of a stop string.
+            while self._scored and self._scored[0].end is not None and self._scored[0].end <= self._out:
+                scored.append(self._scored.popleft())
+            return Piece(text, tuple(scored))
         stop_reason = event.token_id if by_token and event.token_id in self._stop_token_ids else None
-        scored, self._scored = tuple(self._scored), deque()
-        return Piece(text, scored, self.finish_reason, stop_reason)
-
-    def _pass_text(self, made: str) -> str:
-        self._made += len(made)
-        return self._stops.push_text(made)
-
-    def _score_token(self, event: TokenEvent, made: str) -> None:
-        if self._logprobs is None:
-            return
-        assert event.logprob is not None
-        self._scored.append(ScoredToken(event.token_id, event.logprob, event.top[: self._logprobs], self._made))
-        if made:
-            for token in self._scored:
-                token.end = self._made + len(made) if token.end is None else token.end
-
-    def _take_whole(self) -> tuple[ScoredToken, ...]:
-        """Take tokens with all of their text out: others may turn out to be part of a stop string."""
-        scored = []
-        while self._scored and self._scored[0].end is not None and self._scored[0].end <= self._out:
-            scored.append(self._scored.popleft())
-        return tuple(scored)
-
-    def _take_before(self, place: int) -> tuple[ScoredToken, ...]:
-        scored = tuple(token for token in self._scored if token.start < place)
-        self._scored.clear()
-        return scored
+        return Piece(text, tuple(self._scored), "stop" if by_token else "length", stop_reason)

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members of a JSON object, read with types and ranges. null is the same as a missing member."""
+"""Members of a JSON object, read with types and ranges, and the messages of a chat. null is the same as a missing member."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from reprlib import Repr
 from typing import Any
 
-from .errors import ApiError
+from .http import ApiError
 
 
 _SHOWN = Repr()
 _SHOWN.maxstring, _SHOWN.maxlist, _SHOWN.maxdict = 60, 4, 3
+# Members of a message that are texts, and their names in a template: servers have used several for one thing.
+_TEXTS: dict[str, tuple[str, ...]] = {
+    "role": ("role",), "name": ("name",), "tool_call_id": ("tool_call_id",),
+    "reasoning_content": ("reasoning_content", "reasoning"), "reasoning": ("reasoning_content", "reasoning"),
+}  # fmt: skip
 
 
 def shown_value(value: object) -> str:
@@ -102,3 +108,69 @@ def check_token_id(name: str, value: object, size: int) -> int:
             param=name,
         )
     return value
+
+
+def read_messages(value: Any) -> tuple[list[dict[str, Any]], int]:
+    """Return messages as a chat template takes them, and the characters of their texts.
+
+    Raises:
+        ApiError: one of them is wrong, or has what this server cannot give to a model.
+    """
+    if not isinstance(value, list) or not value:
+        raise ApiError(f"messages is {shown_value(value)}; give a list of at least one message", param="messages")
+    messages = [_read_message(each, f"messages[{number}]") for number, each in enumerate(value)]
+    # What a template may write of them; calls are measured after that.
+    return messages, sum(len(each["content"]) + len(each.get("reasoning", "")) for each in messages)
+
+
+def _read_message(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ApiError(f"{place} is {shown_value(value)}; give an object with role and content", param="messages")
+    # What an answer is sent back with that has nothing of these.
+    left = {name: each for name, each in value.items() if each not in (None, [], {})}
+    message: dict[str, Any] = {
+        as_name: check_text(f"{place}.{name}", left[name])
+        for name, names in _TEXTS.items()
+        if name in left
+        for as_name in names
+    }
+    if "role" not in message:
+        raise ApiError(f"{place} has no role; give system, user or assistant", param="messages")
+    is_answer = message["role"] == "assistant"
+    if is_answer and "tool_calls" in left:
+        calls, where = left.pop("tool_calls"), f"{place}.tool_calls"
+        if not isinstance(calls, list):
+            raise _wrong_member(where, calls, "a list of calls")
+        message["tool_calls"] = [_read_call(each, where) for each in calls]
+    # An answer with calls or reasoning may have no text.
+    nothing = "" if is_answer and ("tool_calls" in message or "reasoning" in message) else None
+    content = left.pop("content", nothing)
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise _wrong_member(f"{place}.content", part, "a string, or parts of type 'text'")
+    message["content"] = "\n".join(check_text(f"{place}.content", part["text"]) for part in parts)
+    for name in left:
+        if name not in _TEXTS:
+            raise ApiError(f"{place}.{name[:60]} is not supported; send text alone", param="messages")
+    return message
+
+
+def _read_call(value: Any, place: str) -> dict[str, Any]:
+    """Return a call of a function, with its arguments as an object: templates write them as JSON themselves."""
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _wrong_member(place, value, "calls with function.name and function.arguments")
+    given = function.get("arguments") or {}
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, Mapping):
+        raise _wrong_member(f"{place} arguments", given, "a JSON object")
+    name = check_text(f"{place} name", function["name"])
+    return {**value, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _wrong_member(place: str, value: object, wanted: str) -> ApiError:
+    return ApiError(f"{place} has {shown_value(value)}; give {wanted}", param="messages")

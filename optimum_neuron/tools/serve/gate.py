@@ -1,17 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission of requests: as many as run and may wait, and none once the server ends or its engine has stopped."""
+"""Limits of what a server takes in: requests, as many as run and may wait, and their bodies, by size, number of values and time.
+
+No request is admitted once the server ends or its engine has stopped.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from .errors import ApiError, server_error
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
+
+from .http import ApiError, ClientGoneError, server_error
 
 
 # Longest seconds of Retry-After, and the share of the newest request in the mean time of a request.
 _MOST_WAIT, _NEWEST = 60, 0.2
+LARGEST_BODY = 16 * 2**20
+# Values and escaped characters of a body. JSON's parser lets no other thread run until it is done, and these are what takes it time.
+MOST_VALUES = 2**18
+_COSTLY = b",[{\\"
+# A body up to this size is read where it comes, and finds room where larger ones do not.
+SMALL_BODY = 64 * 2**10
+# The share of the held bytes that larger bodies may take, and seconds of Retry-After where they do not find room.
+HELD_BYTES, _SHARE_OF_LARGE, _WAIT = 4 * LARGEST_BODY, 0.75, 5
+# Seconds for a whole body to come.
+BODY_SECONDS = 30.0
 
 
 class Gate:
@@ -25,6 +45,7 @@ class Gate:
     Attributes:
         live: admitted requests that did not end.
         draining: True once the server ends with the last admitted request.
+        mean_seconds: mean time of a request from its admission to its end.
     """
 
     def __init__(self, slots: int, max_queue: int, stopped: Callable[[], str | None]) -> None:
@@ -32,26 +53,19 @@ class Gate:
         self.live = 0
         self.draining = False
         self._stopped = stopped
-        self._seconds = 0.0  # mean of a request
+        self.mean_seconds = 0.0
 
     def check_open(self) -> None:
         """Raise ApiError where the engine has stopped, or the server ends."""
-        why = self._stopped()
-        if why is not None:
-            raise server_error(
-                f"the engine has stopped ({why}); restart the server", status=503, code="engine_stopped"
-            )
+        if (why := self._stopped()) is not None:
+            text = f"the engine has stopped ({why}); restart the server"
+            raise server_error(text, status=503, code="engine_stopped")
         if self.draining:
-            raise server_error(
-                "the server ends and takes no more requests; ask another one", status=503, code="draining"
-            )
+            text = "the server ends and takes no more requests; ask another one"
+            raise server_error(text, status=503, code="draining")
 
     def admit_requests(self, count: int) -> Admission:
-        """Admit `count` requests at once, as a context that they leave.
-
-        Raises:
-            ApiError: there is no room for them now, or there never is, or the server is closed.
-        """
+        """Admit `count` requests at once, as a context that they leave; raise ApiError where there is no room for them now or ever."""
         self.check_open()
         room = self.slots + self.max_queue
         if count > room:
@@ -61,7 +75,9 @@ class Gate:
                 param="n",
             )
         if self.live + count > room:
-            wait = max(1, min(_MOST_WAIT, math.ceil(self._seconds * (self.live - self.slots + count) / self.slots)))
+            wait = max(
+                1, min(_MOST_WAIT, math.ceil(self.mean_seconds * (self.live - self.slots + count) / self.slots))
+            )
             raise ApiError(
                 f"{self.live} requests run or wait, and the server takes in {room} at once; try again in {wait} s",
                 status=429,
@@ -70,10 +86,6 @@ class Gate:
                 headers={"Retry-After": str(wait)},
             )
         return Admission(self, count)
-
-    def note_seconds(self, seconds: float) -> None:
-        """Note the time of a request, from its admission to its end."""
-        self._seconds += (seconds - self._seconds) * (_NEWEST if self._seconds else 1.0)
 
 
 class Admission:
@@ -88,7 +100,8 @@ class Admission:
         """Let a request that has ended leave."""
         self._count -= 1
         self._gate.live -= 1
-        self._gate.note_seconds(time.perf_counter() - self._start)
+        mean, seconds = self._gate.mean_seconds, time.perf_counter() - self._start
+        self._gate.mean_seconds += (seconds - mean) * (_NEWEST if mean else 1.0)
 
     def leave_all(self) -> None:
         """Let all others leave."""
@@ -100,3 +113,95 @@ class Admission:
 
     def __exit__(self, *_: object) -> None:
         self.leave_all()
+
+
+@dataclass
+class Bodies:
+    """The count of the bytes of all bodies that are not token ids yet, and its limit."""
+
+    most: int
+    held: int = 0
+
+
+class Body:
+    """The bytes of one body, counted while its context is open."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._size = 0
+
+    async def read_all(self, scope: Scope, receive: Receive) -> bytearray:
+        """Return all of it.
+
+        Raises:
+            ApiError: it is too large, comes too slowly, or other bodies leave no room for it.
+            ClientGoneError: the client closed its connection before its end.
+        """
+        announced = Headers(scope=scope).get("content-length", "")
+        self._check_size(int(announced) if announced.isdecimal() else 0)
+        try:
+            return await asyncio.wait_for(self._read_parts(receive), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise ApiError(f"the body did not come within {BODY_SECONDS:g} s; send it faster", status=408) from None
+
+    async def _read_parts(self, receive: Receive) -> bytearray:
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            part, more = message.get("body", b""), message.get("more_body", False)
+            self._check_size(self._size + len(part))
+            self._bodies.held += len(part)
+            self._size += len(part)
+            body += part
+        return body
+
+    def _check_size(self, size: int) -> None:
+        if size > LARGEST_BODY:
+            raise ApiError(f"the body has more than {LARGEST_BODY:,} bytes; send a shorter prompt", status=413)
+        room = self._bodies.most * (1.0 if size <= SMALL_BODY else _SHARE_OF_LARGE)
+        if self._bodies.held + size - self._size > room:
+            raise server_error(
+                f"the server holds {self._bodies.held:,} bytes of other requests; try again in {_WAIT} s",
+                status=503,
+                code="too_many_bytes",
+                headers={"Retry-After": str(_WAIT)},
+            )
+
+    def __enter__(self) -> Body:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bodies.held -= self._size
+        self._size = 0
+
+
+def read_object(body: bytearray) -> dict[str, Any]:
+    """Return the JSON object of a body; raise ApiError where it is none."""
+    values = 0
+    for start in range(0, len(body), SMALL_BODY):  # short parts, between which other threads run
+        values += sum(body.count(byte, start, start + SMALL_BODY) for byte in _COSTLY)
+        if values > MOST_VALUES:
+            raise ApiError(
+                f"the body has more than {MOST_VALUES:,} values and escaped characters; send fewer at once, and text in UTF-8 without "
+                f"escapes",
+                status=413,
+            )
+
+    def refuse_constant(name: str) -> None:
+        raise ApiError(f"the body is no JSON ({name} is no number of JSON); send an object")
+
+    try:
+        data = json.loads(body, parse_constant=refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ApiError(f"the body is no JSON ({error.msg} at character {error.pos}); send an object") from None
+    except UnicodeDecodeError as error:
+        raise ApiError(f"the body is no UTF-8 (byte {error.start}); send JSON in UTF-8") from None
+    except RecursionError:
+        raise ApiError("the body is nested too deep; send objects and lists as OpenAI's API has them") from None
+    except ValueError:  # Python's limit of digits
+        raise ApiError("the body has a number of too many digits; send a shorter one") from None
+    if not isinstance(data, dict):
+        raise ApiError(f"the body is a JSON {type(data).__name__}; send an object")
+    return data

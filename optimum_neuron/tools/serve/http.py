@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP of this server: answers as JSON, a client that goes away, server-sent events, keys."""
+"""HTTP of this server: errors in OpenAI's form, answers as JSON, a client that goes away, server-sent events, keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,42 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import ApiError
+
+# Characters of a member's name that an answer repeats.
+_LONGEST = 100
+
+
+class ApiError(Exception):
+    """The reason why a request gets no answer: one sentence, and OpenAI's `param` (a member of the body), `code` and `type`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.code, self.kind = message, status, code, kind
+        self.param = param and param[:_LONGEST]
+        self.headers = dict(headers or {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the error object."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def server_error(
+    message: str, *, status: int = 500, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> ApiError:
+    return ApiError(message, status=status, code=code, kind="server_error", headers=headers)
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection: no answer is read."""
 
 
 def to_json(data: Any) -> bytes:
@@ -56,7 +91,6 @@ class EventSender:
         await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
     async def send_end(self) -> None:
-        """Send the last event, as OpenAI's clients know it."""
         await self.send_event(b"[DONE]")
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -77,7 +111,10 @@ class KeyCheck:
         self._app, self._key, self._refused = app, key.encode(), refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(("/v1", "/invocations")) and not self._has_key(scope):
+        asks = scope["type"] == "http" and scope["path"].startswith(("/v1", "/invocations"))
+        values = [value for name, value in scope["headers"] if name == b"authorization"] if asks else []
+        scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
+        if asks and not (scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)):
             error = ApiError(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
                 status=401,
@@ -88,8 +125,3 @@ class KeyCheck:
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        values = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -80,7 +80,9 @@ class Metrics:
     def __init__(self, served: LoadedModel, gate: Gate) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._name = served.name
-        lengths = _length_buckets(served.config.sequence_length)
+        most = served.config.sequence_length
+        powers = [10**power for power in range(len(str(most)))]
+        lengths = [each * power for power in powers for each in (1, 2, 5) if each * power <= most]
         self._histograms = {
             key: Histogram(PREFIX + name, text, [_LABEL], buckets=buckets or lengths, registry=self._registry).labels(
                 served.name
@@ -97,14 +99,13 @@ class Metrics:
     def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, [_LABEL, *labels], registry=self._registry)
 
-    def count_first_token(self, seconds: float, prompt_tokens: int) -> None:
-        """Count a request's first token."""
-        self._histograms["first"].observe(seconds)
-        self._prompt_tokens.inc(prompt_tokens)
-
-    def count_next_token(self, seconds: float) -> None:
-        """Count a further token."""
-        self._histograms["next"].observe(seconds)
+    def count_token(self, times: Times, now: float, prompt_tokens: int) -> None:
+        """Count a token of a request; with the first one its prompt."""
+        if times.last is not None:
+            self._histograms["next"].observe(now - times.last)
+        else:
+            self._histograms["first"].observe(now - times.arrived)
+            self._prompt_tokens.inc(prompt_tokens)
 
     def count_ended(self, reason: str, prompt_tokens: int, tokens: int, times: Times, now: float) -> None:
         """Count a request that ended, without times that never began."""
@@ -131,73 +132,43 @@ class EngineCollector(Collector):
         self._served, self._gate = served, gate
 
     def collect(self) -> Iterator[Metric]:
-        engine, name = self._served.service.engine, self._served.name
-        statistics, config = engine.statistics, self._served.config
-        running = len(engine.scheduler.queues.running) + len(engine.scheduler.queues.prefilling)
+        engine, config = self._served.service.engine, self._served.config
+        statistics, queues = engine.statistics, engine.scheduler.queues
+        running = len(queues.running) + len(queues.prefilling)
         waiting = max(self._gate.live - running, 0)
         used = statistics.blocks_in_use / (config.batch_size if config.kv_block_size is None else config.kv_blocks)
-        for gauge, text, value in (
-            ("num_requests_running", "Requests that have a slot.", running),
-            ("num_requests_waiting", "Requests that wait for a slot.", waiting),
-            ("kv_cache_usage_perc", "Slots, or blocks, that requests have: 1 is all.", used),
-            ("model_load_seconds", "From the start to a loaded model.", self._served.load_seconds),
-        ):
-            yield _make_family(GaugeMetricFamily, gauge, text, [_LABEL], [([name], value)])
         queried = statistics.prompt_tokens + statistics.prefix_hit_tokens
-        for counter, text, value in (
-            ("generation_tokens", "Tokens that requests got.", statistics.generated_tokens),
-            ("prefix_cache_queries", "Tokens of prompts looked up in the cache.", queried),
-            ("prefix_cache_hits", "Of these, tokens that were reused.", statistics.prefix_hit_tokens),
-            ("num_preemptions", "How often a request gave its blocks back.", statistics.preemptions),
-            ("engine_steps", "Steps, each a run of a graph.", statistics.steps),
+        uses = list(statistics.graphs.items())
+        runs = [((graph,), use.runs) for graph, use in uses]
+        tokens = [((graph,), use.tokens) for graph, use in uses]
+        padding = [((graph,), use.padding) for graph, use in uses]
+        shares = [((graph,), use.padding / max(use.padding + use.tokens, 1)) for graph, use in uses]
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for kind, name, text, value in (
+            (gauge, "num_requests_running", "Requests that have a slot.", running),
+            (gauge, "num_requests_waiting", "Requests that wait for a slot.", waiting),
+            (gauge, "kv_cache_usage_perc", "Slots, or blocks, that requests have: 1 is all.", used),
+            (gauge, "model_load_seconds", "From the start to a loaded model.", self._served.load_seconds),
+            (counter, "generation_tokens", "Tokens that requests got.", statistics.generated_tokens),
+            (counter, "prefix_cache_queries", "Tokens of prompts looked up in the cache.", queried),
+            (counter, "prefix_cache_hits", "Of these, tokens that were reused.", statistics.prefix_hit_tokens),
+            (counter, "num_preemptions", "How often a request gave its blocks back.", statistics.preemptions),
+            (counter, "engine_steps", "Steps, each a run of a graph.", statistics.steps),
+            (counter, "graph_runs", "Runs of each graph.", runs),
+            (counter, "graph_tokens", "Tokens of requests that they computed.", tokens),
+            (counter, "graph_padding_tokens", "Their room for tokens that stayed empty.", padding),
+            (gauge, "graph_padding_share", "Of all its runs' tokens, the padding.", shares),
         ):
-            yield _make_family(CounterMetricFamily, counter, text, [_LABEL], [([name], value)])
-        yield self._step_family()
-        yield from self._graph_families()
-
-    def _step_family(self) -> Metric:
-        counts = self._served.service.engine.statistics.step_tokens.copy()  # at once: a step may add one
+            by_graph = isinstance(value, list)
+            family = kind(PREFIX + name, text, labels=[_LABEL, "graph"] if by_graph else [_LABEL])
+            for labels, each in value if by_graph else [((), value)]:
+                family.add_metric([self._served.name, *labels], each)
+            yield family
+        counts = statistics.step_tokens.copy()  # at once: a step may add one
         family = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of each step.", labels=[_LABEL])
         buckets = [
-            (floatToGoString(most), sum(runs for tokens, runs in counts.items() if tokens <= most))
+            (floatToGoString(most), sum(count for size, count in counts.items() if size <= most))
             for most in (*_STEP, math.inf)
         ]
-        family.add_metric([self._served.name], buckets, sum(tokens * runs for tokens, runs in counts.items()))
-        return family
-
-    def _graph_families(self) -> Iterator[Metric]:
-        labels = [_LABEL, "graph"]
-        uses = [
-            ([self._served.name, graph], use) for graph, use in self._served.service.engine.statistics.graphs.items()
-        ]
-        for counter, text, field in (
-            ("graph_runs", "Runs of each graph.", "runs"),
-            ("graph_tokens", "Tokens of requests that they computed.", "tokens"),
-            ("graph_padding_tokens", "Their room for tokens that stayed empty.", "padding"),
-        ):
-            yield _make_family(
-                CounterMetricFamily, counter, text, labels, [(key, getattr(use, field)) for key, use in uses]
-            )
-        shares = [(key, use.padding / max(use.padding + use.tokens, 1)) for key, use in uses]
-        text = "Of all its runs' tokens, the padding."
-        yield _make_family(GaugeMetricFamily, "graph_padding_share", text, labels, shares)
-
-
-def _length_buckets(most: int) -> list[int]:
-    """Return 1, 2, 5, 10, ... up to a number of tokens."""
-    return [
-        each for power in range(len(str(most))) for each in (10**power, 2 * 10**power, 5 * 10**power) if each <= most
-    ]
-
-
-def _make_family(
-    kind: type[GaugeMetricFamily | CounterMetricFamily],
-    name: str,
-    text: str,
-    labels: list[str],
-    values: Sequence[tuple[list[str], float]],
-) -> Metric:
-    family = kind(PREFIX + name, text, labels=labels)
-    for key, value in values:
-        family.add_metric(key, value)
-    return family
+        family.add_metric([self._served.name], buckets, sum(size * count for size, count in counts.items()))
+        yield family

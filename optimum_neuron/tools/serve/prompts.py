@@ -8,13 +8,14 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from ...config import NeuronConfig
 from ...errors import first_line
 from ...runtime.lengths import most_new_tokens
-from .errors import ApiError
 from .fields import shown_value
+from .http import ApiError
 from .protocol import Asked, Conversation
 
 
@@ -25,21 +26,16 @@ class _Lane:
     """A thread that works in order, with a tokenizer of its own: a tokenizer that works on a text refuses other threads."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        self._shared, self._own = tokenizer, None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"optimum-neuron-{name}")
+        self._shared = tokenizer
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"optimum-neuron-{name}")
 
     async def run_work(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """The lane's own tokenizer, which takes memory from the first use on."""
-        if self._own is None:
-            self._own = copy.deepcopy(self._shared)
-        return self._own
-
-    def end_thread(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        return copy.deepcopy(self._shared)
 
 
 class PromptEncoder:
@@ -48,8 +44,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, config: NeuronConfig) -> None:
         self._short, self._long = _Lane(tokenizer, "texts"), _Lane(tokenizer, "long-texts")
         _ = self._short.tokenizer  # before the first request
-        self._length = config.sequence_length
-        self._config = config
+        self._config, self._length = config, config.sequence_length
         # No text with more characters has few enough tokens, whatever they are.
         self._most = self._length * max(map(len, tokenizer.get_vocab()), default=1)
         # Values that the server gives to a template itself.
@@ -72,29 +67,35 @@ class PromptEncoder:
         prompts: list[Sequence[int]] = []
         lane = self._long if is_long else self._short
         for prompt in asked.prompts:
-            ids = prompt if isinstance(prompt, list) else await self._encode_prompt(prompt, lane, asked.special_tokens)
+            if isinstance(prompt, list):
+                ids: Sequence[int] = prompt
+            else:
+                self._check_text(prompt)
+                ids = await lane.run_work(partial(self._tokenize_prompt, prompt, lane, asked.special_tokens))
             self._check_room(len(ids), asked)
             prompts.append(ids)
         return prompts
 
     def close(self) -> None:
         """End the threads."""
-        self._short.end_thread()
-        self._long.end_thread()
+        for lane in (self._short, self._long):
+            lane.thread.shutdown(cancel_futures=True)
 
-    async def _encode_prompt(self, prompt: str | Conversation, lane: _Lane, special: bool) -> Sequence[int]:
-        self._check_size(prompt.characters if isinstance(prompt, Conversation) else len(prompt))
-        if isinstance(prompt, Conversation):
-            if len(prompt.messages) > self._length:
-                raise self._length_error(f"{len(prompt.messages):,} messages")
-            for name in self._reserved.intersection(prompt.options):
-                raise ApiError(
-                    f"chat_template_kwargs has {shown_value(name)}, which the server sets; leave it out",
-                    param="chat_template_kwargs",
-                )
-        return await lane.run_work(lambda: self._tokenize_prompt(prompt, lane.tokenizer, special))
+    def _check_text(self, prompt: str | Conversation) -> None:
+        if isinstance(prompt, str):
+            self._check_size(len(prompt))
+            return
+        self._check_size(prompt.characters)
+        if len(prompt.messages) > self._length:
+            raise self._length_error(f"{len(prompt.messages):,} messages")
+        for name in self._reserved.intersection(prompt.options):
+            raise ApiError(
+                f"chat_template_kwargs has {shown_value(name)}, which the server sets; leave it out",
+                param="chat_template_kwargs",
+            )
 
-    def _tokenize_prompt(self, prompt: str | Conversation, tokenizer: Any, special: bool) -> Sequence[int]:
+    def _tokenize_prompt(self, prompt: str | Conversation, lane: _Lane, special: bool) -> Sequence[int]:
+        tokenizer = lane.tokenizer
         if isinstance(prompt, str):
             ids: list[int] = tokenizer(prompt, add_special_tokens=special)["input_ids"]
             return ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members of requests that both routes take, all of them honoured or refused."""
+"""Bodies of chats and completions: each member is honoured or refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from ...config import NeuronConfig
 from ...runtime.refused import member_refusal, sampling_keywords
-from .errors import ApiError
-from .fields import Fields, check_token_id, shown_value, wrong_value
+from .fields import Fields, check_text, check_token_id, read_messages, shown_value, wrong_value
+from .http import ApiError
 from .loaded_model import LoadedModel
 
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_TOP_LOGPROBS = 128, 16, 256, 20
 HOTTEST = 100
+DEFAULT_TOKENS = 16  # OpenAI's, of a completion
 _COLDEST = float(np.finfo(np.float32).tiny)
 LARGEST = 2**31 - 1
 
@@ -78,8 +78,89 @@ class Asked:
     special_tokens: bool
 
 
-def check_model(fields: Fields, served: LoadedModel) -> None:
-    """Raise ApiError where a request names no model, or another one."""
+def read_chat(data: Mapping[str, Any], served: LoadedModel) -> Asked:
+    """Read a chat's body; raise ApiError where it is wrong, or this server cannot do it."""
+    fields = Fields(data)
+    _check_model(fields, served)
+    conversation = _read_conversation(fields)
+    old, new = (fields.take_whole(name, 1, LARGEST) for name in ("max_tokens", "max_completion_tokens"))
+    if old is not None and new is not None and old != new:
+        raise ApiError(
+            f"max_tokens={old} and max_completion_tokens={new} differ; give one of them", param="max_completion_tokens"
+        )
+    wanted, top = fields.take_flag("logprobs"), fields.take_whole("top_logprobs", 0, MOST_TOP_LOGPROBS)
+    if top and not wanted:
+        raise ApiError(f"top_logprobs={top} has no meaning without logprobs=true; give both", param="top_logprobs")
+    return _read_common(
+        fields,
+        served,
+        prompts=[conversation],
+        max_tokens=new if old is None else old,
+        limit="max_completion_tokens" if old is None else "max_tokens",
+        logprobs=(top or 0) if wanted else None,
+        special_tokens=False,  # the template writes them
+    )
+
+
+def _read_conversation(fields: Fields) -> Conversation:
+    """Read the messages and the values for the chat template.
+
+    As vLLM 0.32 has it (entrypoints/openai/chat_completion/protocol.py), `reasoning_effort` decides `enable_thinking` too,
+    unless the request does.
+    """
+    messages, characters = read_messages(fields.take_any("messages"))
+    continues = fields.take_flag("continue_final_message")
+    begins = fields.take_flag("add_generation_prompt", not continues)
+    if continues and begins:
+        raise ApiError(
+            "add_generation_prompt=true and continue_final_message=true contradict each other; give one of them",
+            param="continue_final_message",
+        )
+    options = fields.take_any("chat_template_kwargs")
+    if options is None:
+        options = {}
+    if not isinstance(options, Mapping):
+        raise wrong_value("chat_template_kwargs", options, "an object")
+    effort = fields.take_text("reasoning_effort")
+    if effort is not None:
+        if options.get("reasoning_effort", effort) != effort:
+            text = f"reasoning_effort={effort!r} and that of chat_template_kwargs differ; give one of them"
+            raise ApiError(text, param="reasoning_effort")
+        options = {"enable_thinking": effort != "none", **options, "reasoning_effort": effort}
+    return Conversation(messages, characters, begins, continues, options)
+
+
+def read_completion(data: Mapping[str, Any], served: LoadedModel) -> Asked:
+    """Read a completion's body; raise ApiError where it is wrong, or this server cannot do it."""
+    fields = Fields(data)
+    _check_model(fields, served)
+    return _read_common(
+        fields,
+        served,
+        prompts=_read_prompts(fields.take_any("prompt"), served),
+        max_tokens=fields.take_whole("max_tokens", 1, LARGEST) or DEFAULT_TOKENS,
+        limit="max_tokens",
+        logprobs=fields.take_whole("logprobs", 0, MOST_TOP_LOGPROBS),
+        special_tokens=True,
+    )
+
+
+def _read_prompts(value: Any, served: LoadedModel) -> Sequence[Prompt]:
+    if isinstance(value, str):
+        return [check_text("prompt", value)]
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) for each in value):
+            return [check_text("prompt", each) for each in value]
+        rows = value if all(isinstance(each, list) for each in value) else [value]
+        if not any(isinstance(each, str | list) for row in rows for each in row):
+            return [[check_token_id("prompt", each, served.num_embeddings) for each in row] for row in rows]
+    raise ApiError(
+        f"prompt is {shown_value(value)}; give a string, a list of strings, a list of token ids, or a list of such lists",
+        param="prompt",
+    )
+
+
+def _check_model(fields: Fields, served: LoadedModel) -> None:
     name = fields.take_text("model")
     if name is None:
         raise ApiError(f"the request names no model; this server has {served.name!r}", param="model")
@@ -89,15 +170,11 @@ def check_model(fields: Fields, served: LoadedModel) -> None:
 
 def unknown_model(name: str, served: LoadedModel) -> ApiError:
     """Return the refusal of a name."""
-    return ApiError(
-        f"the model {shown_value(name)} does not exist; this server has {served.name!r}",
-        status=404,
-        param="model",
-        code="model_not_found",
-    )
+    text = f"the model {shown_value(name)} does not exist; this server has {served.name!r}"
+    return ApiError(text, status=404, param="model", code="model_not_found")
 
 
-def read_common(
+def _read_common(
     fields: Fields,
     served: LoadedModel,
     *,
@@ -107,25 +184,29 @@ def read_common(
     logprobs: int | None,
     special_tokens: bool,
 ) -> Asked:
-    """Read the members of both routes, and add those that one has read; all other members must change nothing.
-
-    Args:
-        special_tokens: the route's default.
-
-    Raises:
-        ApiError: a member has a wrong value, or asks for what this server cannot do.
-    """
+    """Read the members of both routes, and add those that one has read; all other members must change nothing."""
     stream = fields.take_flag("stream")
     include_usage, continuous_usage = _read_usage(fields, stream)
+    top_k, temperature = fields.take_whole("top_k", -1, LARGEST), fields.take_number("temperature", 0, HOTTEST)
+    if temperature is not None and temperature < _COLDEST:
+        temperature = 0.0  # takes the best token, as does a temperature that is too small for float32
+    stop_ids = fields.take_any("stop_token_ids") or []
+    if not isinstance(stop_ids, list):
+        raise wrong_value("stop_token_ids", stop_ids, "a list of token ids")
     asked = Asked(
         prompts=prompts,
         n=fields.take_whole("n", 1, MOST_CHOICES) or 1,
         max_tokens=max_tokens,
         limit=limit,
-        sampling=_read_sampling(fields),
+        sampling=sampling_keywords(
+            temperature=temperature,
+            top_p=fields.take_number("top_p", 0, 1),
+            min_p=fields.take_number("min_p", 0, 1),
+            top_k=0 if top_k == -1 else top_k,  # none, as for vLLM
+        ),
         seed=fields.take_whole("seed", -(2**63), 2**63 - 1),
         stop=fields.take_texts("stop", MOST_STOPS, LONGEST_STOP),
-        stop_token_ids=_read_stop_ids(fields, served),
+        stop_token_ids=frozenset(check_token_id("stop_token_ids", each, served.vocab_size) for each in stop_ids),
         ignore_eos=fields.take_flag("ignore_eos"),
         logprobs=logprobs,
         stream=stream,
@@ -134,35 +215,20 @@ def read_common(
         return_token_ids=fields.take_flag("return_token_ids"),
         special_tokens=fields.take_flag("add_special_tokens", special_tokens),
     )
-    _check_logprobs(logprobs, served.config)
+    _check_logprobs(logprobs, served.config.top_logprobs)
     fields.take_text("user")  # a label, which changes no answer
     if asked.ignore_eos and not asked.stop and not asked.stop_token_ids:
         fields.take_whole("min_tokens", 0, max_tokens or LARGEST)  # nothing ends the text before
-    _refuse_rest(fields.rest, asked.n)
+    for name, value in fields.rest.items():
+        try:
+            remedy = member_refusal(name, value, asked.n)
+        except KeyError:
+            text = f"{shown_value(name)} is no member that this server knows; leave it out"
+            raise ApiError(text, param=name) from None
+        if remedy is not None:
+            text = f"{name}={shown_value(value)} is not supported; {remedy}"
+            raise ApiError(text, param=name, code="unsupported_parameter")
     return asked
-
-
-def _read_sampling(fields: Fields) -> Mapping[str, Any]:
-    top_k = fields.take_whole("top_k", -1, LARGEST)
-    return sampling_keywords(
-        temperature=_read_temperature(fields),
-        top_p=fields.take_number("top_p", 0, 1),
-        min_p=fields.take_number("min_p", 0, 1),
-        top_k=0 if top_k == -1 else top_k,  # none, as for vLLM
-    )
-
-
-def _read_temperature(fields: Fields) -> float | None:
-    """Return 0, which takes the best token, for a temperature that is too small for float32."""
-    value = fields.take_number("temperature", 0, HOTTEST)
-    return 0.0 if value is not None and value < _COLDEST else value
-
-
-def _read_stop_ids(fields: Fields, served: LoadedModel) -> frozenset[int]:
-    ids = fields.take_any("stop_token_ids") or []
-    if not isinstance(ids, list):
-        raise wrong_value("stop_token_ids", ids, "a list of token ids")
-    return frozenset(check_token_id("stop_token_ids", each, served.vocab_size) for each in ids)
 
 
 def _read_usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
@@ -183,32 +249,10 @@ def _read_usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
     return include, include and continuous
 
 
-def _check_logprobs(count: int | None, config: NeuronConfig) -> None:
-    most = config.top_logprobs
-    if count is None:
-        return
-    if most is None:
-        raise ApiError(
-            f"logprobs need an artifact that returns them, and this one returns none; export it with --top-logprobs {count}",
-            param="logprobs",
-        )
-    if count > most:
-        raise ApiError(
-            f"the request asks for the {count} most likely tokens, and this artifact returns {most}; ask for fewer, or export it with "
-            f"--top-logprobs {count}",
-            param="logprobs",
-        )
-
-
-def _refuse_rest(rest: Mapping[str, Any], n: int) -> None:
-    for name, value in rest.items():
-        try:
-            remedy = member_refusal(name, value, n)
-        except KeyError:
-            raise ApiError(
-                f"{shown_value(name)} is no member that this server knows; leave it out", param=name
-            ) from None
-        if remedy is not None:
-            raise ApiError(
-                f"{name}={shown_value(value)} is not supported; {remedy}", param=name, code="unsupported_parameter"
-            )
+def _check_logprobs(count: int | None, most: int | None) -> None:
+    if count is not None and (most is None or count > most):
+        if most is None:
+            text = "logprobs need an artifact that returns them, and this one returns none; export it with"
+        else:
+            text = f"the request asks for the {count} most likely tokens, and this artifact returns {most}; ask for fewer, or export it with"
+        raise ApiError(f"{text} --top-logprobs {count}", param="logprobs")

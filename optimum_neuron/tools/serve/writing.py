@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An answer in the form of its route: at once, or as a stream of its pieces."""
+"""An answer in OpenAI's form of its route: at once, or as a stream of its pieces."""
 
 from __future__ import annotations
 
@@ -7,13 +7,111 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from ...text.stream import TokenTexts
 from .answer import ServedAnswer
-from .chat import ChatForm
-from .choice import Piece
-from .completions import CompletionForm
-from .errors import ApiError
-from .http import EventSender, to_json
+from .choice import Piece, ScoredToken
+from .http import ApiError, EventSender, to_json
 from .protocol import Asked
+
+
+class ChatForm:
+    """Answers to chats, in OpenAI's form."""
+
+    prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    def top_members(self, prompt: list[int]) -> dict[str, Any]:
+        """Return members of an answer with token ids, or of its stream's first event: all choices have one prompt."""
+        return {"prompt_token_ids": prompt}
+
+    def begin_choices(self, index: int) -> list[dict[str, Any]]:
+        """Return choices of the events before the first piece: the role."""
+        return [_delta_choice(index, {"role": "assistant", "content": ""})]
+
+    def piece_choices(
+        self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None
+    ) -> list[dict[str, Any]]:
+        """Return choices of the events of a piece, one each; with a prompt, the first has token ids."""
+        events = []
+        if piece.text or piece.scored:
+            events.append(_delta_choice(index, {"content": piece.text}, self._logprobs_json(piece.scored, logprobs)))
+        if piece.finish_reason is not None:
+            ending = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+            events.append(_delta_choice(index, {}) | ending)
+        if prompt is not None:
+            events[0]["token_ids"] = piece.token_ids
+        return events
+
+    def whole_choice(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
+        """Return a choice that is sent at once."""
+        choice = {
+            "index": index,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "logprobs": self._logprobs_json(piece.scored, logprobs),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        return choice | ({"token_ids": piece.token_ids} if prompt is not None else {})
+
+    def _logprobs_json(self, scored: tuple[ScoredToken, ...], count: int | None) -> dict[str, Any] | None:
+        def to_dict(token_id: int, logprob: float) -> dict[str, Any]:
+            text, known = self._texts.token_text(token_id), self._texts.token_bytes(token_id)
+            return {"token": text, "logprob": _finite_logprob(logprob), "bytes": known}
+
+        if count is None:
+            return None
+        content = [
+            to_dict(each.token_id, each.logprob) | {"top_logprobs": [to_dict(*other) for other in each.top]}
+            for each in scored
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionForm:
+    """Answers to completions, in OpenAI's form: each choice has a prompt."""
+
+    prefix, whole_object, piece_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+
+    def top_members(self, prompt: list[int]) -> dict[str, Any]:
+        return {}
+
+    def begin_choices(self, index: int) -> list[dict[str, Any]]:
+        return []
+
+    def piece_choices(
+        self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None
+    ) -> list[dict[str, Any]]:
+        return [self.whole_choice(index, piece, logprobs, prompt)]
+
+    def whole_choice(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "text": piece.text,
+            "logprobs": None if logprobs is None else self._logprobs_json(piece.scored),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if prompt is None:
+            return choice
+        return choice | {"token_ids": piece.token_ids, "prompt_token_ids": prompt if piece.is_first else None}
+
+    def _logprobs_json(self, scored: tuple[ScoredToken, ...]) -> dict[str, Any]:
+        name = self._texts.token_text
+        return {
+            "tokens": [name(each.token_id) for each in scored],
+            "token_logprobs": [_finite_logprob(each.logprob) for each in scored],
+            # The chosen token is always among them, as OpenAI has it.
+            "top_logprobs": [
+                {name(token): _finite_logprob(value) for token, value in (*each.top, (each.token_id, each.logprob))}
+                for each in scored
+            ],
+            "text_offset": [each.start for each in scored],
+        }
 
 
 Form = ChatForm | CompletionForm
@@ -37,12 +135,16 @@ class AnswerWriter:
         each: list[list[Piece]] = [[] for _ in self._prompts]
         async for index, piece in pieces:
             each[index].append(piece)
-        choices = [
-            self._form.whole_choice(index, _join_pieces(mine), self._asked.logprobs, prompt)
-            for index, (mine, prompt) in enumerate(zip(each, self._prompts, strict=True))
-        ]
+        choices = []
+        for index, (mine, prompt) in enumerate(zip(each, self._prompts, strict=True)):
+            whole = mine[-1]._replace(
+                text="".join(piece.text for piece in mine),
+                scored=tuple(token for piece in mine for token in piece.scored),
+                token_ids=tuple(token for piece in mine for token in piece.token_ids),
+            )
+            choices.append(self._form.whole_choice(index, whole, self._asked.logprobs, prompt))
         head = {**self._head, "object": self._form.whole_object, **self._top_members()}
-        return {**head, "choices": choices, "usage": self._answer.usage}
+        return {**head, "choices": choices, "usage": self._answer.count_usage()}
 
     async def write_stream(
         self, pieces: AsyncIterator[tuple[int, Piece]], sender: EventSender, refused: Callable[[int], None]
@@ -61,7 +163,7 @@ class AnswerWriter:
                 choices = self._form.piece_choices(index, piece, self._asked.logprobs, self._prompts[index])
                 await self._send_events(sender, choices, piece.tokens)
             if self._asked.include_usage:
-                await sender.send_event(to_json({**self._head, "choices": [], "usage": self._answer.usage}))
+                await sender.send_event(to_json({**self._head, "choices": [], "usage": self._answer.count_usage()}))
         except ApiError as error:
             if not sender.started:
                 raise
@@ -74,7 +176,7 @@ class AnswerWriter:
         for choice in choices:
             event = {**self._head, "choices": [choice], **({} if sender.started else self._top_members())}
             if self._asked.include_usage:
-                event["usage"] = self._answer.usage_after(tokens) if self._asked.continuous_usage else None
+                event["usage"] = self._answer.count_usage(tokens) if self._asked.continuous_usage else None
             await sender.send_event(to_json(event))
 
     def _top_members(self) -> dict[str, Any]:
@@ -82,10 +184,10 @@ class AnswerWriter:
         return {} if prompt is None else self._form.top_members(prompt)
 
 
-def _join_pieces(pieces: list[Piece]) -> Piece:
-    """Return one piece of all that a choice had."""
-    return pieces[-1]._replace(
-        text="".join(piece.text for piece in pieces),
-        scored=tuple(token for piece in pieces for token in piece.scored),
-        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-    )
+def _delta_choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _finite_logprob(logprob: float) -> float:
+    """Return a number for JSON, which has no infinity: OpenAI writes -9999 for a token without chance."""
+    return max(logprob, -9999.0)

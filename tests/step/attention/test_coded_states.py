@@ -24,6 +24,7 @@ from helpers import (
     reuse_prefix,
     same_states,
     tiny_config,
+    write_state,
 )
 from torch import nn
 from transformers import AutoModelForCausalLM, MambaConfig
@@ -90,7 +91,7 @@ def _zero(runner: GraphRunner, spec: ModelSpec, value: float) -> None:
     """Fills all that requests keep: with codes of some kind and scales that are NaN, as a broken request leaves them, or zeros."""
     for state in state_specs(runner.config, spec):
         contents = torch.full(state.shape, value if state.dtype == "float32" else 3.0 * (value != 0))
-        runner.executable.write_state(state.name, contents.to(getattr(torch, state.dtype)))
+        write_state(runner.executable, state.name, contents.to(getattr(torch, state.dtype)))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])

@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Opener, decode_rows, decode_tokens, prefill_pieces, random_tokens, read_states, same_states
+from helpers import (
+    Opener,
+    as_tensor,
+    decode_rows,
+    decode_tokens,
+    prefill_pieces,
+    random_tokens,
+    read_states,
+    same_states,
+)
 from torch import Tensor
 
 from optimum_neuron.core import PromptPiece
@@ -30,13 +39,13 @@ def test_a_token_is_the_same_to_the_bit_in_graphs_of_all_kinds(
     def decode_beside_a_chunk() -> Tensor:
         logits = runner.run_step(others, decode_rows(runner, {0: token})).decode_logits
         assert logits is not None
-        return logits[0].clone()
+        return as_tensor(logits[0])
 
     def chunk_beside_decoding() -> Tensor:
         prefill_pieces(runner, 1, prompt[5:9], [4])
         logits = runner.run_step([PromptPiece(0, prompt[start : start + 1])], decode_rows(runner, {1: 7})).chunk_logits
         assert logits is not None
-        return logits[0].clone()
+        return as_tensor(logits[0])
 
     results = []
     for way in (decode, chunk, decode_beside_a_chunk, chunk_beside_decoding):

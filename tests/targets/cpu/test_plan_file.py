@@ -27,8 +27,8 @@ from optimum_neuron.step.attention.state import KeyValueState
 from optimum_neuron.step.features.convolution.state import ConvolutionState
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import SamplingParams, graph_specs
-from optimum_neuron.targets.cpu import loader
-from optimum_neuron.targets.cpu.compiler import PlanFacts
+from optimum_neuron.targets.cpu import compiler
+from optimum_neuron.targets.cpu.facts import PlanFacts
 
 
 SPEC = graph_specs(tiny_config(target="cpu"))[0]
@@ -245,7 +245,7 @@ UNCOMPILABLE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edit(path, lambda m: m["model"]["layers"][1].update(kv_heads=4)),
         r"says layers\[1\]\.kv_heads=4, and the model of config\.json has 2",
     ),
-    "weights": (transpose_embeddings, r"embed_tokens\.weight as torch\.float32 \[64, 300\], and the model"),
+    "weights": (transpose_embeddings, r"embed_tokens\.weight as float32 \[64, 300\], and the model"),
     "type": (lambda path: edit(path, lambda m: m["config"].update(dtype="bfloat16")), r"says dtype='bfloat16'"),
     "no model": (lambda path: write(path, "config.json", b"{}"), r"config\.json cannot be read"),
     "tied": (
@@ -262,7 +262,7 @@ def test_nothing_is_compiled_from_what_contradicts_itself(
     path = Path(shutil.copytree(without_code, tmp_path / "artifact"))
     change, words = UNCOMPILABLE[name]
     change(path)
-    monkeypatch.setattr(loader, "compile_graphs", forbidden)
+    monkeypatch.setattr(compiler, "compile_graphs", forbidden)
     with pytest.raises(ValueError, match=words) as caught:
         artifact_runner(path, trust_native_code=False)
     assert "\n" not in str(caught.value)
@@ -279,7 +279,7 @@ def test_graphs_are_compiled_from_listed_files_alone(
         found.extend(each.name for each in job.folder.iterdir())
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(loader, "compile_graphs", record)
+    monkeypatch.setattr(compiler, "compile_graphs", record)
     with pytest.raises(RuntimeError, match="enough"):
         artifact_runner(path, trust_native_code=False)
     assert "config.json" in found and "modeling_other.py" not in found

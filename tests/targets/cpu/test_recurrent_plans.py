@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import artifact_runner, decode_tokens, export_tiny, prefill_pieces, random_tokens, reuse_prefix
+from helpers import (
+    artifact_runner,
+    decode_tokens,
+    export_tiny,
+    prefill_pieces,
+    random_tokens,
+    read_state,
+    reuse_prefix,
+)
 from recurrent import CONFIGS, model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -87,7 +95,7 @@ def test_states_are_the_same_where_nobody_reads_what_follows(kind: str, artifact
         runner = artifact_runner(artifact)
         runner.run_step([PromptPiece(1, text)], outputs=outputs)
         names = [state.name for state in Artifact.open(artifact).states()]
-        states.append({name: runner.executable.read_state(name) for name in names})
+        states.append({name: read_state(runner.executable, name) for name in names})
     assert all(torch.equal(states[1][name], state) for name, state in states[0].items())
 
 

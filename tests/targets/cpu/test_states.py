@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from helpers import artifact_runner, prefill_pieces, random_tokens
+from helpers import artifact_runner, prefill_pieces, random_tokens, read_state, write_state
 from torch import Tensor
 
 from optimum_neuron.artifact.artifact import Artifact
@@ -22,7 +22,7 @@ PROMPT = random_tokens(19, seed=4)
 
 
 def states_of(runner: GraphRunner, artifact: Artifact) -> dict[str, Tensor]:
-    return {state.name: runner.executable.read_state(state.name) for state in artifact.states()}
+    return {state.name: read_state(runner.executable, state.name) for state in artifact.states()}
 
 
 def test_states_and_what_follows_are_the_same(cpu_artifact: Callable[[str], Path]) -> None:
@@ -31,7 +31,7 @@ def test_states_and_what_follows_are_the_same(cpu_artifact: Callable[[str], Path
     for outputs in (True, False):
         runner = artifact_runner(path)
         for name, state in states_of(runner, artifact).items():
-            runner.executable.write_state(name, torch.full_like(state, 0.5))
+            write_state(runner.executable, name, torch.full_like(state, 0.5))
         for start in (0, 8):
             step = runner.run_step([PromptPiece(1, PROMPT[start : start + 8])], outputs=outputs)
             assert outputs or step == StepOutput()

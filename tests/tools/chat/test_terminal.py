@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from optimum.commands import optimum_cli
 
-from optimum_neuron.tools.chat.loop import Terminal, UserInput
+from optimum_neuron.tools.chat.loop import Terminal
 
 
-def entries(monkeypatch: pytest.MonkeyPatch, text: str) -> list[UserInput]:
+def entries(monkeypatch: pytest.MonkeyPatch, text: str) -> list[tuple[str, bool]]:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     terminal, found = Terminal(), []
     with contextlib.suppress(EOFError):
@@ -41,8 +41,8 @@ def entries(monkeypatch: pytest.MonkeyPatch, text: str) -> list[UserInput]:
 )
 def test_messages_of_one_line_and_of_several(text: str, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = entries(monkeypatch, text)
-    assert [entry.text for entry in found] == read
-    assert all(entry.is_quoted == text.startswith('"""') for entry in found[:1])
+    assert [entry for entry, _ in found] == read
+    assert found[0][1] == text.startswith('"""')
 
 
 def test_a_message_in_quotes_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,6 @@ def test_prompts_of_all_kinds_get_what_the_engine_gives_each(app: App) -> None:
     assert answer.object == "text_completion" and answer.usage.prompt_tokens == sum(map(len, ids))
 
 
-def test_ids_that_have_no_text_are_prompts_too(app: App) -> None:
-    prompt = random_tokens(11).tolist()
-    assert ask(app, prompt=prompt).choices[0].text == app.read(app.tokens(prompt, 8))
-
-
 def test_choices_stand_behind_those_of_the_prompt_before(app: App) -> None:
     answer = ask(app, prompt=["Hi", "Ho"], n=2)
     alone = [ask(app, prompt=prompt).choices[0].text for prompt in ("Hi", "Ho")]
@@ -69,9 +64,7 @@ def test_streams_of_several_prompts_add_up_to_the_texts_sent_at_once(app: App) -
     assert events[-1].usage == whole.usage
 
 
-def test_a_stop_string_ends_one_of_several_and_the_engine_is_told(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[float] = []
-    monkeypatch.setattr(app.gate, "note_seconds", noted.append)
+def test_a_stop_string_ends_one_of_several_and_the_engine_is_told(app: App) -> None:
     options = {"max_tokens": 40, "temperature": 1.5, "seed": 3, "n": 2, "extra_body": {"ignore_eos": True}}
     first, second = (choice.text for choice in ask(app, prompt="Hi", **options).choices)
     stop = next(first[place : place + 3] for place in range(12) if first[place : place + 3] not in second)
@@ -82,7 +75,7 @@ def test_a_stop_string_ends_one_of_several_and_the_engine_is_told(app: App, monk
     while app.service.engine.has_work:
         time.sleep(0.002)
     assert app.service.engine.statistics.generated_tokens - before < 75
-    assert len(noted) == 4, "each of them leaves when it has ended"
+    assert app.gate.live == 0 and app.gate.mean_seconds > 0
 
 
 def test_begin_tokens_stand_before_prompts_and_a_template_writes_its_own(
@@ -98,11 +91,6 @@ def test_begin_tokens_stand_before_prompts_and_a_template_writes_its_own(
     app = start(tokenizer=begins)
     assert app.chat(max_tokens=1).json()["usage"]["prompt_tokens"] == chat
     assert app.complete(max_tokens=1).json()["usage"]["prompt_tokens"] == completion + 1
-
-
-def test_sixteen_tokens_are_the_default_and_an_id_is_not_a_text(app: App) -> None:
-    answer = app.complete("Hi", temperature=0, ignore_eos=True).json()
-    assert answer["usage"]["completion_tokens"] == 16
 
 
 def test_log_probabilities_are_those_of_the_logits(start: Callable[..., App], model: NeuronModelForCausalLM) -> None:

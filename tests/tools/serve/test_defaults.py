@@ -66,45 +66,6 @@ def test_the_best_tokens_are_those_of_transformers(
     assert model.generate_batch([PROMPT], GenerationConfig(**GREEDILY))["req_0"].generated_tokens == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *THROUGH_ALL,
-        *(pytest.param(name, marks=pytest.mark.full) for name in PUBLISHED | RARE if name not in THROUGH_ALL),
-    ],
-)
-def test_the_best_tokens_are_the_same_through_every_door(
-    name: str,
-    model: NeuronModelForCausalLM,
-    reference: Any,
-    tokenizer: Any,
-    start: Callable[..., App],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    facts, options = (PUBLISHED | RARE)[name], GREEDILY
-    follow(model, facts, monkeypatch)
-    expected = of_transformers(reference, facts, PROMPT, **options)
-    text = "hello hello hello"
-    ids = tokenizer(text)["input_ids"]
-    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    told = pipe(text, return_tensors=True, **options)[0]["generated_token_ids"]
-    assert told[len(ids) :] == of_transformers(reference, facts, ids, **options)
-    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
-    answer = of_transformers(reference, facts, chat, **options)
-    app = start()
-    assert app.complete(PROMPT, max_tokens=NEW, temperature=0).json()["choices"][0]["text"] == text_of(app, expected)
-    found = app.chat(max_tokens=NEW, temperature=0).json()["choices"][0]["message"]["content"]
-    assert found == text_of(app, answer)
-    session = ChatSession(model, app.service, tokenizer, Settings(temperature=0, max_new_tokens=NEW))
-    assert session.send_message(CHAT[0]["content"], lambda text: None).text == found
-
-
-def text_of(app: App, tokens: list[int]) -> str:
-    """The text of an answer, whose end token has none."""
-    ends = tokens[-1:] and tokens[-1] in app.served.eos_token_ids
-    return app.read(tokens[:-1] if ends else tokens)
-
-
 @pytest.mark.parametrize("name", [*PUBLISHED, *RARE])
 def test_a_request_that_says_nothing_gets_what_the_file_says(
     name: str, model: NeuronModelForCausalLM, monkeypatch: pytest.MonkeyPatch
@@ -127,9 +88,8 @@ def test_a_request_that_says_nothing_gets_what_the_file_says(
     "name",
     [
         "llama-2-chat",
-        "no numbers",
         "short",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("at least", "beams")),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("no numbers", "at least", "beams")),
     ],
 )
 def test_a_request_that_says_nothing_gets_an_answer(
@@ -159,23 +119,46 @@ def through_every_door(
 ) -> tuple[App, list[list[int]], list[str], Turn]:
     """A server, the best tokens by each door that returns tokens, the texts of those that return text, and a chat's turn."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": most}
-    settings = Settings(temperature=0, max_new_tokens=most)
     chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    with_chat = torch.tensor([chat])
     tokens = [
-        model.generate(with_chat, **options)[0, len(chat) :].tolist(),
+        model.generate(torch.tensor([chat]), **options)[0, len(chat) :].tolist(),
         model.generate_batch([chat], GenerationConfig(**options))["req_0"].generated_tokens,
         pipe(tokenizer.decode(chat), return_tensors=True, **options)[0]["generated_token_ids"][len(chat) :],
     ]
     app = start()
-    turn = ChatSession(model, app.service, tokenizer, settings).send_message(CHAT[0]["content"], lambda text: None)
+    session = ChatSession(model, app.service, tokenizer, Settings(temperature=0, max_new_tokens=most))
+    turn = session.send_message(CHAT[0]["content"], lambda text: None)
     texts = [
         app.complete(chat, max_tokens=most, temperature=0).json()["choices"][0]["text"],
         app.chat(max_tokens=most, temperature=0).json()["choices"][0]["message"]["content"],
         turn.text,
     ]
     return app, tokens, texts, turn
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *THROUGH_ALL,
+        *(pytest.param(name, marks=pytest.mark.full) for name in PUBLISHED | RARE if name not in THROUGH_ALL),
+    ],
+)
+def test_the_best_tokens_are_the_same_through_every_door(
+    name: str,
+    model: NeuronModelForCausalLM,
+    reference: Any,
+    tokenizer: Any,
+    start: Callable[..., App],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = (PUBLISHED | RARE)[name]
+    follow(model, facts, monkeypatch)
+    chat = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    expected = of_transformers(reference, facts, chat, **GREEDILY)
+    app, tokens, texts, _ = through_every_door(model, tokenizer, start, NEW)
+    ends = expected[-1:] and expected[-1] in app.served.requests.eos_token_ids  # which has no text
+    assert tokens == [expected] * 3 and texts == [app.read(expected[:-1] if ends else expected)] * 3
 
 
 def test_stop_strings_of_the_file_end_texts_through_every_door(

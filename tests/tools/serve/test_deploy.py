@@ -15,7 +15,7 @@ from optimum.commands.register.neuron_serve import DEFAULT_DRAIN, KEY_VARIABLE, 
 from prometheus_client.parser import text_string_to_metric_families
 from served_app import App
 
-from optimum_neuron.tools.serve.draining import LAST_READS
+from optimum_neuron.tools.serve.server import LAST_READS
 
 
 ROOT = Path(__file__).resolve().parents[3]

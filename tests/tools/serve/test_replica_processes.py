@@ -23,7 +23,7 @@ pytest.importorskip("ray")
 START = """
 import time
 from optimum.commands.optimum_cli import main
-from optimum_neuron.tools.serve.replicas import set_ray_environment
+from optimum_neuron.tools.serve.process import set_ray_environment
 set_ray_environment()
 from optimum_neuron.tools.serve.replicas import launch
 class Slow(launch.Replica):

@@ -16,9 +16,10 @@ from served_app import NAME, App, Visit, metric, wait_for
 
 
 ray = pytest.importorskip("ray")
-from optimum_neuron.tools.serve.errors import ApiError  # noqa: E402
 from optimum_neuron.tools.serve.gate import Gate  # noqa: E402
-from optimum_neuron.tools.serve.replicas import front, launch, replica, set_ray_environment  # noqa: E402
+from optimum_neuron.tools.serve.http import ApiError  # noqa: E402
+from optimum_neuron.tools.serve.process import set_ray_environment  # noqa: E402
+from optimum_neuron.tools.serve.replicas import front, launch, replica  # noqa: E402
 from optimum_neuron.tools.serve.server import ServerOptions  # noqa: E402
 
 
@@ -275,8 +276,7 @@ def test_neuron_cores_of_this_machine_become_rays_resource(monkeypatch: pytest.M
     monkeypatch.setattr(launch, "usable_cores", lambda: 8)
     monkeypatch.setattr(launch, "check_devices", lambda *asked: given.update(asked=asked) or [4, 5, 8, 9])
     monkeypatch.setattr(launch.ray, "init", lambda *_, **options: given.update(options))
-    config = SimpleNamespace(tensor_parallel_size=2)
-    artifact: Any = SimpleNamespace(target="trn2", config=config, manifest={"target_data": {"lnc": 2}})
-    assert launch._start_cluster(artifact, 2) == {"num_cpus": 4, "resources": {"neuron_cores": 2}}
+    artifact: Any = SimpleNamespace(target="trn2", manifest={"target_data": {"lnc": 2}})
+    assert launch._start_cluster(artifact, 2, 2) == {"num_cpus": 4, "resources": {"neuron_cores": 2}}
     assert given["asked"] == ("trn2", 2, 2, 2) and given["resources"] == {"neuron_cores": 4}
     assert os.environ == {"NEURON_RT_VISIBLE_CORES": "4,5,8,9"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`optimum-cli neuron serve`: who serves, by which command, and what is refused before anything is loaded."""
+"""`optimum-cli neuron serve`: who serves, by which command and at which address, and what is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from optimum.commands import optimum_cli
 
-from optimum_neuron.tools.serve import vllm_server
+from optimum_neuron.tools.serve import process
+from optimum_neuron.tools.serve.process import open_socket
 
 
 class BecameError(Exception):
@@ -30,7 +32,7 @@ def became(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], di
         raise BecameError(path, words, environment)
 
     monkeypatch.setattr(os, "execve", execve)
-    monkeypatch.setattr(vllm_server, "has_vllm", lambda: True)
+    monkeypatch.setattr(process, "has_vllm", lambda: True)
 
     def run(*words: str | Path) -> tuple[list[str], dict[str, str]]:
         monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "serve", *map(str, words)])
@@ -103,13 +105,11 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
         (["--otlp-traces-endpoint", ""], "--otlp-traces-endpoint is empty"),
         (["--replicas", "0"], "--replicas 0 must be at least 1"),
         (["--max-replicas", "2"], "--max-replicas 2 must be larger than --replicas, which is not given"),
-        (["--replicas", "2", "--max-replicas", "2"], "--max-replicas 2 must be larger than --replicas, which is 2"),
         (["--replicas", "2", "--target-ongoing-requests", "3"], "--target-ongoing-requests 3 says when Ray adds a"),
         (
             ["--replicas", "1", "--max-replicas", "2", "--target-ongoing-requests", "0"],
             "--target-ongoing-requests 0 must be a number above 0",
         ),
-        (["--replicas", "2", "--vllm-options", "--seed", "1"], "--seed 1 are options of vLLM, and the engine serves"),
         (["--served-model-name", ""], "--served-model-name is empty"),
         (["--backend", "vllm"], "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]'"),
         (["--vllm-options", "--seed", "1"], "--seed 1 are options of vLLM, and the engine serves"),
@@ -119,20 +119,17 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
 def test_wrong_options_are_refused(
     artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
-    monkeypatch.setattr(vllm_server, "has_vllm", lambda: False)
+    monkeypatch.setattr(process, "has_vllm", lambda: False)
     assert words in refusal(monkeypatch, capsys, artifact, *options)
 
 
 def test_an_option_of_the_engines_server_is_not_lost_on_vllm(
     artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(vllm_server, "has_vllm", lambda: True)
-    line = refusal(monkeypatch, capsys, artifact, "--max-queue", "5")
-    assert "--max-queue 5 is an option of the engine's server, and vLLM serves" in line
-    line = refusal(monkeypatch, capsys, artifact, "--drain-timeout", "5")
-    assert "--drain-timeout 5.0 is an option of the engine's server, and vLLM serves" in line
-    line = refusal(monkeypatch, capsys, artifact, "--replicas", "2")
-    assert "--replicas 2 is an option of the engine's server, and vLLM serves" in line
+    monkeypatch.setattr(process, "has_vllm", lambda: True)
+    for option, value in (("--max-queue", "5"), ("--drain-timeout", "5.0"), ("--replicas", "2")):
+        line = refusal(monkeypatch, capsys, artifact, option, value)
+        assert f"{option} {value} is an option of the engine's server, and vLLM serves" in line
     assert "for vLLM's own replicas add --vllm-options --data-parallel-size" in line
 
 
@@ -148,23 +145,14 @@ def test_a_missing_package_is_named_with_what_brings_it(
     assert line == "error: --replicas 2 needs Ray Serve: pip install 'optimum-neuron-runtime[ray]'\n"
 
 
-def test_an_address_in_use_is_told(
-    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        line = refusal(monkeypatch, capsys, artifact, "--backend", "engine", "--port", str(port))
-    assert f"127.0.0.1:{port} cannot be listened at" in line
-
-
 def test_a_folder_named_vllm_is_not_vllm() -> None:
     """tests/vllm is on the path here."""
     try:
         import vllm
     except ModuleNotFoundError:
-        assert not vllm_server.has_vllm()
+        assert not process.has_vllm()
     else:
-        assert vllm_server.has_vllm() == (vllm.__file__ is not None)
+        assert process.has_vllm() == (vllm.__file__ is not None)
 
 
 def test_help_shows_examples_and_imports_nothing_heavy() -> None:
@@ -184,3 +172,47 @@ def test_help_shows_examples_and_imports_nothing_heavy() -> None:
         "503",
     ):
         assert words in done.stdout
+
+
+def rival(reuse: tuple[int, ...]) -> socket.socket:
+    made = socket.socket()
+    for option in reuse:
+        made.setsockopt(socket.SOL_SOCKET, option, 1)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reuse"),
+    [
+        ("127.0.0.1", "127.0.0.1", ()),
+        ("127.0.0.1", "0.0.0.0", (socket.SO_REUSEADDR,)),
+        ("0.0.0.0", "127.0.0.1", (socket.SO_REUSEADDR, socket.SO_REUSEPORT)),
+        ("0.0.0.0", "0.0.0.0", (socket.SO_REUSEADDR, socket.SO_REUSEPORT)),
+    ],
+)
+def test_no_other_socket_takes_the_port_while_a_model_loads(ours: str, theirs: str, reuse: tuple[int, ...]) -> None:
+    with open_socket(ours, 0) as listening, closing(rival(reuse)) as other:
+        with pytest.raises(OSError, match="Address already in use"):
+            other.bind((theirs, listening.getsockname()[1]))
+            other.listen()
+        # Who connects reaches the server.
+        with socket.create_connection(("127.0.0.1", listening.getsockname()[1]), 5) as client:
+            accepted, address = listening.accept()
+            accepted.close()
+            assert address == client.getsockname()
+
+
+def test_who_has_the_port_without_listening_does_not_get_to_listen() -> None:
+    with closing(rival((socket.SO_REUSEADDR,))) as other:
+        other.bind(("127.0.0.1", 0))
+        with open_socket(*other.getsockname()), pytest.raises(OSError, match="Address already in use"):
+            other.listen()
+
+
+def test_a_port_at_which_somebody_listens_is_refused() -> None:
+    with closing(rival((socket.SO_REUSEADDR, socket.SO_REUSEPORT))) as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=rf"127.0.0.1:{port} cannot be listened at \(Address already in use\)"):
+            open_socket("127.0.0.1", port)

@@ -93,12 +93,6 @@ def test_a_full_queue_refuses_with_a_time_and_serves_all_others(
     assert app.metric("request_success_total", finished_reason="length") == SLOTS + 3
 
 
-def test_without_a_queue_as_many_as_there_are_slots_run(start: Callable[..., App]) -> None:
-    app = start(max_queue=0)
-    assert app.complete(["a", "b", "c"], max_tokens=2).status_code == 200
-    assert app.complete(["a", "b", "c", "d"], max_tokens=2).status_code == 400
-
-
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_goes_away_frees_its_slot_and_others_keep_their_tokens(app: App, stream: bool) -> None:
     alone = app.complete("good", temperature=0, max_tokens=20, ignore_eos=True).json()["choices"][0]["text"]
@@ -185,7 +179,7 @@ def test_bodies_find_room_until_their_tokens_are_known(
     start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("optimum_neuron.tools.serve.app.HELD_BYTES", 4000)
-    monkeypatch.setattr("optimum_neuron.tools.serve.bodies.SMALL_BODY", 500)
+    monkeypatch.setattr("optimum_neuron.tools.serve.gate.SMALL_BODY", 500)
     app = start()
 
     async def main() -> None:
@@ -215,26 +209,25 @@ def test_bodies_find_room_until_their_tokens_are_known(
     run(main)
 
 
-def test_a_key_is_checked_before_a_body_is_read(start: Callable[..., App]) -> None:
-    async def main() -> None:
-        client = visit(start(api_key="secret"), "x")
-        client._incoming.get_nowait()
-        await client.end()
-        assert client.status == 401
-
-    run(main)
-
-
-def test_who_leaves_before_the_body_came_is_nobody(app: App) -> None:
-    async def main() -> None:
+def test_a_key_is_checked_before_a_body_is_read_and_who_leaves_before_it_came_is_nobody(
+    start: Callable[..., App],
+) -> None:
+    async def status_without_a_body(app: App, *, leaves: bool) -> int | None:
         client = visit(app, "x")
         client._incoming.get_nowait()
-        client.leave()
+        if leaves:
+            client.leave()
         await client.end()
-        assert client.status is None
+        return client.status
 
-    run(main)
+    app = start(api_key="secret")
+    assert asyncio.run(status_without_a_body(app, leaves=False)) == 401
+    app.close()
+    app = start(max_queue=0)
+    assert asyncio.run(status_without_a_body(app, leaves=True)) is None
     assert app.gate.live == 0 and app.service.engine.statistics.steps == 0
+    assert app.complete(["a", "b", "c"], max_tokens=2).status_code == 200
+    assert app.complete(["a", "b", "c", "d"], max_tokens=2).status_code == 400  # without a queue
 
 
 def test_an_engine_that_fails_ends_all_with_an_error_and_health_says_so(

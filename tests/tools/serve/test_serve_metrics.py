@@ -66,12 +66,9 @@ def test_running_and_waiting_requests_are_told_apart(
 
     def step(engine: Engine) -> list:
         events = real_step(engine)
-        told = (
-            app.metric("num_requests_running"),
-            app.metric("num_requests_waiting"),
-            app.metric("kv_cache_usage_perc"),
+        seen.append(
+            [app.metric(name) for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")]
         )
-        seen.append(told)
         return events
 
     monkeypatch.setattr(Engine, "step", step)

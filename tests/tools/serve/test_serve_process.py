@@ -20,12 +20,11 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import uvicorn
 from served_app import PATIENCE, metric
 from warm_process import WarmProcess
 
-from optimum_neuron.tools.serve.draining import DrainingServer
 from optimum_neuron.tools.serve.gate import Gate
+from optimum_neuron.tools.serve.server import DrainingServer
 
 
 # A tiny model's requests would be over before anybody could look.
@@ -34,23 +33,23 @@ import time
 from optimum.commands.optimum_cli import main
 from optimum_neuron.engine.engine import Engine
 step = Engine.step
-Engine.step = lambda engine: time.sleep(0.04) or step(engine)
+Engine.step = lambda engine: time.sleep(0.02) or step(engine)
 main()
 """
 SLOTS = 3
 # The same with little patience, and with sockets that keep little of what a client does not read.
 IMPATIENT = f"""
 import socket
-from optimum_neuron.tools.serve import app, bodies, draining, listen
-bodies.BODY_SECONDS = draining.HEAD_SECONDS = draining.WRITE_SECONDS = 1.0
-app.HELD_BYTES, draining.LAST_READS = 2**20, 2
-taken = listen.open_socket
+from optimum_neuron.tools.serve import app, gate, process, server
+gate.BODY_SECONDS = server.HEAD_SECONDS = server.WRITE_SECONDS = 1.0
+app.HELD_BYTES, server.LAST_READS = 2**20, 2
+taken = process.open_socket
 def small(host, port):
     listening = taken(host, port)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return listening
-listen.open_socket = small
-{START.replace("0.04", "0.004")}"""
+process.open_socket = small
+{START.replace("0.02", "0.004")}"""
 
 
 @dataclass
@@ -244,7 +243,7 @@ def test_who_has_no_answer_when_the_time_of_a_servers_end_is_over_is_told(cpu: P
 
 def test_a_server_that_ends_listens_until_the_last_request_has_left() -> None:
     gate = Gate(slots=1, max_queue=0, stopped=lambda: None)
-    server = DrainingServer(uvicorn.Config(lambda: None), gate, 60, gate.check_open)
+    server = DrainingServer(lambda: None, gate, 60, gate.check_open)  # type: ignore[arg-type]
     ticks = [asyncio.run(server.on_tick(1))]
     with gate.admit_requests(1):
         server.handle_exit(signal.SIGTERM, None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
+from ....arrays import dtype_name
 from ....artifact.artifact import Artifact, ArtifactError
 from ....artifact.schema import first_difference, shown
 from ....artifact.tensor_file import TensorLike
@@ -63,10 +64,10 @@ def check_weights(where: object, tensors: Mapping[str, TensorLike], graphs: Iter
         found = tensors.get(binding.name)
         if found is None:
             raise ValueError(f"{where} lacks {binding.name}, which a graph needs; export the model again")
-        if tuple(found.shape) != binding.shape or str(found.dtype) != f"torch.{binding.dtype}":
+        if tuple(found.shape) != binding.shape or dtype_name(found.dtype) != binding.dtype:
             raise ValueError(
-                f"{where} has {binding.name} as {found.dtype} {list(found.shape)}, and a graph takes it as "
-                f"torch.{binding.dtype} {list(binding.shape)}; export the model again"
+                f"{where} has {binding.name} as {dtype_name(found.dtype)} {list(found.shape)}, and a graph takes it as "
+                f"{binding.dtype} {list(binding.shape)}; export the model again"
             )
 
 

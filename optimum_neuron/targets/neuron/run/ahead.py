@@ -7,10 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from ....step.sampling.buffers import slots_of_rows
 from ....step.sampling.sampler import TEMPERATURE
 from ....step.spec import DECODE, SAMPLING_PARAMS, UNIFORMS
 from ... import Executable
@@ -27,8 +25,8 @@ class AheadExecutable(Executable):
     def __init__(self, graphs: Collection[str]) -> None:
         self._names = graphs
 
-    def run(self, graph: str, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return cast(Sequence[Tensor], self.start(graph, inputs, logits=True)())
+    def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        return cast(Sequence[np.ndarray], self.start(graph, inputs, logits=True)())
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         self._run_copy(COPY_SLOT, source, destination, length)
@@ -48,7 +46,7 @@ class AheadExecutable(Executable):
 _NO_SLOT = dict.fromkeys(map(slots_input, SAMPLERS), -1)
 
 
-def idle_inputs(graphs: Mapping[str, GraphIO], steps: Collection[str]) -> dict[str, list[Tensor]]:
+def idle_inputs(graphs: Mapping[str, GraphIO], steps: Collection[str]) -> dict[str, list[np.ndarray]]:
     """Return inputs with which graphs that are no steps change nothing, for the slow first run of each.
 
     Args:
@@ -56,9 +54,7 @@ def idle_inputs(graphs: Mapping[str, GraphIO], steps: Collection[str]) -> dict[s
     """
     return {
         name: [
-            torch.full(each.shape, _NO_SLOT.get(each.name, 0), dtype=getattr(torch, each.dtype))
-            for each in io.inputs
-            if each.role == "input"
+            np.full(each.shape, _NO_SLOT.get(each.name, 0), each.dtype) for each in io.inputs if each.role == "input"
         ]
         for name, io in graphs.items()
         if name not in steps
@@ -80,14 +76,16 @@ class Draw:
     slots: int | None
     tokens: int
 
-    def is_due(self, inputs: Sequence[Tensor]) -> bool:
+    def is_due(self, inputs: Sequence[np.ndarray]) -> bool:
         """Return whether a row that is not idle is to be drawn: all others keep the largest, which the step has chosen."""
         return bool(((inputs[self.sampling_params][:, TEMPERATURE] > 0) & (inputs[self.positions][:, 0] >= 0)).any())
 
-    def take_inputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def take_inputs(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the sampler's inputs, from those of a step."""
-        slots = slots_of_rows(inputs[self.positions], None if self.slots is None else inputs[self.slots])
-        return [inputs[self.sampling_params], inputs[self.uniforms], slots]
+        positions = inputs[self.positions]
+        slots = np.arange(len(positions), dtype=np.int32) if self.slots is None else inputs[self.slots]
+        active = np.where(positions[:, 0] >= 0, slots, np.int32(-1))  # as step.sampling.buffers.slots_of_rows
+        return [inputs[self.sampling_params], inputs[self.uniforms], active]
 
 
 def find_draws(calls: Mapping[str, Sequence[str]], graphs: Mapping[str, GraphIO]) -> dict[str, tuple[Draw, ...]]:

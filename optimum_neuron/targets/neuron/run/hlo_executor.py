@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
+from ....arrays import to_numpy, to_torch
 from ....step.spec import LOGITS
 from ..graphs import hlo
 from ..graphs.io import GraphIO, read_hlo
@@ -58,8 +60,8 @@ class HloExecutable(AheadExecutable):
         self,
         programs: Mapping[str, HloProgram],
         calls: Mapping[str, Sequence[str]],
-        weights: dict[str, Tensor],
-        states: dict[str, Tensor],
+        weights: Mapping[str, np.ndarray],
+        states: Mapping[str, np.ndarray],
     ) -> None:
         """Bind programs to weights and states.
 
@@ -71,13 +73,15 @@ class HloExecutable(AheadExecutable):
         device = next(iter(programs.values())).device
         needed = {name for program in programs.values() for name in program.io.names("weight")}
         self._device = device
-        self._weights = {name: weights[name].to(device) for name in needed}
-        self._states = {name: state.to(device) for name, state in states.items()}
+        self._weights = {name: to_torch(weights[name]).to(device) for name in needed}
+        self._states = {name: to_torch(state).to(device) for name, state in states.items()}
         self._calls = {name: program.io.names("input") for name, program in programs.items()} | dict(calls)
         described = {name: program.io for name, program in programs.items()}
         self._draws, self._idle = find_draws(calls, described), idle_inputs(described, calls)
 
-    def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Callable[[], Sequence[Tensor | None]]:
+    def start(
+        self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool
+    ) -> Callable[[], Sequence[np.ndarray | None]]:
         outputs = self._run_graph(graph, inputs)
         for draw in self._draws.get(graph, ()):
             if draw.is_due(inputs):
@@ -86,11 +90,11 @@ class HloExecutable(AheadExecutable):
         wanted = [logits or not name.endswith(LOGITS) for name in names]
         return lambda: [_to_host(each) if is_wanted else None for each, is_wanted in zip(outputs, wanted, strict=True)]
 
-    def _run_graph(self, graph: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _run_graph(self, graph: str, inputs: Sequence[np.ndarray]) -> list[Tensor]:
         program, given = self._programs[graph], dict(zip(self._calls[graph], inputs, strict=True))
         bound = self._weights | self._states
         arguments = [
-            given[binding.name].to(self._device) if binding.role == "input" else bound[binding.name]
+            to_torch(given[binding.name]).to(self._device) if binding.role == "input" else bound[binding.name]
             for binding in program.io.inputs
         ]
         outputs = []
@@ -101,17 +105,15 @@ class HloExecutable(AheadExecutable):
                 self._states[output.alias_of] = result
         return outputs
 
-    def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
+    def idle_inputs(self) -> Mapping[str, Sequence[np.ndarray]]:
         return self._idle
 
-    def read_state(self, name: str) -> Tensor:
-        state: Tensor = self._states[name].cpu()
-        return state
+    def read_state(self, name: str) -> np.ndarray:
+        return to_numpy(self._states[name].cpu())
 
-    def write_state(self, name: str, tensor: Tensor) -> None:
-        self._states[name] = tensor.to(self._device)
+    def write_state(self, name: str, array: np.ndarray) -> None:
+        self._states[name] = to_torch(array).to(self._device)
 
 
-def _to_host(result: Tensor) -> Tensor:
-    tensor: Tensor = result.cpu()
-    return tensor
+def _to_host(result: Tensor) -> np.ndarray:
+    return to_numpy(result.cpu())

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from ....arrays import dtype_name
 from ....artifact.tensor_file import parse_head, read_head
 from ..compile.neuron_cc import NEFF_SUFFIX
 from ..graphs.checks import check_weights
@@ -23,9 +23,9 @@ from ..graphs.io import GraphIO, InputBinding, OutputBinding, cut_dim
 from ..rank.plan import HALVES, RankGraph, RankPlan, RankTensor, RankWeight
 
 
-def copy_inputs(source: int, destination: int, length: int) -> list[Tensor]:
+def copy_inputs(source: int, destination: int, length: int) -> list[np.ndarray]:
     """Return the inputs of a graph that copies rows, in their order (COPY_INPUTS)."""
-    return [torch.tensor([number], dtype=torch.int32) for number in (source, destination, length)]
+    return [np.array([number], np.int32) for number in (source, destination, length)]
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class SharedTensors:
         self._places, self.size = _places([*used, *(each for lists in outputs.values() for each in lists)])
         self.file = os.memfd_create("optimum_neuron")
         os.ftruncate(self.file, HALVES * self.size)
-        block = torch.frombuffer(mmap.mmap(self.file, HALVES * self.size), dtype=torch.uint8)
-        self.inputs: list[dict[str, list[Tensor | None]]] = []
-        self.outputs: list[dict[str, list[Tensor]]] = []
-        for half in block.view(HALVES, self.size):
+        block = np.frombuffer(mmap.mmap(self.file, HALVES * self.size), np.uint8)
+        self.inputs: list[dict[str, list[np.ndarray | None]]] = []
+        self.outputs: list[dict[str, list[np.ndarray]]] = []
+        for half in block.reshape(HALVES, self.size):
             tensors = {key: _view_block(half, key, start) for key, start in self._places.items()}
             self.inputs.append(
                 {
@@ -133,12 +133,11 @@ def _places(bindings: list[InputBinding | OutputBinding]) -> tuple[dict[_Key, in
 
 
 def _count_bytes(key: _Key) -> int:
-    itemsize: int = getattr(torch, key[2]).itemsize
-    return math.prod(key[1]) * itemsize
+    return math.prod(key[1]) * np.dtype(key[2]).itemsize
 
 
-def _view_block(block: Tensor, key: _Key, start: int) -> Tensor:
-    return block[start : start + _count_bytes(key)].view(getattr(torch, key[2])).view(key[1])
+def _view_block(block: np.ndarray, key: _Key, start: int) -> np.ndarray:
+    return block[start : start + _count_bytes(key)].view(key[2]).reshape(key[1])
 
 
 def rank_plan(plan: LoadPlan, tensors: SharedTensors, runtime: str, ranks: tuple[int, ...]) -> RankPlan:
@@ -184,25 +183,23 @@ def _find_weights(plan: LoadPlan, rank: int) -> tuple[RankWeight, ...]:
                 names.append(name)
     found = ((names, layout[stored]) for stored, names in wanted.items())
     return tuple(
-        RankWeight(
-            tuple(names), str(path), len(head) + stored.start, stored.shape, str(stored.dtype).removeprefix("torch.")
-        )
+        RankWeight(tuple(names), str(path), len(head) + stored.start, stored.shape, dtype_name(stored.dtype))
         for names, stored in found
     )
 
 
-def join_states(parts: Sequence[Tensor]) -> Tensor:
+def join_states(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Join a state of all ranks, in their order, along its heads or channels; one of one dimension is whole on every rank."""
-    return parts[0] if len(parts) == 1 or parts[0].dim() == 1 else torch.cat(list(parts), dim=cut_dim(parts[0].shape))
+    return parts[0] if len(parts) == 1 or parts[0].ndim == 1 else np.concatenate(parts, axis=cut_dim(parts[0].shape))
 
 
-def split_state(tensor: Tensor, world_size: int) -> Sequence[Tensor]:
+def split_state(state: np.ndarray, world_size: int) -> Sequence[np.ndarray]:
     """Return each rank's part of what `join_states` made; raise ValueError where heads or channels do not divide."""
-    if world_size == 1 or tensor.dim() == 1:
-        return [tensor] * world_size
-    dim = cut_dim(tensor.shape)
-    if tensor.shape[dim] % world_size:
+    if world_size == 1 or state.ndim == 1:
+        return [state] * world_size
+    dim = cut_dim(state.shape)
+    if state.shape[dim] % world_size:
         raise ValueError(
-            f"a state of {tensor.shape[dim]} heads or channels is not that of {world_size} ranks; read one first"
+            f"a state of {state.shape[dim]} heads or channels is not that of {world_size} ranks; read one first"
         )
-    return [part.contiguous() for part in tensor.chunk(world_size, dim=dim)]
+    return np.split(state, world_size, axis=dim)

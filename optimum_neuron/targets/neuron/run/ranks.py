@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ....step.spec import LOGITS
 from ... import Executable
@@ -45,12 +44,12 @@ class StartedStep:
         outputs: None until the ranks have answered, and where they failed.
     """
 
-    def __init__(self, executable: RankedExecutable, doing: str, shared: Sequence[Tensor | None]) -> None:
+    def __init__(self, executable: RankedExecutable, doing: str, shared: Sequence[np.ndarray | None]) -> None:
         self._executable, self.doing, self._shared = executable, doing, shared
-        self.outputs: list[Tensor | None] | None = None
+        self.outputs: list[np.ndarray | None] | None = None
         self.error: NeuronRuntimeError | None = None
 
-    def __call__(self) -> Sequence[Tensor | None]:
+    def __call__(self) -> Sequence[np.ndarray | None]:
         if self.outputs is None and self.error is None:
             self._executable.settle_step(self)
         if self.outputs is None:
@@ -60,7 +59,7 @@ class StartedStep:
 
     def copy_outputs(self) -> None:
         """Copy its outputs, before the next step but one overwrites them."""
-        self.outputs = [None if each is None else each.clone() for each in self._shared]
+        self.outputs = [None if each is None else each.copy() for each in self._shared]
 
 
 class RankedExecutable(AheadExecutable):
@@ -124,7 +123,7 @@ class RankedExecutable(AheadExecutable):
         finally:
             os.close(self._tensors.file)
 
-    def start(self, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> StartedStep:
+    def start(self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool) -> StartedStep:
         """Start a step; raise NeuronRuntimeError of an earlier step, and again in all later calls where ranks cannot continue."""
         while len(self._underway) >= HALVES:
             self._settle_first()
@@ -171,30 +170,29 @@ class RankedExecutable(AheadExecutable):
             if (logits or not name.endswith(LOGITS)) and number not in replaced
         ]
 
-    def _put_inputs(self, graph: str, inputs: Sequence[Tensor], half: int) -> None:
-        for shared, tensor in zip(self._tensors.inputs[half][graph], inputs, strict=True):
+    def _put_inputs(self, graph: str, inputs: Sequence[np.ndarray], half: int) -> None:
+        for shared, array in zip(self._tensors.inputs[half][graph], inputs, strict=True):
             if shared is not None:
-                shared.copy_(tensor)
+                np.copyto(shared, array)
 
-    def idle_inputs(self) -> Mapping[str, Sequence[Tensor]]:
+    def idle_inputs(self) -> Mapping[str, Sequence[np.ndarray]]:
         return idle_inputs(self._plan.graphs, self._plan.calls)
 
-    def read_state(self, name: str) -> Tensor:
+    def read_state(self, name: str) -> np.ndarray:
         binding = self._states[name]
-        dtype = getattr(torch, binding.dtype)
-        size = math.prod(binding.shape) * dtype.itemsize
+        size = math.prod(binding.shape) * np.dtype(binding.dtype).itemsize
         answers = self._ask_ranks(
             f"reading {name}", self._repeat_command({"read": name}), self._limit + _SLACK, size=size
         )
-        parts = torch.cat([torch.frombuffer(data, dtype=dtype) for data in answers])
-        return join_states(list(parts.view(self._plan.world_size, *binding.shape)))
+        parts = np.concatenate([np.frombuffer(data, binding.dtype) for data in answers])
+        return join_states(list(parts.reshape(self._plan.world_size, *binding.shape)))
 
-    def write_state(self, name: str, tensor: Tensor) -> None:
+    def write_state(self, name: str, array: np.ndarray) -> None:
         binding = self._states[name]
-        parts = split_state(tensor.to(getattr(torch, binding.dtype)), self._plan.world_size)
+        parts = split_state(array.astype(binding.dtype), self._plan.world_size)
         if tuple(parts[0].shape) != binding.shape:
             raise ValueError(f"state {name} has shape {list(binding.shape)} on a rank, not {list(parts[0].shape)}")
-        flat = [part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts]
+        flat = [part.tobytes() for part in parts]
         data = [b"".join(flat[rank] for rank in process.plan.ranks) for process in self._ranks]
         self._ask_ranks(f"writing {name}", self._repeat_command({"write": name}), self._limit + _SLACK, data)
 

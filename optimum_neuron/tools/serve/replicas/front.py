@@ -18,10 +18,17 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from ..bodies import HELD_BYTES, Bodies, Body
-from ..errors import ApiError, ClientGoneError, server_error
-from ..gate import Gate
-from ..http import EventSender, error_response, json_response, to_json, watch_client
+from ..gate import HELD_BYTES, Bodies, Body, Gate
+from ..http import (
+    ApiError,
+    ClientGoneError,
+    EventSender,
+    error_response,
+    json_response,
+    server_error,
+    to_json,
+    watch_client,
+)
 from ..metrics import CONTENT_TYPE
 from .replica import ReplicaClosedError
 
@@ -92,9 +99,8 @@ class Front:
         found = status.deployments.values() if status is not None else ()
         counts = {state.lower(): count for each in found for state, count in each.replica_states.items()}
         if not counts.get("running"):
-            raise server_error(
-                f"no replica runs ({counts}); wait until Ray has started one", status=503, code="no_replica"
-            )
+            text = f"no replica runs ({counts}); wait until Ray has started one"
+            raise server_error(text, status=503, code="no_replica")
         return json_response({"replicas": counts})
 
     async def _metrics(self) -> Response:

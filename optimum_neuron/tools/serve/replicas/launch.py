@@ -19,10 +19,9 @@ from ....artifact.artifact import Artifact
 from ....kernels.host.machine import usable_cores
 from ....targets.neuron.sdk.devices import VISIBLE_CORES, check_devices
 from ....targets.neuron.sdk.hardware import CHIPS
-from ..draining import DrainingServer, server_config
 from ..gate import Gate
 from ..http import KeyCheck
-from ..server import ServerOptions, announce_server
+from ..server import DrainingServer, ServerOptions, announce_server
 from .front import Front
 from .replica import Replica, manifest_digest
 
@@ -56,27 +55,25 @@ def serve_replicas(
     slots, number = artifact.config.batch_size, str(fewest) if fewest == most else f"{fewest} to {most}"
     with ExitStack() as last:
         last.callback(ray.shutdown)
-        share = _join_cluster(artifact, most) if joins else _start_cluster(artifact, most)
-        if joins:  # the cluster stays
-            last.callback(serve.delete, options.name)
+        ranks = artifact.config.tensor_parallel_size if artifact.target in CHIPS else 0
+        if joins:
+            ray.init(**_QUIET)
+            share = replica_resources([node["Resources"] for node in ray.nodes() if node["Alive"]], most, ranks)
+            last.callback(serve.delete, options.name)  # the cluster stays
+        else:
+            share = _start_cluster(artifact, most, ranks)
         numbers = {"max_ongoing_requests": slots, "ray_actor_options": share, **scaling(fewest, most, target or slots)}
         replicas = _start_replicas(options, numbers)
         gate = Gate(slots * most, options.max_queue, lambda: None)
         front = Front(replicas, gate, options.name)
         app = front if options.api_key is None else KeyCheck(front, options.api_key, lambda status: None)
         announce_server(options, artifact.config, listening, f"{number} replicas, each ")
-        DrainingServer(server_config(app), gate, options.drain_timeout, front.stop).run(sockets=[listening])
+        DrainingServer(app, gate, options.drain_timeout, front.stop).run(sockets=[listening])
 
 
-def _join_cluster(artifact: Artifact, most: int) -> dict[str, Any]:
-    """Return what each replica takes of a machine of the cluster that RAY_ADDRESS names."""
-    ray.init(**_QUIET)
-    return replica_resources([node["Resources"] for node in ray.nodes() if node["Alive"]], most, _ranks(artifact))
-
-
-def _start_cluster(artifact: Artifact, most: int) -> dict[str, Any]:
+def _start_cluster(artifact: Artifact, most: int, ranks: int) -> dict[str, Any]:
     """Start a cluster of this machine alone; return what each replica takes of it."""
-    cpus, devices, ranks = usable_cores(), {}, _ranks(artifact)
+    cpus, devices = usable_cores(), {}
     if ranks:
         cores = check_devices(artifact.target, artifact.manifest["target_data"]["lnc"], ranks, most)
         os.environ[VISIBLE_CORES] = ",".join(map(str, cores))  # Ray reads no ranges
@@ -84,10 +81,6 @@ def _start_cluster(artifact: Artifact, most: int) -> dict[str, Any]:
     share = replica_resources([{"CPU": cpus, **devices}], most, ranks)
     ray.init("local", include_dashboard=False, num_cpus=cpus, resources=devices, **_QUIET)
     return share
-
-
-def _ranks(artifact: Artifact) -> int:
-    return artifact.config.tensor_parallel_size if artifact.target in CHIPS else 0
 
 
 def scaling(fewest: int, most: int, target: float) -> dict[str, Any]:

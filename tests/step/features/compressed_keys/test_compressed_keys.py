@@ -15,6 +15,7 @@ import torch
 from compressing import SELECTED, cached, reference
 from helpers import (
     artifact_runner,
+    as_tensor,
     decode_rows,
     decode_tokens,
     eager_runner,
@@ -23,9 +24,11 @@ from helpers import (
     fill_rows,
     prefill_pieces,
     random_tokens,
+    read_state,
     read_states,
     reuse_prefix,
     tiny_config,
+    write_state,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,7 +137,7 @@ def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(sizes: dict[str, Any]
             beside = {other: start} if neighbors else {}
             output = steps.run_step([PromptPiece(slot, prompt[start : start + count])], decode_rows(steps, beside))
             assert output.chunk_logits is not None
-            logits, start = output.chunk_logits[0].clone(), start + count
+            logits, start = as_tensor(output.chunk_logits[0]), start + count
         return [logits, continued(steps, slot, text[22:])]
 
     expected = run(0, [most] * (22 // most) + [22 % most], neighbors=False, before=0.0)
@@ -167,9 +170,9 @@ def test_who_sees_the_key_of_a_broken_token_is_not_finite_and_nobody_else() -> N
     steps.reset_slots()
     for slot in (0, 1):
         prefill_pieces(steps, slot, random_tokens(14, seed=6), [14])
-    state = steps.executable.read_state("kv_cache.buffer_1_0")
+    state = read_state(steps.executable, "kv_cache.buffer_1_0")
     state[1, :, 12 % 8] = torch.nan  # of a token whose group has no key yet
-    steps.executable.write_state("kv_cache.buffer_1_0", state)
+    write_state(steps.executable, "kv_cache.buffer_1_0", state)
     before = decode_tokens(steps, {0: 5, 1: 5})[1]
     assert before[:2].isfinite().all()  # token 14
     logits = decode_tokens(steps, {0: 5, 1: 5})[1]  # token 15 ends the group

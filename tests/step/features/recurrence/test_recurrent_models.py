@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    as_tensor,
     decode_rows,
     decode_tokens,
     eager_runner,
@@ -19,7 +20,9 @@ from helpers import (
     export_tiny,
     prefill_pieces,
     random_tokens,
+    read_state,
     tiny_config,
+    write_state,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,7 +118,7 @@ def test_no_cut_or_neighbor_changes_a_bit_in_chunks_of_any_size(kind: str) -> No
             else:
                 output = steps.run_step([*chunks, PromptPiece(neighbor, other[at : at + 1])])
             assert output.chunk_logits is not None
-            logits, done, at = output.chunk_logits[0].clone(), done + count, at + 1
+            logits, done, at = as_tensor(output.chunk_logits[0]), done + count, at + 1
         assert torch.equal(decode_tokens(steps, {slot: 7})[1][slot], after)
         assert torch.equal(logits, expected)
 
@@ -128,8 +131,8 @@ def test_a_request_starts_from_nothing_whatever_its_slot_holds(kind: str) -> Non
     steps.reset_slots()
     expected = prefill_pieces(steps, 1, text, [8, 8, 1]).clone()
     for name in ("key_1", "value_1", "state_0_0", "anchor_0_0", "tail_0_0", *["conv_0_0"] * (kind == "vectors")):
-        state = steps.executable.read_state(f"kv_cache.{name}")
-        steps.executable.write_state(f"kv_cache.{name}", torch.full_like(state, torch.nan))
+        state = read_state(steps.executable, f"kv_cache.{name}")
+        write_state(steps.executable, f"kv_cache.{name}", torch.full_like(state, torch.nan))
     for pieces in ([8, 8, 1], [1, 8, 8]):
         steps.reset_slot(1)
         assert torch.equal(prefill_pieces(steps, 1, text, pieces), expected)

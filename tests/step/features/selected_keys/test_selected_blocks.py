@@ -21,7 +21,9 @@ from helpers import (
     load_model,
     prefill_pieces,
     random_tokens,
+    read_state,
     tiny_config,
+    write_state,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,10 +142,10 @@ def test_who_sees_a_broken_token_is_not_finite_and_nobody_else(kind: str, runner
     for slot in (0, 1):
         prefill_pieces(runner, slot, random_tokens(20, seed=3), [16, 4])
     for state in ("index", "key", "value"):
-        whole = runner.executable.read_state(f"kv_cache.{state}_1")
+        whole = read_state(runner.executable, f"kv_cache.{state}_1")
         whole[1, :, 3] = torch.nan
         whole[0, :, 22:] = torch.nan
-        runner.executable.write_state(f"kv_cache.{state}_1", whole)
+        write_state(runner.executable, f"kv_cache.{state}_1", whole)
     logits = decode_tokens(runner, {0: 5, 1: 5})[1]
     assert logits[0].isfinite().all() and logits[1].isnan().all()
 

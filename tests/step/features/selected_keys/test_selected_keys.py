@@ -22,8 +22,10 @@ from helpers import (
     load_model,
     prefill_pieces,
     random_tokens,
+    read_state,
     reuse_prefix,
     tiny_config,
+    write_state,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,15 +116,17 @@ def test_who_sees_a_broken_token_is_not_finite_and_nobody_else(runners: dict[str
     for slot in (0, 1):
         prefill_pieces(runner, slot, random_tokens(20, seed=3), [16, 4])
     name = "kv_cache.index_0"
-    index = runner.executable.read_state(name)
+    index = read_state(runner.executable, name)
     assert index.shape == (4, 1, LENGTH, 16)
-    runner.executable.write_state(
-        name, index.index_fill(2, torch.tensor([3]), torch.nan) * (torch.arange(4) == 1).view(4, 1, 1, 1)
+    write_state(
+        runner.executable,
+        name,
+        index.index_fill(2, torch.tensor([3]), torch.nan) * (torch.arange(4) == 1).view(4, 1, 1, 1),
     )
     for state in ("key", "value"):
-        whole = runner.executable.read_state(f"kv_cache.{state}_0")
+        whole = read_state(runner.executable, f"kv_cache.{state}_0")
         whole[1, :, 3] = torch.nan
-        runner.executable.write_state(f"kv_cache.{state}_0", whole)
+        write_state(runner.executable, f"kv_cache.{state}_0", whole)
     logits = decode_tokens(runner, {0: 5, 1: 5})[1]
     assert logits[0].isfinite().all() and logits[1].isnan().all()
 

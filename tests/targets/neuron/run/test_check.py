@@ -14,11 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from fakes.tools import NeuronTools
 from helpers import export_tiny
 from optimum.commands import optimum_cli
-from torch import Tensor
 from traces import read_trace
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
@@ -121,7 +119,7 @@ def test_signals_leave_no_half_of_a_profile(
     folder, report = tmp_path / "profile", tmp_path / "check.json"
     run, write, left = HloExecutable.run, Path.write_text, [2]
 
-    def interrupted_run(*arguments: Any) -> Sequence[Tensor]:
+    def interrupted_run(*arguments: Any) -> Sequence[np.ndarray]:
         left[0] -= 1
         if left[0] < 0:
             signal.raise_signal(number)
@@ -164,9 +162,9 @@ def test_logits_that_are_no_numbers_fail_whatever_the_tokens(
     hlo_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     golden = Golden.read(hlo_artifact)
-    nothing = torch.full((300,), torch.nan)
+    nothing = np.full(300, np.nan, np.float32)
 
-    def replay(*_: object) -> list[tuple[int, Tensor]]:
+    def replay(*_: object) -> list[tuple[int, np.ndarray]]:
         return [(token, nothing) for token in golden.tokens]
 
     monkeypatch.setattr(step_checks, "replay", replay)
@@ -183,7 +181,7 @@ def test_a_row_that_reads_another_ones_cache_is_found(
 ) -> None:
     prefill, state = step_checks.prefill, Artifact.open(hlo_artifact).states()[0].name
 
-    def leaking(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> Tensor:
+    def leaking(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> np.ndarray:
         logits = prefill(runner, slot, prompt, pieces)
         return logits + runner.executable.read_state(state)[1].sum()
 
@@ -216,8 +214,8 @@ def test_token_ids_at_the_edge_of_the_vocabulary_are_tried(
             (token,) = chunks[0].token_ids
             if not 0 <= token < 300 and fault != "unchecked":
                 raise ValueError(token)
-            logits = torch.full((1, 300), torch.nan if fault == "edge" and token == 299 else 0.0)
-            return StepOutput(chunk_logits=logits, chunk_tokens=torch.tensor([300 if fault == "choice" else 0]))
+            logits = np.full((1, 300), np.nan if fault == "edge" and token == 299 else 0.0)
+            return StepOutput(chunk_logits=logits, chunk_tokens=np.array([300 if fault == "choice" else 0]))
 
     with pytest.raises(CheckError, match=told):
         step_checks.check_token_ids(artifact, Faulty())

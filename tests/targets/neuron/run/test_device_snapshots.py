@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes.tools import Sdk, make_plan
-from helpers import tiny_config
+from helpers import read_state, tiny_config, write_state
 
 from optimum_neuron.step.attention.state import KeyValueState
 from optimum_neuron.step.features.convolution.state import ConvolutionState
@@ -42,11 +42,11 @@ def test_each_rank_keeps_its_own_part(target: str, package: str, neuron_sdk: Sdk
     try:
         held = {}
         for name in loaded._states:
-            state = loaded.read_state(name)
+            state = read_state(loaded, name)
             held[name] = torch.randn(state.shape) if state.is_floating_point() else torch.arange(len(state)).int()
             if name.startswith("snapshots.") and state.is_floating_point():
                 held[name][1] = torch.nan
-            loaded.write_state(name, held[name])
+            write_state(loaded, name, held[name])
         loaded.keep_state(2, 1)
         loaded.restore_state(1, 0)
         for name, state in held.items():
@@ -55,6 +55,6 @@ def test_each_rank_keeps_its_own_part(target: str, package: str, neuron_sdk: Sdk
                 state[1] = kept[2]
             elif not name.startswith(("kv_cache.key", "kv_cache.value")):
                 state[0] = kept[2]
-            assert torch.equal(loaded.read_state(name), state), name
+            assert torch.equal(read_state(loaded, name), state), name
     finally:
         loaded.close()

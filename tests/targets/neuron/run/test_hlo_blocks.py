@@ -17,7 +17,9 @@ from helpers import (
     load_model,
     prefill_pieces,
     random_tokens,
+    read_state,
     tiny_config,
+    write_state,
 )
 from tiny import TINY_SIZES
 from torch import Tensor
@@ -46,7 +48,7 @@ def answer(runner: GraphRunner, slot: int, others: Sequence[int] = (), tokens: i
 
 def fill(runner: GraphRunner, value: float) -> None:
     for name in STATES:
-        runner.executable.write_state(name, torch.full_like(runner.executable.read_state(name), value))
+        write_state(runner.executable, name, torch.full_like(read_state(runner.executable, name), value))
 
 
 def in_blocks(runner: GraphRunner, slot: int, blocks: Sequence[int], tokens: int = 12) -> list[Tensor]:

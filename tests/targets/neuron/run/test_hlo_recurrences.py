@@ -9,7 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import artifact_runner, decode_rows, decode_tokens, eager_runner, generate, random_tokens, tiny_config
+from helpers import (
+    artifact_runner,
+    as_tensor,
+    decode_rows,
+    decode_tokens,
+    eager_runner,
+    generate,
+    random_tokens,
+    read_state,
+    tiny_config,
+    write_state,
+)
 from recurrent import CONFIGS, model
 from torch import Tensor
 
@@ -76,7 +87,7 @@ def answer(runner: GraphRunner, slot: int, pieces: Sequence[int], neighbor: int 
         else:
             output = runner.run_step(chunks, decode_rows(runner, {neighbor: int(next(others))}))
         assert output.chunk_logits is not None
-        return output.chunk_logits[0].clone()
+        return as_tensor(output.chunk_logits[0])
 
     *_, last = (take_in(tokens) for tokens in np.split(PROMPT, np.cumsum(pieces)[:-1]))
     logits = [last]
@@ -157,8 +168,8 @@ def test_what_an_earlier_request_left_has_no_effect(kind: str, artifact: Callabl
         filled = torch.full(
             state.shape, torch.nan if state.dtype == "float32" else BLOCK, dtype=getattr(torch, state.dtype)
         )
-        runner.executable.write_state(state.name, filled)
+        write_state(runner.executable, state.name, filled)
     assert same(answer(runner, 1, CUTS[2]), expected)
     for state in states:
-        left = runner.executable.read_state(state.name)[0]
+        left = read_state(runner.executable, state.name)[0]
         assert bool(left.isnan().all() if state.dtype == "float32" else (left == BLOCK).all()), state.name

@@ -18,8 +18,10 @@ from helpers import (
     generate,
     prefill_pieces,
     random_tokens,
+    read_state,
     reuse_prefix,
     tiny_config,
+    write_state,
 )
 from recurrent import SERVED, model
 from torch import Tensor
@@ -65,9 +67,9 @@ def one_graph(path: Path) -> GraphRunner:
 def overwrite(runner: GraphRunner, *, names: tuple[str, ...] = ("",)) -> None:
     """NaN, and indices beyond all, in all rows of the states whose names begin so."""
     for name in runner.executable._states:
-        state = runner.executable.read_state(name)
+        state = read_state(runner.executable, name)
         if name.startswith(names):
-            runner.executable.write_state(name, state.fill_(torch.nan if state.is_floating_point() else CHUNK))
+            write_state(runner.executable, name, state.fill_(torch.nan if state.is_floating_point() else CHUNK))
 
 
 def followed(runner: GraphRunner, slot: int, logits: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ def test_a_slot_goes_on_behind_a_snapshot_at_any_place(kind: str, recurrent_arti
             assert torch.equal(followed(runner, slot, logits), expected)
         for name in runner.executable._states:
             if name.startswith(SNAPSHOTS) and not name.endswith("scanned"):
-                assert runner.executable.read_state(name)[[0, 2]].isnan().all()
+                assert read_state(runner.executable, name)[[0, 2]].isnan().all()
 
 
 def serve(runner: GraphRunner, prompt: np.ndarray, engine: Engine) -> tuple[int, list[int], Tensor]:
@@ -154,11 +156,11 @@ def test_to_run_all_graphs_for_the_first_time_changes_no_snapshot(recurrent_arti
     runner.keep_state(0, 0)
     prefill_pieces(runner, 0, TEXT[5:9], [4])
     names = [each.name for each in slot_state_specs(runner.config, Artifact.open(recurrent_artifact(QUICK)).model)]
-    before = {name: runner.executable.read_state(name) for each in names for name in (each, SNAPSHOTS + each)}
+    before = {name: read_state(runner.executable, name) for each in names for name in (each, SNAPSHOTS + each)}
     runner.warm_up()
     for name, state in before.items():
         live = state if name.startswith(SNAPSHOTS) else state[:-1]
-        assert torch.equal(runner.executable.read_state(name)[: len(live)], live), name
+        assert torch.equal(read_state(runner.executable, name)[: len(live)], live), name
 
 
 @pytest.mark.parametrize("broken", ["keep_state", "restore_state"])

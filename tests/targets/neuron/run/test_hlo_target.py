@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -19,10 +20,13 @@ from helpers import (
     generate,
     load_model,
     random_tokens,
+    read_state,
+    write_state,
 )
 from helpers import tiny_config as tiny_sizes
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
+from optimum_neuron.arrays import to_numpy
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.golden import Golden
@@ -63,9 +67,9 @@ def test_tokens_are_those_of_the_eager_target(
 def test_a_slot_is_copied_inside_the_graphs(hlo_artifact: Callable[[str], Path]) -> None:
     runner = artifact_runner(hlo_artifact("llama"))
     generate(runner, PROMPT, 2)
-    before = runner.executable.read_state("kv_cache.value_1")
+    before = read_state(runner.executable, "kv_cache.value_1")
     runner.executable.copy_slot(0, 2, 17)
-    after = runner.executable.read_state("kv_cache.value_1")
+    after = read_state(runner.executable, "kv_cache.value_1")
     assert torch.equal(after[2, :, :17], before[0, :, :17]) and before[0, :, :17].any()
     assert torch.equal(after[2, :, 17:], before[2, :, 17:]) and torch.equal(after[:2], before[:2])
 
@@ -73,8 +77,8 @@ def test_a_slot_is_copied_inside_the_graphs(hlo_artifact: Callable[[str], Path])
 def test_states_can_be_read_and_written(hlo_artifact: Callable[[str], Path]) -> None:
     runner = artifact_runner(hlo_artifact("llama"))
     value = torch.randn(4, 2, 64, 16)
-    runner.executable.write_state("kv_cache.key_0", value)
-    assert torch.equal(runner.executable.read_state("kv_cache.key_0"), value)
+    write_state(runner.executable, "kv_cache.key_0", value)
+    assert torch.equal(read_state(runner.executable, "kv_cache.key_0"), value)
 
 
 def test_generate_and_the_engine_run_on_it(
@@ -102,7 +106,7 @@ def test_a_step_whose_rows_are_all_greedy_runs_without_a_sampler(
     runner, ran = artifact_runner(hlo_artifact("llama")), []
     run = HloExecutable._run_graph
 
-    def noted(self: HloExecutable, graph: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def noted(self: HloExecutable, graph: str, inputs: Sequence[np.ndarray]) -> list[torch.Tensor]:
         ran.append(graph)
         return run(self, graph, inputs)
 
@@ -130,9 +134,9 @@ def test_steps_take_tokens_that_nobody_has_read(
     runner = GraphRunner(loaded.executable, loaded.config, list(loaded.family), deterministic=deterministic)
     read: list[tuple[int, ...]] = []
 
-    def noted(result: torch.Tensor) -> torch.Tensor:
+    def noted(result: torch.Tensor) -> np.ndarray:
         read.append(tuple(result.shape))
-        return result.cpu()
+        return to_numpy(result.cpu())
 
     monkeypatch.setattr(hlo_executor, "_to_host", noted)
     # A prompt in rows of its own, the last two in one step; another slot's rows follow and leave its token alone.
@@ -161,9 +165,9 @@ def test_generate_reads_a_number_per_row_and_token(
     model = NeuronModelForCausalLM.from_pretrained(hlo_artifact("llama"))
     read: list[int] = []
 
-    def noted(result: torch.Tensor) -> torch.Tensor:
+    def noted(result: torch.Tensor) -> np.ndarray:
         read.append(result.numel())
-        return result.cpu()
+        return to_numpy(result.cpu())
 
     monkeypatch.setattr(hlo_executor, "_to_host", noted)
     prompt = torch.from_numpy(PROMPT).long()[None]

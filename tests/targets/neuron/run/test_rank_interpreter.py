@@ -18,7 +18,7 @@ import pytest
 import torch
 from fakes.hlo_writer import copy_graph, step_graph
 from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
-from helpers import export_tiny, random_tokens, tiny_config
+from helpers import export_tiny, random_tokens, run_tensors, tiny_config
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.targets.neuron.run import interpreter, rank_process, ranks
@@ -155,7 +155,7 @@ def test_the_variable_names_it_too_and_bytes_of_bfloat16_pass_without_torch(
     monkeypatch.setenv("OPTIMUM_NEURON_RANK_PYTHON", bare)
     loaded = load_graphs(plan)
     assert isinstance(loaded, RankedExecutable)
-    (result,) = loaded.run("token_generation", [cache_like(1.5, 3.0, dtype=half)])
+    (result,) = run_tensors(loaded, "token_generation", [cache_like(1.5, 3.0, dtype=half)])
     assert result.dtype == half and torch.equal(result, cache_like(6.0, -3.0, dtype=half))
     loaded.close()
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fakes.hlo_writer import copy_graph, step_graph
 from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
+from helpers import read_state, run_tensors, write_state
 from safetensors.torch import save_file
 
 from optimum_neuron.targets.neuron.run import rank_process, ranks
@@ -85,16 +86,16 @@ def test_each_rank_has_its_own_core_and_weights_and_rank_0_answers(
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "2-3")
     loaded = load(packages)
     check_environments([environment(process) for process in processes(loaded)])
-    (result,) = loaded.run("token_generation", [cache_like(3.0)])
+    (result,) = run_tensors(loaded, "token_generation", [cache_like(3.0)])
     assert torch.equal(result, cache_like(6.0))
     # Rank 1: weight 2, and it adds its rank.
-    assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(3.0), cache_like(7.0)], dim=1))
-    loaded.write_state(STATE, torch.cat([cache_like(10.0), cache_like(20.0)], dim=1))
-    (result,) = loaded.run("token_generation", [cache_like(1.0)])
+    assert torch.equal(read_state(loaded, STATE), torch.cat([cache_like(3.0), cache_like(7.0)], dim=1))
+    write_state(loaded, STATE, torch.cat([cache_like(10.0), cache_like(20.0)], dim=1))
+    (result,) = run_tensors(loaded, "token_generation", [cache_like(1.0)])
     assert torch.equal(result, cache_like(22.0))
-    assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(11.0), cache_like(23.0)], dim=1))
+    assert torch.equal(read_state(loaded, STATE), torch.cat([cache_like(11.0), cache_like(23.0)], dim=1))
     loaded.copy_slot(2, 3, 4)
-    assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(16.0)] * 2, dim=1))
+    assert torch.equal(read_state(loaded, STATE), torch.cat([cache_like(16.0)] * 2, dim=1))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_every_process_captures_a_profile_where_one_is_asked_for(
         assert each["NEURON_RT_INSPECT_ENABLE"] == "1" and each["NEURON_RT_INSPECT_OUTPUT_DIR"] == str(folder)
         assert each["NEURON_RT_INSPECT_DEVICE_PROFILE"] == "1"
     assert all(rank.grace == rank_process.CAPTURE_GRACE for rank in loaded._ranks)
-    loaded.run("token_generation", [cache_like(3.0)])
+    run_tensors(loaded, "token_generation", [cache_like(3.0)])
     captured = [path.name for path in folder.glob("i-fake_pid_*/*.ntff")]
     assert sorted(captured) == [f"token_generation_vnc_{rank}.ntff" for rank in range(RANKS)]
     assert len(list(folder.iterdir())) == processes_in_all
@@ -143,7 +144,7 @@ def test_a_dead_rank_is_told_and_ends_the_others(
     message = r"graph token_generation failed: the process of rank 1 of 2 was ended by SIGKILL; load the model again"
     for _ in range(2):
         with pytest.raises(NeuronRuntimeError, match=message) as error:
-            loaded.run("token_generation", [cache_like(1.0)])
+            run_tensors(loaded, "token_generation", [cache_like(1.0)])
         assert not error.value.recoverable
     assert all(process.poll() is not None for process in processes(loaded))
 
@@ -155,7 +156,7 @@ def test_a_rank_that_died_between_steps_is_told(load: Callable[..., RankedExecut
     os.kill(int(rank), signal.SIGTERM)
     victim.wait()
     with pytest.raises(NeuronRuntimeError, match=r"the process of rank 0 of 2 was ended by SIGTERM"):
-        loaded.run("token_generation", [cache_like(1.0)])
+        run_tensors(loaded, "token_generation", [cache_like(1.0)])
 
 
 def test_a_silent_rank_is_ended(
@@ -170,7 +171,7 @@ def test_a_silent_rank_is_ended(
         NeuronRuntimeError,
         match=r"failed: rank 0 of 2.* did not answer within 6 s, which is NEURON_RT_EXEC_TIMEOUT=5 and 1 more; .* raise",
     ):
-        loaded.run("token_generation", [cache_like(1.0)])
+        run_tensors(loaded, "token_generation", [cache_like(1.0)])
     assert all(process.poll() is not None for process in processes(loaded))
 
 
@@ -180,16 +181,16 @@ def test_a_step_that_failed_on_one_rank_leaves_all_in_step_unless_it_is_the_end(
     loaded = load()
     neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_NC_BUSY(1005): Failed to execute model")
     with pytest.raises(NeuronRuntimeError, match=r"rank 1 of 2: graph token_generation failed .*\(1005\)") as error:
-        loaded.run("token_generation", [cache_like(1.0)])
+        run_tensors(loaded, "token_generation", [cache_like(1.0)])
     assert error.value.recoverable and error.value.code == 1005
-    (result,) = loaded.run("token_generation", [cache_like(5.0)])
+    (result,) = run_tensors(loaded, "token_generation", [cache_like(5.0)])
     assert torch.equal(result, cache_like(12.0))
     neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_HW_ERR_COLLECTIVES(1200): Failed to execute model")
     for _ in range(2):
         with pytest.raises(
             NeuronRuntimeError, match=r"rank 1 of 2: .*\(1200\): a collective operation is stuck"
         ) as error:
-            loaded.run("token_generation", [cache_like(1.0)])
+            run_tensors(loaded, "token_generation", [cache_like(1.0)])
         assert error.value.code == 1200
     assert all(process.poll() is not None for process in processes(loaded))
 
@@ -214,7 +215,7 @@ def test_processes_end_with_the_object_and_on_close(load: Callable[..., RankedEx
     loaded.close()
     assert [process.poll() for process in started] == [0, 0]
     with pytest.raises(RuntimeError, match="the model was closed; load it again"):
-        loaded.run("token_generation", [cache_like(1.0)])
+        run_tensors(loaded, "token_generation", [cache_like(1.0)])
 
 
 def test_processes_end_when_nobody_holds_the_object(neuron_sdk: Sdk, tmp_path: Path) -> None:
@@ -255,12 +256,12 @@ def test_steps_run_in_order_while_none_of_them_is_read(load: Callable[..., Ranke
     loaded = load(packages)
     started = [loaded.start("token_generation", [cache_like(x)], logits=False) for x in (1.0, 10.0, 100.0, 1000.0)]
     # The state adds up, and is doubled in what a step returns.
-    assert torch.equal(loaded.read_state(STATE)[:, :1], cache_like(1111.0))
+    assert torch.equal(read_state(loaded, STATE)[:, :1], cache_like(1111.0))
     for step, total in reversed([*zip(started, (1.0, 11.0, 111.0, 1111.0), strict=True)]):
         (found,) = step()
         assert torch.equal(found, cache_like(2 * total)) and step()[0] is found
     loaded.start("token_generation", [cache_like(1.0)], logits=False)  # nobody waits for it
-    (found,) = loaded.run("token_generation", [cache_like(1.0)])
+    (found,) = run_tensors(loaded, "token_generation", [cache_like(1.0)])
     assert torch.equal(found, cache_like(2 * 1113.0))
 
 
@@ -333,9 +334,9 @@ def test_an_interrupted_step_does_not_answer_the_next_one(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ranks, "wait", interrupted)
-        loaded.run("token_generation", [cache_like(1.0)])
+        run_tensors(loaded, "token_generation", [cache_like(1.0)])
     with pytest.raises(NeuronRuntimeError, match=r"graph token_generation was interrupted; load the model again"):
-        loaded.run("token_generation", [cache_like(1.0)])
+        run_tensors(loaded, "token_generation", [cache_like(1.0)])
 
 
 def test_neuronx_distributed_runs_all_ranks_in_one_process(neuron_sdk: Sdk, tmp_path: Path) -> None:
@@ -344,13 +345,13 @@ def test_neuronx_distributed_runs_all_ranks_in_one_process(neuron_sdk: Sdk, tmp_
     assert isinstance(loaded, RankedExecutable)
     (process,) = processes(loaded)
     assert environment(process)["NEURON_RT_VISIBLE_CORES"] == "0,1"
-    (result,) = loaded.run("token_generation", [cache_like(3.0)])
+    (result,) = run_tensors(loaded, "token_generation", [cache_like(3.0)])
     assert torch.equal(result, cache_like(6.0))
-    assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(3.0), cache_like(7.0)], dim=1))
-    loaded.write_state(STATE, torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
-    assert torch.equal(loaded.read_state(STATE), torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
+    assert torch.equal(read_state(loaded, STATE), torch.cat([cache_like(3.0), cache_like(7.0)], dim=1))
+    write_state(loaded, STATE, torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
+    assert torch.equal(read_state(loaded, STATE), torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
     with pytest.raises(ValueError, match=r"a state of 1 heads or channels is not that of 2 ranks"):
-        loaded.write_state(STATE, cache_like(1.0))
+        write_state(loaded, STATE, cache_like(1.0))
     loaded.close()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fakes.tools import NeuronTools
-from helpers import artifact_runner, export_tiny, random_tokens, reuse_prefix
+from helpers import artifact_runner, export_tiny, random_tokens, read_state, reuse_prefix, write_state
 from torch import Tensor
 
 from optimum_neuron.core import PromptPiece
@@ -49,7 +49,7 @@ def compiled() -> int:
 
 def live(runner: GraphRunner, name: str) -> Tensor:
     """A state, without what idle rows may write to: the trash slot, and logits that a step leaves anew."""
-    state = runner.executable.read_state(name)
+    state = read_state(runner.executable, name)
     return state[:-1] if name.startswith(CACHE) else state[:0] if name.startswith(SCORES) else state
 
 
@@ -69,7 +69,7 @@ def test_no_request_pays_for_the_first_run_of_a_graph(
     monkeypatch.setattr(HloProgram, "run_program", counted)
     runner.run_step([PromptPiece(0, random_tokens(6))])
     runs.clear()
-    runner.executable.write_state(CHOSEN, torch.tensor([11, 13], dtype=torch.int32))
+    write_state(runner.executable, CHOSEN, torch.tensor([11, 13], dtype=torch.int32))
     states = {name: live(runner, name) for name in runner.executable._states}
     runner.warm_up()
     assert all(torch.equal(live(runner, name), state) for name, state in states.items())

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from token ids while they come, up to a stop string. Several tokens may make one character, and the text of a token
-may depend on the token before it."""
+"""Text from token ids while they come, up to a stop string, and single tokens as text and as bytes.
+
+Several tokens may make one character, and the text of a token may depend on the token before it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +16,14 @@ UNREADABLE = "\ufffd"
 # Tokens in a row that may leave one character open: after more, the text before the last one stays as it is.
 _OPEN = 3
 _WINDOW = 16
+# Names of bytes in tokenizers with byte fallback.
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Bytes by their names in byte-level vocabularies (Radford et al. 2019, GPT-2): those that print stand for themselves, the others for
+# characters from 256 on.
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + number): byte for number, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))
+}
 
 
 class Detokenizer:
@@ -39,25 +50,22 @@ class Detokenizer:
         if self._open > _OPEN:
             stays = len(text) - 1
         piece = text[self._out : stays]
-        if piece:
-            self._out = stays
-            self._forget_ids(len(text))
-        return piece
-
-    def take_rest(self) -> str:
-        """Return the rest: characters without their last bytes."""
-        piece, self._ids, self._known, self._out = self._decode_ids()[self._out :], [], 0, 0
-        return piece
-
-    def _forget_ids(self, characters: int) -> None:
-        """Drop tokens that the next ones do not need."""
-        if self._out == characters:
+        if not piece:
+            return piece
+        self._out = stays
+        if stays == len(text):  # the next tokens depend on those of this piece at most
             self._ids = self._ids[self._known :]
             self._known, self._out = len(self._ids), len(self._decode_ids())
         elif len(self._ids) > _WINDOW:  # bytes that make no characters
             self._ids, self._known = self._ids[-_WINDOW // 2 :], 0
             text = self._decode_ids()
             self._out = len(text) - text.endswith(UNREADABLE)
+        return piece
+
+    def take_rest(self) -> str:
+        """Return the rest: characters without their last bytes."""
+        piece, self._ids, self._known, self._out = self._decode_ids()[self._out :], [], 0, 0
+        return piece
 
     def _decode_ids(self) -> str:
         # Cleaned up, a text changes after its end.
@@ -77,26 +85,39 @@ class StopStrings:
         self._held = ""  # may begin one
         self.found: str | None = None
 
-    def push_text(self, text: str) -> str:
-        """Take a piece; return the text before any stop string, whole or begun."""
+    def push_text(self, text: str, *, is_last: bool = False) -> str:
+        """Take a piece; return the text before any stop string, whole or, but for the last piece, begun."""
         self._held += text
         places = [(place, number) for number, stop in enumerate(self._stops) if (place := self._held.find(stop)) >= 0]
         if places:
-            place, number = min(places)
+            out, number = min(places)
             self.found = self._stops[number]
-            return self._take_start(place)
-        return self._take_start(len(self._held) - self._count_begun())
-
-    def take_held(self) -> str:
-        """Return the text that was held back, at the end of a text without stop string."""
-        return self._take_start(len(self._held))
-
-    def _take_start(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
+        else:
+            most = 0 if is_last else min(max(map(len, self._stops), default=1) - 1, len(self._held))
+            ends = (self._held[-count:] for count in range(most, 0, -1))
+            begun = (len(end) for end in ends if any(stop.startswith(end) for stop in self._stops))
+            out = len(self._held) - next(begun, 0)
+        text, self._held = self._held[:out], self._held[out:]
         return text
 
-    def _count_begun(self) -> int:
-        """Count the characters at the end that a stop string begins with."""
-        most = min(max(map(len, self._stops), default=1) - 1, len(self._held))
-        ends = (self._held[-count:] for count in range(most, 0, -1))
-        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
+
+class TokenTexts:
+    """Texts of one tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of the token alone: U+FFFD where its bytes are part of a character."""
+        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> list[int] | None:
+        """Return the bytes of the token's text; None where they are not known."""
+        text = self.token_text(token_id)
+        if UNREADABLE not in text:
+            return list(text.encode())
+        name = self._tokenizer.convert_ids_to_tokens(token_id)
+        if match := _BYTE.fullmatch(name):
+            return [int(match[1], 16)]
+        return [_BYTES[each] for each in name] if all(each in _BYTES for each in name) else None

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running an artifact needs no torch: its import takes seconds, and some hundred megabytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import Opener, generate, python_process
+
+
+# Ends with the file and line that imports what is not to be imported.
+WATCH = """
+import json, sys, traceback
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers"):
+            callers = [each for each in traceback.extract_stack()[:-1] if "importlib" not in each.filename]
+            sys.exit(f"{name} is imported by {callers[-1].filename}:{callers[-1].lineno}")
+
+sys.meta_path.insert(0, Watch())
+"""
+RUN = """
+from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.core import Request
+from optimum_neuron.engine.engine import Engine
+from optimum_neuron.runtime.timing import open_runner
+from optimum_neuron.step.spec import SamplingParams
+from optimum_neuron.targets import get_target
+
+artifact = Artifact.open(sys.argv[1])
+executable = get_target(artifact.target).load(artifact, trust_native_code=True, trust_remote_code=False)
+engine = Engine(open_runner(artifact, executable), vocab_size=artifact.model.vocab_size, seed=0)
+engine.runner.warm_up()
+for name, sampling in (("greedy", SamplingParams()), ("drawn", SamplingParams(5, 0.9, 0.8))):
+    prompt = json.loads(sys.argv[2])
+    engine.add_request(Request(request_id=name, prompt_token_ids=prompt, max_new_tokens=5, sampling=sampling))
+tokens = {"greedy": [], "drawn": []}
+for event in engine.run_requests():
+    tokens[event.request_id].append(event.token_id)
+print(json.dumps(tokens))
+"""
+
+
+def test_a_request_runs_to_its_end_without_torch(cpu_artifact: Callable[[str], Path], open_runner: Opener) -> None:
+    prompt = np.arange(3, 24, dtype=np.int32)
+    output, errors = python_process(WATCH + RUN, cpu_artifact("llama"), json.dumps(prompt.tolist())).communicate(
+        timeout=100
+    )
+    assert output, errors
+    tokens = json.loads(output)
+    assert tokens["greedy"] == generate(open_runner("llama"), prompt, 5)[0] and len(tokens["drawn"]) == 5
+
+
+@pytest.mark.parametrize("module", ["optimum_neuron", "optimum_neuron.core", "optimum_neuron.targets.cpu"])
+def test_a_module_is_imported_without_torch(module: str) -> None:
+    output, errors = python_process(f"{WATCH}import {module}\nprint('done')").communicate(timeout=60)
+    assert output == "done\n", errors
