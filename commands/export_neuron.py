@@ -42,8 +42,6 @@ then:
 
 
 class NeuronExportCommand(BaseOptimumCLICommand):
-    """`optimum-cli export neuron`."""
-
     COMMAND = CommandInfo(name="neuron", help="Export a causal language model to AWS Neuron or to the host CPU.")
 
     @staticmethod
@@ -52,21 +50,15 @@ class NeuronExportCommand(BaseOptimumCLICommand):
         parser.usage = "optimum-cli export neuron OUTPUT --model MODEL [options]"
         parser.add_argument("output", type=Path, help="folder to write; it must not exist, or be empty")
         basics = parser.add_argument_group("basic options")
-        basics.add_argument(
-            "-m", "--model", required=True, help="Hub id, checkpoint folder, .gguf file, or org/repo:file.gguf"
-        )
+        text = "Hub id, checkpoint folder, .gguf file, or org/repo:file.gguf"
+        basics.add_argument("-m", "--model", required=True, help=text)
         devices = add_graph_options(parser, basics)
         checkpoint = parser.add_argument_group("checkpoint")
         add_declared(checkpoint, [each for each in ExportOptions.declared().values() if each.group == "checkpoint"])
-        basics.add_argument(
-            "--overwrite", action="store_true", help="replace the artifact that the output folder holds"
-        )
-        devices.add_argument(
-            "--certify",
-            action="store_true",
-            help="also execute the devices' graphs on this CPU, compare with the model, and record it for `neuron inspect --verify`; takes about "
-            "as long as all else",
-        )
+        text = "replace the artifact that the output folder holds"
+        basics.add_argument("--overwrite", action="store_true", help=text)
+        text = "also execute the devices' graphs on this CPU, compare with the model, and record it for `neuron inspect --verify`"
+        devices.add_argument("--certify", action="store_true", help=f"{text}; takes about as long as all else")
 
     @reported_errors("interrupted; nothing was written")
     def run(self) -> None:

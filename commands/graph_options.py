@@ -46,11 +46,6 @@ def add_size_options(group: Any) -> None:
     add_declared(group, [each for each in sizes if each.name not in ("target", *_CODES)])
 
 
-def add_device_options(group: Any) -> None:
-    """Add the choices about devices."""
-    add_declared(group, _declared("devices"))
-
-
 def add_quantization_options(parser: ArgumentParser) -> None:
     """Add the options that choose how weights, keys and values are stored."""
     declared = NeuronConfig.declared()

@@ -19,7 +19,7 @@ from optimum.commands.register.neuron_lint import NeuronLintCommand
 from optimum.commands.register.neuron_serve import NeuronServeCommand
 from optimum.commands.register.neuron_tune import NeuronTuneCommand
 
-from optimum_neuron.cli import add_option, console, explain, reported_errors, write_json
+from optimum_neuron.cli import add_artifact, add_file, add_option, console, explain, reported_errors, write_json
 from optimum_neuron.version import __version__
 
 
@@ -55,27 +55,16 @@ examples:
 
 
 class NeuronInspectCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron inspect`."""
-
     COMMAND = CommandInfo(name="inspect", help="Show the sizes, graphs and versions of an artifact.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
-        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
-        parser.add_argument(
-            "--html",
-            type=Path,
-            metavar="FILE",
-            help="write a page that a browser shows: all that is known of the artifact",
-        )
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as data")
-        parser.add_argument(
-            "--bench",
-            type=Path,
-            metavar="FILE",
-            help="speeds to show, of neuron bench --json or neuron check --json (default: those that neuron card recorded)",
-        )
+        add_artifact(parser)
+        add_file(parser, "--html", "write a page that a browser shows: all that is known of the artifact")
+        add_file(parser, "--json", "write the same as data")
+        bench = "speeds to show, of neuron bench --json (default: those that neuron card recorded)"
+        add_file(parser, "--bench", bench)
         parser.add_argument("--verify", action="store_true", help="repeat what its certificate says, on this CPU")
         add_option(parser, "--trust-remote-code", action="store_true", help="run Python code that the artifact brings")
 
@@ -93,8 +82,6 @@ class NeuronInspectCommand(BaseOptimumCLICommand):
 
 
 class NeuronCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron`."""
-
     COMMAND = CommandInfo(name="neuron", help="Estimate what to export; inspect, run and check what was exported.")
 
     @staticmethod

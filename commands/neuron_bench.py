@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_number, console, explain, refuse_existing, reported_errors, write_json
+from optimum_neuron.cli import add_file, add_number, console, explain, refuse_existing, reported_errors, write_json
 from optimum_neuron.command_options import add_named_model, add_rank_options, run_options
 
 
@@ -29,43 +28,27 @@ examples:
   optimum-cli neuron bench smollm2/ --prompt-lengths 128 1024 --batch 1 4 --new-tokens 64 --repeat 5
   optimum-cli neuron bench smollm2/ --json smollm2.json --plot smollm2.svg
 """
+NUMBERS = (
+    ("--prompt-lengths", "TOKENS", "lengths of prompts (default: of 128, 512 and 2048 those that fit)"),
+    ("--batch", "ROWS", "how many rows decode together (default: 1, 2, 4 and so on to all rows)"),
+    ("--context-length", "TOKENS", "tokens that each row has before it decodes (default: 128, or what fits)"),
+)
 
 
 class NeuronBenchCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron bench`."""
-
     COMMAND = CommandInfo(name="bench", help="Measure an artifact's speed on this machine.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
         add_named_model(parser)
-        add_number(
-            parser,
-            "--prompt-lengths",
-            "TOKENS",
-            "lengths of prompts (default: of 128, 512 and 2048 those that fit)",
-            nargs="+",
-        )
-        add_number(
-            parser,
-            "--batch",
-            "ROWS",
-            "how many rows decode together (default: 1, 2, 4 and so on to all rows)",
-            nargs="+",
-        )
-        add_number(
-            parser,
-            "--context-length",
-            "TOKENS",
-            "tokens that each row has before it decodes (default: 128, or what fits)",
-        )
+        for flag, metavar, text in NUMBERS:
+            add_number(parser, flag, metavar, text, nargs="+" if flag in ("--prompt-lengths", "--batch") else None)
         add_number(parser, "--new-tokens", "TOKENS", "new tokens of each row", default=32)
-        parser.add_argument(
-            "--repeat", type=int, default=3, help="repetitions of each measurement (default: %(default)s)"
-        )
-        parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to a new file")
-        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png; needs matplotlib")
+        text = "repetitions of each measurement (default: %(default)s)"
+        parser.add_argument("--repeat", type=int, default=3, help=text)
+        add_file(parser, "--json", "write everything to a new file")
+        add_file(parser, "--plot", "draw it, as .svg or .png; needs matplotlib")
         add_rank_options(parser)
 
     @reported_errors()

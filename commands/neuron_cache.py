@@ -35,6 +35,12 @@ PRUNE = """\
 Make room in the compile cache: the entries that were used longest ago go first. An export compiles again what it needs of them.
 Exports may run meanwhile. With OPTIMUM_NEURON_CACHE_SIZE=10GB set, every export keeps the cache that small by itself."""
 
+PRUNE_EXAMPLES = """\
+examples:
+  optimum-cli neuron cache prune --max-size 10GB
+  optimum-cli neuron cache prune --older-than 30d --dry-run
+"""
+
 VERIFY = """\
 Check every file of the compile cache by the digest that was stored with it. An export does so for what it uses. The exit code is 1
 where an entry is not what was stored, and stays."""
@@ -79,8 +85,6 @@ def parsed(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
 
 
 class CacheListCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron cache ls`."""
-
     COMMAND = CommandInfo(name="ls", help="List the entries of the compile cache.")
 
     @staticmethod
@@ -99,32 +103,15 @@ class CacheListCommand(BaseOptimumCLICommand):
 
 
 class CachePruneCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron cache prune`."""
-
     COMMAND = CommandInfo(name="prune", help="Remove old entries of the compile cache.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        examples = (
-            "examples:\n"
-            "  optimum-cli neuron cache prune --max-size 10GB\n"
-            "  optimum-cli neuron cache prune --older-than 30d --dry-run\n"
-        )
-        explain(parser, PRUNE, examples)
-        add_option(
-            parser,
-            "--max-size",
-            type=parsed(parse_size),
-            metavar="SIZE",
-            help="what all entries may take together, as in 500MB or 10GB (default: OPTIMUM_NEURON_CACHE_SIZE)",
-        )
-        add_option(
-            parser,
-            "--older-than",
-            type=parsed(parse_age),
-            metavar="AGE",
-            help="remove what was not used for so long, as in 12h, 30d or 2w",
-        )
+        explain(parser, PRUNE, PRUNE_EXAMPLES)
+        text = "what all entries may take together, as in 500MB or 10GB (default: OPTIMUM_NEURON_CACHE_SIZE)"
+        add_option(parser, "--max-size", type=parsed(parse_size), metavar="SIZE", help=text)
+        text = "remove what was not used for so long, as in 12h, 30d or 2w"
+        add_option(parser, "--older-than", type=parsed(parse_age), metavar="AGE", help=text)
         add_option(parser, "--dry-run", action="store_true", help="list what would be removed, and remove nothing")
 
     @reported_errors()
@@ -146,8 +133,6 @@ class CachePruneCommand(BaseOptimumCLICommand):
 
 
 class CacheVerifyCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron cache verify`."""
-
     COMMAND = CommandInfo(name="verify", help="Check every file of the compile cache by its digest.")
 
     @staticmethod
@@ -171,8 +156,6 @@ class CacheVerifyCommand(BaseOptimumCLICommand):
 
 
 class CacheSyncCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron cache sync`."""
-
     COMMAND = CommandInfo(name="sync", help="Exchange entries of the compile cache with a Hub repository.")
 
     @staticmethod
@@ -207,8 +190,6 @@ class CacheSyncCommand(BaseOptimumCLICommand):
 
 
 class CacheLookupCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron cache lookup`."""
-
     COMMAND = CommandInfo(name="lookup", help="Show whether an export would find its graphs compiled.")
 
     @staticmethod
@@ -219,12 +200,8 @@ class CacheLookupCommand(BaseOptimumCLICommand):
         group.add_argument("--repo-revision", help="branch, tag or commit of that repository (default: main)")
         group = parser.add_argument_group("model")
         add_model_options(group, required=True)
-        group.add_argument(
-            "--adapter",
-            action="append",
-            metavar="ADAPTER",
-            help="refused: its graphs depend on its weights, which are not read",
-        )
+        text = "refused: its graphs depend on its weights, which are not read"
+        group.add_argument("--adapter", action="append", metavar="ADAPTER", help=text)
         add_graph_options(parser)
 
     @reported_errors()
@@ -249,8 +226,6 @@ class CacheLookupCommand(BaseOptimumCLICommand):
 
 
 class NeuronCacheCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron cache`."""
-
     COMMAND = CommandInfo(name="cache", help="Look at what was compiled on this machine, check it, make it smaller.")
     SUBCOMMANDS = tuple(
         CommandInfo(command.COMMAND.name, command.COMMAND.help, subcommand_class=command)

@@ -36,8 +36,6 @@ examples:
 
 
 class NeuronChatCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron chat`."""
-
     COMMAND = CommandInfo(name="chat", help="Chat with an artifact; turns compute only what is new.")
 
     @staticmethod

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_number, console, explain, reported_errors, write_json
+from optimum_neuron.cli import add_artifact, add_file, add_number, console, explain, reported_errors, write_json
 from optimum_neuron.command_options import add_profile_option, add_rank_options, print_profile
 
 
@@ -46,20 +45,16 @@ on any CPU, to see what it does:
 
 
 class NeuronCheckCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron check`."""
-
     COMMAND = CommandInfo(name="check", help="Prove an artifact on the devices of this machine.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
-        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        add_artifact(parser)
         add_number(parser, "--runs", "RUNS", "timed runs of each graph", default=20)
         add_rank_options(parser)
         add_profile_option(parser)
-        parser.add_argument(
-            "--json", type=Path, metavar="FILE", help="write everything, with the devices and the artifact's sizes"
-        )
+        add_file(parser, "--json", "write everything, with the devices and the artifact's sizes")
 
     @reported_errors()
     def run(self) -> None:

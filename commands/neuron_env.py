@@ -23,8 +23,6 @@ EXAMPLES = "example:\n  optimum-cli neuron env\n"
 
 
 class NeuronEnvCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron env`."""
-
     COMMAND = CommandInfo(name="env", help="Print versions and machine, for a report of a fault.")
 
     @staticmethod

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.graph_options import add_quantization_options, add_size_options
 
-from optimum_neuron.cli import add_number, console, explain, reported_errors, write_json
+from optimum_neuron.cli import add_file, add_number, console, explain, reported_errors, write_json
 from optimum_neuron.command_options import add_checkpoint_options, hub_options, read_declared
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 
@@ -42,8 +41,6 @@ then:
 
 
 class NeuronEstimateCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron estimate`."""
-
     COMMAND = CommandInfo(name="estimate", help="Show which Neuron instances hold a model, and how fast it may be.")
 
     @staticmethod
@@ -53,17 +50,14 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
         _add_hardware_options(parser.add_argument_group("hardware"))
         group = parser.add_argument_group("sizes", "For an artifact, those that it has, unless given.")
         add_size_options(group)
-        add_number(
-            group,
-            "--context-length",
-            "TOKENS",
-            "tokens in the cache when speeds are taken: the graph of the smallest context bucket that holds them runs "
-            "(default: the sequence length)",
+        text = (
+            "tokens in the cache when speeds are taken: the graph of the smallest context bucket that holds them runs"
         )
+        add_number(group, "--context-length", "TOKENS", f"{text} (default: the sequence length)")
         add_quantization_options(parser)
         group = parser.add_argument_group("files")
-        group.add_argument("--json", type=Path, metavar="FILE", help="write everything, in bytes and seconds")
-        group.add_argument("--plot", type=Path, metavar="FILE", help="draw the estimates; needs matplotlib")
+        add_file(group, "--json", "write everything, in bytes and seconds")
+        add_file(group, "--plot", "draw the estimates; needs matplotlib")
 
     @reported_errors()
     def run(self) -> None:
@@ -98,16 +92,11 @@ def add_model_options(group: Any, *, required: bool) -> None:
 
 
 def _add_hardware_options(group: Any) -> None:
-    group.add_argument(
-        "--target",
-        choices=("auto", *NEURON_TARGETS),
-        nargs="+",
-        default=list(NEURON_TARGETS),
-        help="chips to compare: Inferentia2, Trainium1, Trainium2, Trainium3, or auto for this machine's (default: all)",
-    )
-    add_number(
-        group, "--tensor-parallel-size", "CORES", "cores that share one copy of the model (default: compare all)"
-    )
+    text = "chips to compare: Inferentia2, Trainium1, Trainium2, Trainium3, or auto for this machine's (default: all)"
+    targets = ("auto", *NEURON_TARGETS)
+    group.add_argument("--target", choices=targets, nargs="+", default=list(NEURON_TARGETS), help=text)
+    text = "cores that share one copy of the model (default: compare all)"
+    add_number(group, "--tensor-parallel-size", "CORES", text)
 
 
 def given_options(args: Namespace) -> dict[str, Any]:

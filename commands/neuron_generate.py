@@ -43,8 +43,6 @@ examples:
 
 
 class NeuronGenerateCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron generate`."""
-
     COMMAND = CommandInfo(name="generate", help="Answer a prompt with an artifact.")
 
     @staticmethod
@@ -57,12 +55,8 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
         add_rank_options(parser)
         add_profile_option(parser)
         add_option(parser, "--no-chat-template", action="store_true", help="continue the prompt as it is")
-        add_option(
-            parser,
-            "--warm-up",
-            action="store_true",
-            help="run each graph once before the prompt, so that the speeds are those of later prompts",
-        )
+        text = "run each graph once before the prompt, so that the speeds are those of later prompts"
+        add_option(parser, "--warm-up", action="store_true", help=text)
 
     @reported_errors("\ninterrupted")
     def run(self) -> None:

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_option, explain, reported_errors
+from optimum_neuron.cli import add_artifact, add_file, add_option, explain, reported_errors
 
 
 CARD = """\
 Write the model card of an artifact, README.md, as the Hub reads it: how it was compiled, sizes, quantization, how to load and
 serve it, and its measurements. Without measurements it says so.
 
---bench and --quality record measurements in the artifact's folder, in measurements.json, where neuron inspect and neuron push
-find them. Only --overwrite replaces a README.md that a person wrote or changed."""
+--bench records measurements in the artifact's folder, in measurements.json, where neuron inspect and neuron push find them. Only
+--overwrite replaces a README.md that a person wrote or changed."""
 
 PUSH = """\
 Upload an artifact to a repository of the Hub, all in one commit, with its README.md or one that is made as neuron card does. The
@@ -24,26 +23,13 @@ repository and the branch are made where there are none. An interrupted push is 
 
 
 class NeuronCardCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron card`."""
-
     COMMAND = CommandInfo(name="card", help="Write an artifact's model card, and record what was measured of it.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        explain(parser, CARD, "example:\n  optimum-cli neuron card smollm2/ --quality quality.json\n")
-        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
-        parser.add_argument(
-            "--bench",
-            type=Path,
-            metavar="FILE",
-            help="record the speeds of neuron bench --json or neuron check --json",
-        )
-        parser.add_argument(
-            "--quality",
-            type=Path,
-            metavar="FILE",
-            help="record figures of quality, of the form that docs/hub.md shows",
-        )
+        explain(parser, CARD, "example:\n  optimum-cli neuron card smollm2/ --bench bench.json\n")
+        add_artifact(parser)
+        add_file(parser, "--bench", "record the speeds of neuron bench --json")
         _add_card_options(parser)
         parser.add_argument("--overwrite", action="store_true", help="replace a README.md that was written by hand")
 
@@ -55,27 +41,17 @@ class NeuronCardCommand(BaseOptimumCLICommand):
         artifact = Artifact.open(args.artifact)
         from optimum_neuron.hub.card import write_card
 
-        print(
-            write_card(
-                artifact,
-                bench=args.bench,
-                quality=args.quality,
-                base_model=args.base_model,
-                tags=args.tag,
-                overwrite=args.overwrite,
-            )
-        )
+        options = {"bench": args.bench, "base_model": args.base_model, "tags": args.tag, "overwrite": args.overwrite}
+        print(write_card(artifact, **options))
 
 
 class NeuronPushCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron push`."""
-
     COMMAND = CommandInfo(name="push", help="Upload an artifact to a repository of the Hub, with its model card.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, PUSH, "example:\n  optimum-cli neuron push smollm2/ me/smollm2-neuron --private\n")
-        parser.add_argument("artifact", type=Path, help="folder that optimum-cli export neuron wrote")
+        add_artifact(parser)
         parser.add_argument("repo", metavar="REPO", help="repository, as org/name")
         parser.add_argument(
             "--private", action="store_true", default=None, help="make the repository private, where there is none"
@@ -109,12 +85,7 @@ class NeuronPushCommand(BaseOptimumCLICommand):
 
 
 def _add_card_options(parser: ArgumentParser) -> None:
-    add_option(
-        parser,
-        "--base-model",
-        metavar="MODEL",
-        help="Hub id of the checkpoint, for the card (default: the repository that was exported, where it was one)",
-    )
-    parser.add_argument(
-        "--tag", action="append", metavar="TAG", help="of the card; give the option again for another one"
-    )
+    text = "Hub id of the checkpoint, for the card (default: the repository that was exported, where it was one)"
+    add_option(parser, "--base-model", metavar="MODEL", help=text)
+    text = "of the card; give the option again for another one"
+    parser.add_argument("--tag", action="append", metavar="TAG", help=text)

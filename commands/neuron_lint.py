@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.graph_options import add_device_options, add_quantization_options, add_size_options
+from optimum.commands.register.graph_options import add_quantization_options, add_size_options
 from optimum.commands.register.neuron_estimate import add_model_options, given_options
 
-from optimum_neuron.cli import console, explain, make_table, reported_errors
-from optimum_neuron.command_options import hub_options
+from optimum_neuron.cli import add_artifact, console, explain, make_table, reported_errors
+from optimum_neuron.command_options import add_declared, hub_options
 from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 
 
@@ -41,27 +40,21 @@ examples:
 
 
 class NeuronLintCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron lint`."""
-
     COMMAND = CommandInfo(name="lint", help="Check whether the Neuron compiler can take a model's graphs.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
-        parser.add_argument("artifact", type=Path, nargs="?", help="folder with lowered graphs; or give --model")
+        add_artifact(parser, nargs="?", help="folder with lowered graphs; or give --model")
         add_model_options(parser.add_argument_group("model"), required=False)
         group = parser.add_argument_group("graphs", "Of --model; an artifact has its own.")
         add_size_options(group)
-        add_device_options(group)
+        add_declared(group, [each for each in NeuronConfig.declared().values() if each.group == "devices"])
         add_quantization_options(parser)
-        parser.add_argument(
-            "--target",
-            choices=("auto", *HLO_TARGETS),
-            help="rules of this target (default: the artifact's; for a model trn2; hlo: all; auto: this machine's)",
-        )
-        parser.add_argument(
-            "--cost", action="store_true", help="also count what each graph moves and computes on a core"
-        )
+        text = "rules of this target (default: the artifact's; for a model trn2; hlo: all; auto: this machine's)"
+        parser.add_argument("--target", choices=("auto", *HLO_TARGETS), help=text)
+        text = "also count what each graph moves and computes on a core"
+        parser.add_argument("--cost", action="store_true", help=text)
 
     @reported_errors()
     def run(self) -> None:
@@ -113,32 +106,26 @@ def _graphs(args: Namespace, config: NeuronConfig | None) -> tuple[str, Iterable
 
 
 def _print_costs(costs: list[GraphCost], target: str) -> None:
+    from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
+
     numbers = ("read\nMB", "read\nonce", "written\nMB", "transp.\nMB", "GFLOP", "coll.", "coll.\nMB", "ms")
     table = make_table(f"one run on one core of {target}; MB are 1e6 bytes", ("graph",), numbers)
     for cost in costs:
+        moved = (cost.read, cost.needed, cost.written, cost.transposed, cost.collective_bytes)
+        *of_memory, of_collectives = (f"{size / 1e6:,.1f}" for size in moved)
         table.add_row(
             cost.name,
-            *(_megabytes(size) for size in (cost.read, cost.needed, cost.written, cost.transposed)),
+            *of_memory,
             f"{cost.total_flops / 1e9:,.1f}",
             str(sum(cost.collectives.values())),
-            _megabytes(cost.collective_bytes),
-            _milliseconds(cost.seconds(target), target),
+            of_collectives,
+            f"{cost.seconds(target) * 1e3:,.2f}" if target in CHIPS else "-",
         )
     terminal = console()
     terminal.print(table)
     for cost in costs:
         for name, count in cost.kernels.items():
             terminal.print(f"{cost.name} calls {name} {count} times, counted as what it stands for")
-
-
-def _milliseconds(seconds: float, target: str) -> str:
-    from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
-
-    return f"{seconds * 1e3:,.2f}" if target in CHIPS else "-"
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f}"
 
 
 def _print_findings(findings: list[Finding]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_option, explain, reported_errors
+from optimum_neuron.cli import add_number, add_option, explain, reported_errors
 from optimum_neuron.command_options import add_named_model, add_rank_options, run_options
 
 
@@ -23,6 +23,28 @@ BACKENDS = ("auto", "vllm", "engine")
 SERVER_MODULES = ("starlette", "uvicorn", "prometheus_client")
 # Options of replicas of the engine's server.
 SCALE_OPTIONS = ("replicas", "max_replicas", "target_ongoing_requests")
+
+TEXTS = (
+    ("--served-model-name", "NAME", "what requests call the model (default: MODEL)"),
+    ("--api-key", "KEY",
+        f"what clients have to send (default: {KEY_VARIABLE}, which no other user of this machine sees, or nothing)"),
+    ("--otlp-traces-endpoint", "URL", "OpenTelemetry collector that gets a span of each request; by "
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, grpc or http/protobuf (default: none)"),
+)  # fmt: skip
+NUMBERS: tuple[tuple[str, type[int] | type[float], str, str], ...] = (
+    ("--max-queue", int, "REQUESTS",
+        f"with the engine's server, requests that may wait for a slot (default: {DEFAULT_QUEUE})"),
+    ("--drain-timeout", float, "SECONDS", "with the engine's server, time from SIGTERM or Ctrl-C to the end of requests that have no "
+        f"answer (default: {DEFAULT_DRAIN:g})"),
+    ("--step-timeout", float, "SECONDS", "with the engine's server, the longest time of one step: after that its requests fail, and "
+        f"/health says so (default: {DEFAULT_STEP_TIMEOUT:g})"),
+    ("--replicas", int, "N", "with the engine's server, engines at one address, by Ray Serve, each with its own cores and state "
+        "(default: one server without Ray)"),
+    ("--max-replicas", int, "N", "with --replicas, most replicas when many requests come; --replicas is then the fewest (default: "
+        "--replicas)"),
+    ("--target-ongoing-requests", float, "REQUESTS", "with --max-replicas, requests of a replica, running and waiting, above which Ray "
+        "starts another one (default: the artifact's batch size)"),
+)  # fmt: skip
 
 DESCRIPTION = """\
 Serve an artifact to OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, with streaming; /health for
@@ -61,82 +83,20 @@ from Python:
 
 
 class NeuronServeCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron serve`."""
-
     COMMAND = CommandInfo(name="serve", help="Serve an artifact to OpenAI's clients.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
         add_named_model(parser)
-        parser.add_argument(
-            "--backend",
-            choices=BACKENDS,
-            default="auto",
-            help="server to run: vLLM, the engine of this package, or vLLM if it is installed (default: %(default)s)",
-        )
+        text = "server to run: vLLM, the engine of this package, or vLLM if it is installed (default: %(default)s)"
+        parser.add_argument("--backend", choices=BACKENDS, default="auto", help=text)
         parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
         parser.add_argument("--port", type=int, default=8000, help="port to listen at (default: %(default)s)")
-        add_option(parser, "--served-model-name", metavar="NAME", help="what requests call the model (default: MODEL)")
-        add_option(
-            parser,
-            "--api-key",
-            metavar="KEY",
-            help=f"what clients have to send (default: {KEY_VARIABLE}, which no other user of this machine sees, or nothing)",
-        )
-        add_option(
-            parser,
-            "--max-queue",
-            type=int,
-            metavar="REQUESTS",
-            help=f"with the engine's server, requests that may wait for a slot (default: {DEFAULT_QUEUE})",
-        )
-        add_option(
-            parser,
-            "--drain-timeout",
-            type=float,
-            metavar="SECONDS",
-            help="with the engine's server, time from SIGTERM or Ctrl-C to the end of requests that have no answer "
-            f"(default: {DEFAULT_DRAIN:g})",
-        )
-        add_option(
-            parser,
-            "--step-timeout",
-            type=float,
-            metavar="SECONDS",
-            help="with the engine's server, the longest time of one step: after that its requests fail, and /health says so "
-            f"(default: {DEFAULT_STEP_TIMEOUT:g})",
-        )
-        add_option(
-            parser,
-            "--replicas",
-            type=int,
-            metavar="N",
-            help="with the engine's server, engines at one address, by Ray Serve, each with its own cores and state (default: "
-            "one server without Ray)",
-        )
-        add_option(
-            parser,
-            "--max-replicas",
-            type=int,
-            metavar="N",
-            help="with --replicas, most replicas when many requests come; --replicas is then the fewest (default: --replicas)",
-        )
-        add_option(
-            parser,
-            "--target-ongoing-requests",
-            type=float,
-            metavar="REQUESTS",
-            help="with --max-replicas, requests of a replica, running and waiting, above which Ray starts another one (default: the "
-            "artifact's batch size)",
-        )
-        add_option(
-            parser,
-            "--otlp-traces-endpoint",
-            metavar="URL",
-            help="OpenTelemetry collector that gets a span of each request; by OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, grpc or "
-            "http/protobuf (default: none)",
-        )
+        for flag, metavar, text in TEXTS:
+            add_option(parser, flag, metavar=metavar, help=text)
+        for flag, kind, metavar, text in NUMBERS:
+            add_number(parser, flag, metavar, text, kind=kind)
         add_rank_options(parser)
         add_option(parser, "--vllm-options", nargs=REMAINDER, help="all that follows goes to vllm serve")
 
@@ -148,7 +108,11 @@ class NeuronServeCommand(BaseOptimumCLICommand):
 
         # Before torch is imported: wrong options and folders are reported at once.
         _check(args)
-        key = _key(args)
+        # A key from a file often ends with a line break.
+        key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+        if key is not None and (key != key.strip() or not key.isprintable()):
+            name = "--api-key" if args.api_key else KEY_VARIABLE
+            raise ValueError(f"{name} begins or ends with a space, or has a character that no header has; remove it")
         backend = args.backend
         if backend == "auto":
             backend = "vllm" if has_vllm() else "engine"
@@ -161,31 +125,9 @@ class NeuronServeCommand(BaseOptimumCLICommand):
         (_by_vllm if backend == "vllm" else _by_engine)(args, key, artifact.path)
 
 
-def _key(args: Namespace) -> str | None:
-    """Return what clients have to send, if anything; a key from a file often ends with a line break."""
-    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
-    if key is not None and (key != key.strip() or not key.isprintable()):
-        name = "--api-key" if args.api_key else KEY_VARIABLE
-        raise ValueError(f"{name} begins or ends with a space, or has a character that no header has; remove it")
-    return key
-
-
 def _check(args: Namespace) -> None:
     if not 0 <= args.port <= 65535:
         raise ValueError(f"--port {args.port} must lie between 0 and 65535; 0 takes a free one")
-    _check_scale(args)
-    if args.max_queue is not None and args.max_queue < 0:
-        raise ValueError(f"--max-queue {args.max_queue} must be at least 0, with which no request waits")
-    if args.drain_timeout is not None and not 0 <= args.drain_timeout < float("inf"):
-        raise ValueError(f"--drain-timeout {args.drain_timeout:g} must be a number of seconds from 0 on")
-    if args.step_timeout is not None and not 0 < args.step_timeout < float("inf"):
-        raise ValueError(f"--step-timeout {args.step_timeout:g} must be a number of seconds above 0")
-    for option in ("api_key", "served_model_name", "otlp_traces_endpoint"):
-        if getattr(args, option) == "":
-            raise ValueError(f"--{option.replace('_', '-')} is empty; give one, or leave it out")
-
-
-def _check_scale(args: Namespace) -> None:
     replicas, most, target = (getattr(args, name) for name in SCALE_OPTIONS)
     if replicas is not None and replicas < 1:
         raise ValueError(f"--replicas {replicas} must be at least 1")
@@ -199,6 +141,15 @@ def _check_scale(args: Namespace) -> None:
         )
     if target is not None and not 0 < target < float("inf"):
         raise ValueError(f"--target-ongoing-requests {target:g} must be a number above 0")
+    if args.max_queue is not None and args.max_queue < 0:
+        raise ValueError(f"--max-queue {args.max_queue} must be at least 0, with which no request waits")
+    if args.drain_timeout is not None and not 0 <= args.drain_timeout < float("inf"):
+        raise ValueError(f"--drain-timeout {args.drain_timeout:g} must be a number of seconds from 0 on")
+    if args.step_timeout is not None and not 0 < args.step_timeout < float("inf"):
+        raise ValueError(f"--step-timeout {args.step_timeout:g} must be a number of seconds above 0")
+    for option in ("api_key", "served_model_name", "otlp_traces_endpoint"):
+        if getattr(args, option) == "":
+            raise ValueError(f"--{option.replace('_', '-')} is empty; give one, or leave it out")
 
 
 def _check_backend(args: Namespace, backend: str) -> None:

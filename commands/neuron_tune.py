@@ -11,7 +11,7 @@ from typing import Any
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.register.neuron_estimate import add_model_options
 
-from optimum_neuron.cli import add_number, add_option, console, explain, reported_errors, write_json
+from optimum_neuron.cli import add_file, add_number, add_option, console, explain, reported_errors, write_json
 from optimum_neuron.command_options import hub_options
 from optimum_neuron.config import DTYPES, NEURON_TARGETS
 
@@ -45,8 +45,6 @@ examples:
 
 
 class NeuronTuneCommand(BaseOptimumCLICommand):
-    """`optimum-cli neuron tune`."""
-
     COMMAND = CommandInfo(name="tune", help="Find the sizes to export for a trace of requests and limits on latency.")
 
     @staticmethod
@@ -54,29 +52,23 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         explain(parser, DESCRIPTION, EXAMPLES)
         group = parser.add_argument_group("what to serve, on what")
         add_model_options(group, required=False)
-        group.add_argument(
-            "--artifact", type=Path, help="in place of --model: an exported artifact, with the sizes that it has"
-        )
+        text = "in place of --model: an exported artifact, with the sizes that it has"
+        group.add_argument("--artifact", type=Path, help=text)
         targets = ("auto", "cpu", *NEURON_TARGETS)
         group.add_argument("--target", choices=targets, help="where graphs run; auto is this machine (default: auto)")
-        size: dict[str, Any] = {"type": int, "metavar": "CORES"}
-        add_option(group, "--tensor-parallel-size", **size, help="cores that share one copy of the model (default: 1)")
-        add_option(
-            group, "--dtype", choices=DTYPES, help="of weights, activations and KV cache (default: the checkpoint's)"
-        )
+        add_number(group, "--tensor-parallel-size", "CORES", "cores that share one copy of the model (default: 1)")
+        text = "of weights, activations and KV cache (default: the checkpoint's)"
+        add_option(group, "--dtype", choices=DTYPES, help=text)
         group = parser.add_argument_group("load")
-        group.add_argument(
-            "--trace", type=Path, required=True, metavar="FILE", help="the requests, and when they come"
-        )
+        group.add_argument("--trace", type=Path, required=True, metavar="FILE", help="requests, and when they come")
         requests_help = f"of the trace, those that come first; 0: all (default: {DEFAULT_REQUESTS})"
         add_number(group, "--requests", "COUNT", requests_help)
-        group.add_argument(
-            "--slo", metavar="LIMITS", help="as ttft=2s,itl=50ms,e2e.p90=30s (default: none; throughput decides)"
-        )
+        text = "as ttft=2s,itl=50ms,e2e.p90=30s (default: none; throughput decides)"
+        group.add_argument("--slo", metavar="LIMITS", help=text)
         _add_search_options(parser.add_argument_group("search"))
         group = parser.add_argument_group("files")
-        group.add_argument("--json", type=Path, metavar="FILE", help="write everything, in seconds, bytes and minutes")
-        group.add_argument("--plot", type=Path, metavar="FILE", help="draw all candidates; needs matplotlib")
+        add_file(group, "--json", "write everything, in seconds, bytes and minutes")
+        add_file(group, "--plot", "draw all candidates; needs matplotlib")
 
     @reported_errors()
     def run(self) -> None:
@@ -130,15 +122,10 @@ def _add_search_options(group: Any) -> None:
         help="what to compare: batch=4,8,16 chunk=128,512 ctx=1,2 buckets=none,quarters,halves,512+2048 policy=mixed,alternate; other "
         "axes keep their values (default: a grid for the target)",
     )
-    length: dict[str, Any] = {"type": int, "metavar": "TOKENS"}
-    add_option(
-        group, "--sequence-length", **length, help="of all candidates (default: what the longest request needs)"
-    )
+    add_number(group, "--sequence-length", "TOKENS", "of all candidates (default: what the longest request needs)")
     budget_help = "time that compiling all graphs may take, one after the other, as 60min or 4h (default: any)"
     add_option(group, "--compile-budget", type=_minutes, metavar="TIME", help=budget_help)
-    graph_help = (
-        "time that a device's compiler takes for one graph, as 10min (default: a guess from one published pair)"
-    )
+    graph_help = "time that a device's compiler takes for a graph, as 10min (default: a guess from one published pair)"
     add_option(group, "--graph-minutes", type=_minutes, metavar="TIME", help=graph_help)
 
 
@@ -152,16 +139,8 @@ def _minutes(text: str) -> float:
 
 # Options of a search, which an artifact leaves no room for.
 _OF_MODELS = (
-    "revision",
-    "token",
-    "target",
-    "tensor_parallel_size",
-    "dtype",
-    "search",
-    "sequence_length",
-    "compile_budget",
-    "graph_minutes",
-)
+    "revision", "token", "target", "tensor_parallel_size", "dtype", "search", "sequence_length", "compile_budget", "graph_minutes",
+)  # fmt: skip
 
 
 def _check(args: Namespace) -> None:

@@ -94,6 +94,17 @@ def add_number(group: Any, flag: str, metavar: str, text: str, *, kind: type = i
     add_option(group, flag, type=kind, metavar=metavar, help=text, **settings)
 
 
+def add_file(group: Any, flag: str, text: str) -> None:
+    """Add an option with a file's name."""
+    group.add_argument(flag, type=Path, metavar="FILE", help=text)
+
+
+def add_artifact(parser: ArgumentParser, **settings: Any) -> None:
+    """Add the folder of an artifact."""
+    text = settings.pop("help", "folder that optimum-cli export neuron wrote")
+    parser.add_argument("artifact", type=Path, help=text, **settings)
+
+
 @contextmanager
 def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
     """End the process as a command line tool does: one line on stderr, and an exit code that says why.

@@ -38,7 +38,6 @@ def files(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Fi
 
 @pytest.fixture
 def filled(files: Files, tmp_path: Path) -> Callable[[str], str]:
-    """Puts paths in the places of their names."""
 
     def path(match: re.Match[str]) -> str:
         return str(tmp_path / "out" / "folder" if match[1] == "out" else files.path(match[1]))

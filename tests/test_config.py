@@ -30,7 +30,6 @@ LIST_OPTIONS = ("prefill_chunk_buckets", "context_buckets")
 
 @st.composite
 def valid_options(draw: st.DrawFn) -> dict[str, Any]:
-    """Options that fit each other, every one of them named."""
     batch_size = draw(st.integers(1, 16))
     ctx_batch_size = draw(st.integers(1, batch_size))
     chunk = draw(st.integers(1, 600))
@@ -65,35 +64,16 @@ def valid_options(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def test_defaults_are_complete() -> None:
-    assert NeuronConfig().to_dict() == {
-        "batch_size": 1,
-        "sequence_length": 1024,
-        "kv_block_size": None,
-        "kv_cache_tokens": None,
-        "state_snapshots": None,
-        "state_snapshot_interval": None,
+    derived = {
         "prefill_chunk_size": 512,
         "prefill_chunk_buckets": [],
-        "ctx_batch_size": 1,
         "mixed_step": False,
         "context_buckets": [1024],
-        "dtype": "auto",
-        "kv_cache_dtype": None,
-        "on_device_sampling": True,
-        "output_logits": False,
-        "prompt_logits": False,
-        "top_logprobs": None,
-        "quantization": None,
-        "quantization_group_size": None,
-        "quantization_zero_point": False,
-        "quantization_exclude": None,
-        "activations": "auto",
-        "tensor_parallel_size": 1,
-        "float32_reduce": False,
-        "long_frequencies": False,
         "kernels": [],
-        "target": "auto",
     }
+    declared = {name: option.default for name, option in NeuronConfig.declared().items()}
+    assert NeuronConfig().to_dict() == declared | derived
+    assert (declared["batch_size"], declared["sequence_length"], declared["target"]) == (1, 1024, "auto")
 
 
 @pytest.mark.parametrize(
@@ -108,9 +88,7 @@ def test_defaults_are_complete() -> None:
         ({"sequence_length": 1028, "batch_size": 8, "target": "trn1"}, 512, (257, 1028)),
     ],
 )
-def test_derived_sizes_follow_from_the_named_ones(
-    options: dict[str, Any], chunk: int, buckets: tuple[int, ...]
-) -> None:
+def test_derived_sizes_follow_from_named_ones(options: dict[str, Any], chunk: int, buckets: tuple[int, ...]) -> None:
     config = NeuronConfig(**options)
     assert (config.prefill_chunk_size, config.context_buckets) == (chunk, buckets)
 
@@ -129,12 +107,8 @@ def test_every_valid_config_serves_every_length_with_distinct_graphs(options: di
     graphs = graph_specs(config)
     assert len({graph.name for graph in graphs}) == len(graphs)
     for kind, chunks in (("token_generation", (0,)), ("chunked_prefill", config.chunk_sizes)):
-        widest = {
-            graph.chunk_size
-            for graph in graphs
-            if graph.kind == kind and graph.context_length == config.sequence_length
-        }
-        assert widest == set(chunks)
+        of_kind = [graph for graph in graphs if graph.kind == kind]
+        assert {each.chunk_size for each in of_kind if each.context_length == config.sequence_length} == set(chunks)
     assert all(graph.chunk_size <= graph.context_length for graph in graphs)
 
 
@@ -148,8 +122,11 @@ def test_what_was_asked_for_is_kept(options: dict[str, Any]) -> None:
     assert most <= config.sequence_length or config.kv_block_size is not None
 
 
-def test_a_config_cannot_be_changed() -> None:
-    config = NeuronConfig()
+def test_a_config_cannot_be_changed_and_freezes_copies_of_lists() -> None:
+    buckets = [256, 1024]
+    config = NeuronConfig(context_buckets=buckets, target="trn2", kernels=iter(["attention_cte"]))  # type: ignore[arg-type]
+    buckets.append(4096)
+    assert config.context_buckets == (256, 1024) and config.kernels == ("attention_cte",)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.batch_size = 2  # type: ignore[misc]
     with pytest.raises(TypeError, match="positional"):
@@ -169,127 +146,75 @@ def test_sizes_that_nobody_asked_for_follow_a_changed_target() -> None:
 
 def test_sizes_that_were_asked_for_stay_where_the_target_changes() -> None:
     asked = NeuronConfig(sequence_length=4096, context_buckets=(4096,))
-    assert dataclasses.replace(asked, target="trn2").context_buckets == (4096,)
     loaded = NeuronConfig.from_dict(json.loads(json.dumps(NeuronConfig(sequence_length=4096).to_dict())))
-    assert dataclasses.replace(loaded, target="trn2").context_buckets == (4096,)
-
-
-def test_lists_are_frozen_copies() -> None:
-    buckets = [256, 1024]
-    config = NeuronConfig(context_buckets=buckets)  # type: ignore[arg-type]
-    buckets.append(4096)
-    assert config.context_buckets == (256, 1024)
+    for config in (asked, loaded):
+        assert dataclasses.replace(config, target="trn2").context_buckets == (4096,)
 
 
 @pytest.mark.parametrize(
-    ("name", "suggestion"),
+    ("name", "told"),
     [
-        ("batchsize", "batch_size"),
-        ("sequence_len", "sequence_length"),
-        ("chunk_size", "prefill_chunk_size"),
-        ("dtpye", "dtype"),
+        ("batchsize", "did you mean 'batch_size'"), ("sequence_len", "did you mean 'sequence_length'"),
+        ("zzz", "the options are batch_size, .*target"),
     ],
-)
-def test_an_unknown_option_names_the_one_that_was_meant(name: str, suggestion: str) -> None:
-    with pytest.raises(TypeError, match=f"unknown option '{name}' = 4; did you mean '{suggestion}'"):
+)  # fmt: skip
+def test_an_unknown_option_names_the_one_that_was_meant_or_all(name: str, told: str) -> None:
+    with pytest.raises(TypeError, match=f"unknown option '{name}' = 4; {told}"):
         NeuronConfig.from_dict({name: 4})
 
 
-def test_an_option_like_no_other_lists_all() -> None:
-    with pytest.raises(TypeError, match=r"unknown option 'zzz' = 4; the options are batch_size, .*target"):
-        NeuronConfig.from_dict({"zzz": 4})
-
-
 @pytest.mark.parametrize("name", SIZE_OPTIONS)
-@pytest.mark.parametrize("value", [0, -1])
-def test_sizes_below_one_are_refused(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value} must be at least 1"):
-        NeuronConfig(**{name: value})
-
-
-@pytest.mark.parametrize("name", SIZE_OPTIONS)
-def test_sizes_that_graphs_cannot_count_to_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name}={2**40} is above {2**31 - 1}, as far as graphs count; lower it"):
-        NeuronConfig(**{name: 2**40})
-
-
-@pytest.mark.parametrize("name", SIZE_OPTIONS)
-@pytest.mark.parametrize("value", [True, "8", 8.0, [8]])
-def test_sizes_that_are_no_whole_numbers_are_refused(name: str, value: object) -> None:
-    with pytest.raises(TypeError) as caught:
-        NeuronConfig(**{name: value})  # type: ignore[arg-type]
-    assert str(caught.value) == f"{name} must be a whole number, not {value!r}"
-
-
-@pytest.mark.parametrize("name", ["batch_size", "sequence_length", "ctx_batch_size", "tensor_parallel_size"])
-def test_sizes_without_a_derived_value_cannot_be_none(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be a whole number, not None"):
-        NeuronConfig(**{name: None})
-
-
-def test_partial_sums_in_float32_need_devices_that_have_them() -> None:
-    with pytest.raises(ValueError, match="float32_reduce=True needs tensor_parallel_size=2 or more"):
-        NeuronConfig(float32_reduce=True)
+def test_sizes_that_are_no_whole_numbers_in_reach_are_refused(name: str) -> None:
+    beyond = f"is above {2**31 - 1}, as far as graphs count; lower it"
+    for value, told in ((0, "must be at least 1"), (-1, "must be at least 1"), (2**40, beyond)):
+        with pytest.raises(ValueError, match=f"{name}={value} {told}"):
+            NeuronConfig(**{name: value})
+    for other in (True, "8", 8.0, *([None] if name != "prefill_chunk_size" else [])):
+        with pytest.raises(TypeError, match=f"{name} must be a whole number, not {other!r}"):
+            NeuronConfig(**{name: other})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"top_logprobs": 21}, ValueError, "top_logprobs=21 must be between 0 and 20"),
-        ({"top_logprobs": -1}, ValueError, "top_logprobs=-1 must be between 0 and 20"),
-        ({"top_logprobs": True}, TypeError, "top_logprobs must be a whole number or None, not True"),
-        ({"top_logprobs": 5.0}, TypeError, "top_logprobs must be a whole number or None, not 5.0"),
-        (
-            {"top_logprobs": 0, "on_device_sampling": False},
-            ValueError,
-            "top_logprobs=0 describes tokens that the graphs choose",
-        ),
-    ],
+    "name", ["on_device_sampling", "prompt_logits", "long_frequencies", "quantization_zero_point"]
 )
-def test_log_probabilities_are_of_few_tokens_that_graphs_choose(
-    options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        NeuronConfig(**options)
-
-
-@pytest.mark.parametrize(("target", "returned"), [("cpu", True), ("eager", True), ("hlo", False), ("trn2", False)])
-def test_on_the_host_they_are_told_from_logits(target: str, returned: bool) -> None:
-    assert NeuronConfig(top_logprobs=3, target=target).returns_decode_logits == returned
-    assert not NeuronConfig(target=target).returns_decode_logits
-
-
-@pytest.mark.parametrize(
-    "name", ["on_device_sampling", "output_logits", "prompt_logits", "float32_reduce", "long_frequencies"]
-)
-@pytest.mark.parametrize("value", [1, "true", None])
-def test_switches_that_are_no_booleans_are_refused(name: str, value: object) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be true or false, not {value!r}"):
-        NeuronConfig(**{name: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", LIST_OPTIONS)
-@pytest.mark.parametrize("value", ["256", 256, True])
-def test_buckets_that_are_no_list_are_refused(name: str, value: object) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be a list of whole numbers, not {value!r}"):
-        NeuronConfig(**{name: value})  # type: ignore[arg-type]
+def test_switches_that_are_no_booleans_are_refused(name: str) -> None:
+    for value in (1, "true", None):
+        with pytest.raises(TypeError, match=f"{name} must be true or false, not {value!r}"):
+            NeuronConfig(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", LIST_OPTIONS)
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
+        ("256", TypeError, "must be a list of whole numbers, not '256'"),
+        (256, TypeError, "must be a list of whole numbers, not 256"),
         ((0, 1024), ValueError, "=0 must be at least 1"),
         ((True, 1024), TypeError, "must be a whole number, not True"),
-        (("64", 1024), TypeError, "must be a whole number, not '64'"),
         ((256, 64, 1024), ValueError, "ascend without repetition; sort it as (64, 256, 1024)"),
         ((256, 256, 1024), ValueError, "ascend without repetition; sort it as (256, 1024)"),
     ],
 )
-def test_bad_buckets_are_refused(name: str, value: tuple, error: type[Exception], message: str) -> None:
+def test_bad_buckets_are_refused(name: str, value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         NeuronConfig(**{name: value})
     assert name in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_logprobs": True}, "top_logprobs must be a whole number or None, not True"),
+        ({"top_logprobs": 5.0}, "top_logprobs must be a whole number or None, not 5.0"),
+        ({"state_snapshots": "4"}, "state_snapshots must be a whole number or None, not '4'"),
+        ({"quantization": "int8", "quantization_exclude": "lm_head"}, "must be a list of patterns"),
+        ({"quantization": "int8", "quantization_exclude": [3]}, "must be a list of patterns"),
+        ({"quantization": "int8", "quantization_exclude": [""]}, "must be a list of patterns"),
+    ],
+)
+def test_counts_and_patterns_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        NeuronConfig(**options)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +249,23 @@ def test_bad_buckets_are_refused(name: str, value: tuple, error: type[Exception]
             ["state_snapshot_interval=64", "target='hlo'", "give both"],
         ),
         ({"state_snapshot_interval": 64, "state_snapshots": 0}, ["state_snapshot_interval=64", "state_snapshots=0"]),
+        ({"float32_reduce": True}, ["float32_reduce=True", "tensor_parallel_size=2 or more"]),
+        ({"top_logprobs": 21}, ["top_logprobs=21 must be between 0 and 20"]),
+        ({"top_logprobs": -1}, ["top_logprobs=-1 must be between 0 and 20"]),
+        ({"top_logprobs": 0, "on_device_sampling": False}, ["top_logprobs=0 describes tokens that the graphs choose"]),
+        ({"quantization": "int3"}, ["quantization='int3' is not known; choose one of int8, int4, fp8"]),
+        ({"quantization": "int4", "quantization_group_size": 48}, ["quantization_group_size=48 is not known"]),
+        (
+            {"quantization": "int8", "quantization_group_size": 32},
+            ["quantization_group_size=32 needs quantization='int4'"],
+        ),
+        (
+            {"quantization": "fp8", "quantization_zero_point": True},
+            ["quantization_zero_point=True needs quantization='int4'"],
+        ),
+        ({"quantization_zero_point": True}, ["quantization is left out"]),
+        ({"quantization_exclude": ["lm_head"]}, ["quantization is left out"]),
+        ({"quantization": "fp8", "target": "trn1"}, ["needs a type that target='trn1' lacks"]),
         ({"dtype": "int8"}, ["dtype='int8'", *DTYPES]),
         ({"kv_cache_dtype": "int4"}, ["kv_cache_dtype='int4'", "int8, fp8"]),
         ({"kv_cache_dtype": "fp8", "target": "trn1"}, ["kv_cache_dtype='fp8'", "target='trn1'", "'int8'"]),
@@ -342,37 +284,27 @@ def test_values_that_contradict_each_other_are_both_named(options: dict[str, Any
         assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("count", [True, 1.0, "4"])
-def test_snapshots_are_counted_in_whole_numbers(count: Any) -> None:
-    with pytest.raises(TypeError, match="state_snapshots must be a whole number or None, not"):
-        NeuronConfig(state_snapshots=count)
-
-
-def test_there_are_two_snapshots_for_each_row_unless_it_is_told_and_none_in_devices() -> None:
-    assert NeuronConfig(batch_size=3, target="cpu").snapshot_places == 6
-    assert NeuronConfig(batch_size=3, target="cpu", state_snapshots=0).snapshot_places == 0
-    assert NeuronConfig(batch_size=3, target="eager", state_snapshots=7).snapshot_places == 7
-    assert NeuronConfig(batch_size=3, target="trn2").snapshot_places == 0
-    assert (
-        NeuronConfig(batch_size=3, target="trn2", state_snapshots=7, state_snapshot_interval=64).snapshot_places == 7
-    )
-    assert dataclasses.replace(NeuronConfig(batch_size=3), target="hlo").snapshot_places == 0
-
-
-def test_a_step_that_just_fits_is_accepted() -> None:
-    config = NeuronConfig(batch_size=4, ctx_batch_size=2, sequence_length=68, prefill_chunk_size=32)
-    assert config.prefill_chunk_size == 32
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [
+        ({"target": "cpu"}, 6), ({"target": "cpu", "state_snapshots": 0}, 0), ({"target": "eager", "state_snapshots": 7}, 7),
+        ({"target": "trn2"}, 0), ({"target": "trn2", "state_snapshots": 7, "state_snapshot_interval": 64}, 7),
+    ],
+)  # fmt: skip
+def test_there_are_two_snapshots_for_each_row_and_none_in_devices(options: dict[str, Any], places: int) -> None:
+    assert NeuronConfig(batch_size=3, **options).snapshot_places == places
 
 
 @pytest.mark.parametrize(
-    ("on_device_sampling", "output_logits", "returned"),
-    [(True, False, False), (True, True, True), (False, False, True), (False, True, True)],
-)
-def test_decode_logits_are_returned_where_asked_for_or_needed(
-    on_device_sampling: bool, output_logits: bool, returned: bool
-) -> None:
-    config = NeuronConfig(on_device_sampling=on_device_sampling, output_logits=output_logits)
-    assert config.returns_decode_logits is returned
+    ("options", "returned"),
+    [
+        ({}, False), ({"output_logits": True}, True), ({"on_device_sampling": False}, True),
+        ({"top_logprobs": 3, "target": "cpu"}, True), ({"top_logprobs": 3, "target": "eager"}, True),
+        ({"top_logprobs": 3, "target": "hlo"}, False), ({"top_logprobs": 3, "target": "trn2"}, False),
+    ],
+)  # fmt: skip
+def test_decode_logits_are_returned_where_needed(options: dict[str, Any], returned: bool) -> None:
+    assert NeuronConfig(**options).returns_decode_logits is returned
 
 
 @given(options=valid_options())
@@ -383,14 +315,10 @@ def test_blocks_hold_a_request_of_full_length_and_trash_a_whole_step(options: di
     assert config.trash_blocks * config.block_length >= step > (config.trash_blocks - 1) * config.block_length
 
 
-def test_without_blocks_each_row_has_one_as_long_as_a_sequence() -> None:
+def test_a_step_that_just_fits_is_accepted_and_without_blocks_each_row_has_one() -> None:
+    NeuronConfig(batch_size=4, ctx_batch_size=2, sequence_length=68, prefill_chunk_size=32)
     config = NeuronConfig(batch_size=4, sequence_length=100, prefill_chunk_size=32)
     assert (config.kv_blocks, config.block_length, config.blocks_per_row, config.trash_blocks) == (4, 100, 1, 1)
-
-
-def test_kernels_are_taken_from_whatever_can_be_gone_through_once() -> None:
-    taken = NeuronConfig(batch_size=1, sequence_length=64, target="trn2", kernels=iter(["attention_cte"]))  # type: ignore[arg-type]
-    assert taken.kernels == ("attention_cte",)
 
 
 @pytest.mark.parametrize("options", [NeuronConfig, ExportOptions])

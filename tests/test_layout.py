@@ -26,7 +26,6 @@ def _modules() -> dict[str, Path]:
 
 
 def _imports(modules: dict[str, Path]) -> dict[str, set[str]]:
-    """Which modules of the package each one imports, anywhere in its text."""
     found: dict[str, set[str]] = {name: set() for name in modules}
     for name, path in modules.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]

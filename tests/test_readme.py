@@ -25,7 +25,6 @@ CORE = ("step", "runtime", "generate")
 
 
 def shell_commands(program: str) -> list[list[str]]:
-    """The arguments of each call of a program in the shell blocks."""
     calls = [call for document in DOCUMENTS for call in all_commands(document)]
     return [list(call.words[1:]) for call in calls if call.program == program]
 
@@ -50,7 +49,6 @@ def test_optimum_cli_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parse(monkeypatch: pytest.MonkeyPatch, calls: Iterable[Sequence[str]]) -> None:
-    """Have optimum-cli parse the words of commands, and run none of them."""
     for words, command in command_classes().items():
         if words != ("neuron",):
             monkeypatch.setattr(command, "run", lambda self: None)

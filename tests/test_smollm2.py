@@ -16,12 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from optimum_neuron import (
     NeuronConfig,
     NeuronModelForCausalLM,
-    Request,
-    SamplingParams,
-    SchedulerOptions,
     export_model,
 )
-from optimum_neuron.engine.engine import Engine
 from optimum_neuron.runtime.prefill import prefill_prompts
 
 
@@ -40,7 +36,6 @@ BFLOAT16_RMS = 0.1
 def smollm2(
     smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], NeuronModelForCausalLM]:
-    """Models by target and dtype, exported on first use."""
     made: dict[tuple[str, str], NeuronModelForCausalLM] = {}
 
     def load(target: str, dtype: str) -> NeuronModelForCausalLM:
@@ -62,11 +57,8 @@ def questions(model: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     tokenizer.padding_side = "left"
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     options: dict[str, Any] = {
-        "add_generation_prompt": True,
-        "padding": True,
-        "return_tensors": "pt",
-        "return_dict": True,
-    }
+        "add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True,
+    }  # fmt: skip
     return tokenizer, tokenizer.apply_chat_template(chats, **options)
 
 
@@ -87,45 +79,6 @@ def test_cpu_equals_eager_and_transformers_token_for_token_and_seed_for_seed_in_
         how = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
         sampled.append(model.generate(**batch, max_new_tokens=8, **how))
     assert torch.equal(*sampled)
-
-
-@pytest.mark.parametrize("target", ["cpu", pytest.param("eager", marks=pytest.mark.full)])
-def test_the_engine_gives_each_request_what_it_gets_alone(smollm2: Any, target: str) -> None:
-    model = smollm2(target, "float32")
-    tokenizer = AutoTokenizer.from_pretrained(model.artifact.path)
-    sampled = SamplingParams(top_k=40, top_p=0.9, temperature=0.8)
-    requests = []
-    for number in range(4):
-        chat = [{"role": "user", "content": QUESTIONS[number % 2] + " Answer briefly." * (number // 2)}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-        how = {"sampling": sampled, "seed": number} if number % 3 else {}
-        requests.append(Request(request_id=str(number), prompt_token_ids=prompt, max_new_tokens=8 + number, **how))
-
-    def run(arrivals: dict[int, list[Request]], options: SchedulerOptions) -> tuple[dict[str, list[int]], Engine]:
-        engine = Engine(model.runner, options, vocab_size=model.artifact.model.vocab_size)
-        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        step = 0
-        while engine.has_work or step <= max(arrivals):
-            for request in arrivals.get(step, ()):
-                engine.add_request(request)
-            if step == 9:
-                engine.abort_request("aborted")
-            for event in engine.step():
-                tokens.setdefault(event.request_id, []).append(event.token_id)
-            step += 1
-        return tokens, engine
-
-    plain = SchedulerOptions(policy="prefill_first", prefix_reuse=False)
-    alone = {}
-    for request in requests:
-        alone |= {key: value for key, value in run({0: [request]}, plain)[0].items() if value}
-    given_up = Request(request_id="aborted", prompt_token_ids=requests[0].prompt_token_ids)
-    arrivals = {0: requests[:1], 2: [given_up], 3: requests[1:2], 15: requests[2:]}
-    together, engine = run(arrivals, SchedulerOptions())
-    assert {name: tokens for name, tokens in together.items() if name != "aborted"} == alone
-    assert engine.statistics.prefix_hit_tokens > 0
-    kinds = {name.split("_chunk")[0].split("_context")[0] for name in model.runner.graph_calls}
-    assert kinds == {"token_generation", "chunked_prefill", "mixed"}
 
 
 def test_bfloat16_logits_are_as_close_to_float32_as_the_type_allows(smollm2: Any) -> None:

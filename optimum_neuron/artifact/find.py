@@ -43,7 +43,7 @@ def find_artifact(
     Raises:
         ValueError: `export=True` names an artifact, or `revision` is given for a folder.
         FileNotFoundError: `export=False` names no artifact, or there is no such revision.
-        RuntimeError: the Hub refuses or fails, as `hub_errors.explained_errors` says.
+        RuntimeError: the Hub refuses or fails, as `hub.explained_errors` says.
     """
     path = Path(model_id).expanduser()
     if hub_file(model_id) is not None and export is not False:

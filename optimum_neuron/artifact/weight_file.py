@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import progress
 from ..arrays import dtype_name
-from ..checkpoints.scratch import give_back
+from ..checkpoints.mapped import give_back
 from ..parity.nonfinite import nonfinite
 from .tensor_file import file_head, tensor_bytes
 

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -25,48 +24,50 @@ from .left_over import check_unique, make_reader, renamed_by_wrappers
 from .mapped import NAMED
 from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, open_quantized, quantization_of
 from .read import ReadModel, cast_model, read_model
-from .sizes import check_layers, check_parameters
 
 
 logger = logging.getLogger(__name__)
 
-
-class Adapter(Protocol):
-    """A change of a model's weights, such as `adapters.PeftAdapter`."""
-
-    @property
-    def folder(self) -> Path: ...
-
-    def merge(self, model: PreTrainedModel) -> PreTrainedModel: ...
+# Weights that the files lack may be filled in by transformers (tied ones), and are then looked for by name.
+_TIMES_STORED = 2
 
 
 class Checkpoint(CheckpointConfig):
     """A checkpoint on the local disk, with weights for a transformers model."""
 
-    def load_model(self, dtype: str, adapters: Sequence[Adapter] = ()) -> PreTrainedModel:
-        """Return the language model in `dtype` ("auto": the checkpoint's own), with the cached attention in the place of its own.
+    def load_model(
+        self, dtype: str, merges: Sequence[Callable[[PreTrainedModel], PreTrainedModel]] = ()
+    ) -> PreTrainedModel:
+        """Return the language model in `dtype` ("auto": the checkpoint's own) with the cached attention.
 
-        Args:
-            adapters: merged one after another, in float32.
+        `merges` merge adapters into the model, one after another, in float32.
 
         Raises:
             ValueError: the weights are incomplete, or cannot be loaded, merged or taken out of a multimodal model.
             FileNotFoundError: there are no weights, or a file of them is missing.
         """
         stored = self._check_weights()
-        self._check_codes(adapters)
+        if self.codes is not None and not self.is_quantized:
+            raise ValueError(
+                f"{self.source} is not quantized, and is to {self.codes} what codes it has; leave out --quantization checkpoint and "
+                f"--dequantize"
+            )
+        if self.is_quantized and self.codes != DEQUANTIZE and merges:
+            raise ValueError(
+                f"{self.source} is quantized, and an adapter is merged into plain weights; pass --dequantize (dequantize=True)"
+            )
         wanted, multimodal = self.resolve_dtype(self.load_config(), dtype), self._is_multimodal
-        read = self._read(stored, wanted, exact=bool(adapters))
+        read = self._read(stored, wanted, exact=bool(merges))
         check_unique(stored.names, read.model.base_model_prefix, self.source)
         model, target = read.model, read.model.dtype if wanted is None else NAMED[wanted]
-        nonfinite = describe_nonfinite(model) if multimodal or adapters else None
+        nonfinite = describe_nonfinite(model) if multimodal or merges else None
         if nonfinite:  # comparing before and after would blame what is done in between
             raise ValueError(f"{self.source}: {nonfinite}")
-        if adapters:
+        if merges:
             model = model.float()
-        for adapter in adapters:
-            model = adapter.merge(model)
-        if adapters or self._method in DEQUANTIZED:
+        for merge in merges:
+            model = merge(model)
+        if merges or self._method in DEQUANTIZED:
             model = cast_model(model, target, "eager" if multimodal else ATTENTION_NAME)
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
         if multimodal:
@@ -101,37 +102,34 @@ class Checkpoint(CheckpointConfig):
                 f"{self.source} is a multimodal checkpoint quantized by {method}, of which the language model is not read; export the "
                 f"checkpoint that it was made from"
             )
-        usual = "bfloat16" if self.gguf is None else "float32"
-        made = torch.float32 if exact else NAMED[dtype or usual]
+        made = torch.float32 if exact else NAMED[dtype or ("bfloat16" if self.gguf is None else "float32")]
         return read_dequantized(self._form, self.source, attention, self.load_config(), made, renamed)
 
     @cached_property
     def _form(self) -> CheckpointFormat:
-        """The weights of quantized safetensors files, or of a GGUF file."""
         if self.gguf is not None:
             file = GgufFile(self.gguf, self.empty_model)
-            _, known = self._read_config
-            file.check_accounted(known)
+            file.check_accounted(self._read_config[1])
             return file
         form = open_quantized(self._document, self.folder, self.source)
         for notice in () if self.codes == DEQUANTIZE else form.notices:
             logger.warning("%s", notice)
         return form
 
-    def _check_codes(self, adapters: Sequence[Adapter]) -> None:
-        if self.codes is not None and not self.is_quantized:
-            raise ValueError(
-                f"{self.source} is not quantized, and is to {self.codes} what codes it has; leave out --quantization checkpoint and "
-                f"--dequantize"
-            )
-        if self.is_quantized and self.codes != DEQUANTIZE and adapters:
-            raise ValueError(
-                f"{self.source} is quantized, and an adapter is merged into plain weights; pass --dequantize (dequantize=True)"
-            )
-
     def _check_weights(self) -> StoredWeights:
-        """Check before any weight is read that all are there, and as many as the config asks for."""
+        """Check before a model is built that the weights are there, and before they are read that they are as many as the config names."""
         stored = check_weight_files(self.folder, self.source) if self.gguf is None else self.gguf.stored
-        check_layers(self.load_config(), stored, self.source)
-        check_parameters(self.empty_model, stored, self.source)
+        layers = getattr(self.load_config(), "num_hidden_layers", None) or 0
+        if layers > stored.tensors:
+            raise ValueError(
+                f"{self.source}: its config names {layers} layers, and its weights are {stored.tensors} tensors; correct the config, or "
+                f"download the checkpoint again"
+            )
+        model = self.empty_model
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        if parameters > _TIMES_STORED * stored.elements:
+            raise ValueError(
+                f"{self.source}: its config describes {type(model).__name__} with {parameters:,} parameters, and its weights hold "
+                f"{stored.elements:,} numbers; correct the config, or download the checkpoint again"
+            )
         return stored

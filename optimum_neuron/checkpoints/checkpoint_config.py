@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,18 +15,30 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ..config import LARGEST_SIZE
 from ..errors import first_line
 from .files import INDEX_NAME, indexed, read_object
 from .gguf.config import read_config
 from .gguf.header import TOKENS_KEY, GgufHeader, read_header
 from .language_model import find_text_config, find_text_part, multimodal_class
+from .mapped import NAMED
 from .quantized import quantization_of
-from .sizes import check_sizes
 from .tokenizer import begin_as_in_gguf, has_tokenizer, load_tokenizer
 from .unread import unread_keys
 
 
 logger = logging.getLogger(__name__)
+
+# Several times the deepest decoders and the most experts: transformers makes lists and modules of as many.
+_MOST = {
+    "block_count": 1000, "num_hidden_layers": 1000, "num_layers": 1000, "n_layer": 1000, "n_layers": 1000,
+    "num_experts": 10_000, "num_local_experts": 10_000, "n_routed_experts": 10_000, "expert_count": 10_000,
+}  # fmt: skip
+# At least one of each, by the names of transformers' configs and of GGUF.
+_NEEDED = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_attention_heads", "n_head", "num_key_value_heads", "hidden_size", "n_embd",
+    "d_model", "head_dim", "vocab_size", "block_count", "embedding_length", "attention.head_count", "attention.head_count_kv",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,12 +59,7 @@ class CheckpointConfig:
     codes: str | None = None
 
     def load_config(self) -> PreTrainedConfig:
-        """Return the config of the language model, which is a part of a multimodal checkpoint's.
-
-        Raises:
-            ValueError: transformers does not know the checkpoint as a decoder, or its format of quantized weights is not read.
-            FileNotFoundError: its config cannot be read.
-        """
+        """Return the language model's config; raise FileNotFoundError where it is unreadable, ValueError where it is no decoder's that is read."""
         config = copy.deepcopy(self._whole_config)
         text_config = config if self._runs_own_code else find_text_config(config, self.source)
         if text_config.dtype is None:
@@ -70,12 +78,10 @@ class CheckpointConfig:
             document = next((part for name, part in document.items() if getattr(whole, name, None) is config), {})
         unread = unread_keys(document, config)
         if unread:
+            said = ", ".join(f"{json.dumps(name)[1:-1]:.60}={json.dumps(value):.60}" for name, value in unread.items())
             logger.warning(
-                "%s: its config.json says %s, which %s does not read, though other models compute by it: the export computes as "
-                "transformers does, without it",
-                self.source,
-                ", ".join(f"{json.dumps(name)[1:-1]:.60}={json.dumps(value):.60}" for name, value in unread.items()),
-                type(config).__name__,
+                f"{self.source}: its config.json says {said}, which {type(config).__name__} does not read, though other models compute by "
+                f"it: the export computes as transformers does, without it"
             )
 
     def longest_text(self, model_config: PreTrainedConfig) -> int | None:
@@ -113,15 +119,10 @@ class CheckpointConfig:
     def identity(self) -> dict[str, Any]:
         """Return facts that change with the content of the checkpoint's files, and with the export of them."""
         files = [self.folder / self.gguf_file] if self.gguf_file is not None else sorted(self.folder.rglob("*"))
-        found = {str(path): path.stat() for path in files if path.is_file()}
-        return {
-            "codes": self.codes,
-            "trust_remote_code": self.trust_remote_code,
-            "files": {
-                name: [each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns]
-                for name, each in found.items()
-            },
-        }
+        names = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+        stats = {str(path): path.stat() for path in files if path.is_file()}
+        facts = {path: [getattr(each, name) for name in names] for path, each in stats.items()}
+        return {"codes": self.codes, "trust_remote_code": self.trust_remote_code, "files": facts}
 
     @cached_property
     def is_quantized(self) -> bool:
@@ -182,9 +183,9 @@ class CheckpointConfig:
     def _whole_config(self) -> PreTrainedConfig:
         """The config as transformers reads it, once; not to be changed."""
         if self.gguf is not None:
-            check_sizes(self.gguf.sizes(), self.source)
+            _check_sizes(self.gguf.sizes(), self.source)
             return self._read_config[0]
-        check_sizes(self._document, str(self.folder / "config.json"))
+        _check_sizes(self._document, str(self.folder / "config.json"))
         quantization_of(self._document, self.source)
         try:
             return AutoConfig.from_pretrained(self.folder, trust_remote_code=self.trust_remote_code)
@@ -210,3 +211,24 @@ class CheckpointConfig:
         """True if the language model is only a part of the config's model."""
         whole = self._whole_config
         return whole.get_text_config(decoder=True) is not whole and not self._runs_own_code
+
+
+def _check_sizes(document: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError where a document or one inside of it names a size that no model has, or an unknown type of weights."""
+    for name, value in document.items():
+        if isinstance(value, Mapping) and name != "quantization_config":  # its types are those of codes
+            _check_sizes(value, where)
+        if name in ("dtype", "torch_dtype") and value is not None and not (isinstance(value, str) and value in NAMED):
+            raise ValueError(
+                f"{where} names {name}={value!r:.60}, which is no type of weights; write one such as 'bfloat16'"
+            )
+        if isinstance(value, bool) or not isinstance(value, int) or name not in (*_MOST, *_NEEDED):
+            continue
+        if name in _NEEDED and value < 1:
+            raise ValueError(
+                f"{where} names {name}={value}, and a model has at least 1; correct it, or download it again"
+            )
+        if value > _MOST.get(name, LARGEST_SIZE):
+            raise ValueError(
+                f"{where} names {name}={value}, and no model has more than {_MOST.get(name, LARGEST_SIZE)}; correct it, or download it again"
+            )

@@ -6,40 +6,27 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import first_line
 
 
 # Files that an artifact takes over verbatim: configuration, tokenizer, chat templates; never weights.
 VERBATIM = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
-NOT_VERBATIM = (
-    "*.index.json",
-    "neuron_config.json",
-    "neuron_text.json",
-    "neuron_tokenizer.json",
-    "adapter_config.json",
-)
 CODE_FILES = ("*.py",)
 TOKENIZER_FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.jinja",
 )  # fmt: skip
-_GENERATION_CONFIG = "generation_config.json"
 _OBJECTS = (
-    "config.json", _GENERATION_CONFIG, "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.json",
 )  # fmt: skip
 Shapes = dict[str, tuple[list[int], str]]
-# An integer may hold as many weights of one bit.
-_PACKED = 8
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
@@ -65,18 +52,6 @@ def check_documents(folder: Path) -> None:
             read_object(folder / name)
 
 
-def read_generation_config(folder: Path, source: str) -> GenerationConfig | None:
-    """Return a checkpoint's defaults of generation, None without a file of them; raise ValueError for an unreadable one."""
-    if not (folder / _GENERATION_CONFIG).is_file():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # its code does not expect some values
-        raise ValueError(
-            f"{source}: its {_GENERATION_CONFIG} cannot be read ({first_line(error)}); correct or remove it"
-        ) from error
-
-
 @dataclass(frozen=True)
 class StoredWeights:
     """Counts of a checkpoint's tensors and of the most numbers that they stand for, and the tensors' names in safetensors files."""
@@ -91,7 +66,7 @@ def weight_files(folder: Path, source: str) -> list[Path]:
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
     if not (folder / INDEX_NAME).is_file():
-        refuse_without_safetensors(sorted(path.name for path in folder.iterdir()), source)
+        refuse_without_weights(sorted(path.name for path in folder.iterdir()), source)
     names = sorted(set(indexed(folder / INDEX_NAME).values()))
     lacking = next((name for name in names if not (folder / name).is_file()), None)
     if lacking is not None:
@@ -102,7 +77,8 @@ def weight_files(folder: Path, source: str) -> list[Path]:
 def check_weight_files(folder: Path, source: str) -> StoredWeights:
     """Read the headers of all safetensors files of a checkpoint; raise as `shapes_by_file`."""
     shapes = [each for described in shapes_by_file(folder, source).values() for each in described.items()]
-    elements = sum(math.prod(shape) * (1 if "F" in dtype else _PACKED) for _, (shape, dtype) in shapes)
+    # An integer may hold 8 weights of one bit.
+    elements = sum(math.prod(shape) * (1 if "F" in dtype else 8) for _, (shape, dtype) in shapes)
     return StoredWeights(len(shapes), elements, frozenset(name for name, _ in shapes))
 
 
@@ -149,13 +125,8 @@ def indexed(path: Path) -> dict[str, str]:
     return files
 
 
-def refuse_without_safetensors(names: Sequence[str], source: str) -> NoReturn:
-    """Raise an error for a checkpoint with neither `SINGLE_NAME` nor `INDEX_NAME`.
-
-    Raises:
-        FileNotFoundError: there are no weights, or only some under other names.
-        ValueError: the weights are pickled.
-    """
+def refuse_without_weights(names: Sequence[str], source: str) -> NoReturn:
+    """Raise FileNotFoundError for a checkpoint with neither `SINGLE_NAME` nor `INDEX_NAME`, ValueError for pickled weights."""
     pickled = next((name for name in names if matches(name, _PICKLES)), None)
     if pickled is not None:
         raise ValueError(
@@ -165,49 +136,6 @@ def refuse_without_safetensors(names: Sequence[str], source: str) -> NoReturn:
     others = [name for name in names if name.endswith(".safetensors")]
     found = f"; it has {', '.join(others[:3])}, which may not be the whole model" if others else ""
     raise FileNotFoundError(f"{source} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME}{found}")
-
-
-def copy_files(checkpoint: Path, folder: Path, *, with_code: bool) -> None:
-    """Copy configuration and tokenizer, and with `with_code` the modeling code."""
-    _copy_matches(checkpoint, folder, VERBATIM + (CODE_FILES if with_code else ()), NOT_VERBATIM)
-
-
-def describes_another(folder: Path, model: PreTrainedModel) -> bool:
-    """Return whether a folder's config.json belongs to another model than this one: a multimodal or quantized one."""
-    document = read_object(folder / "config.json")
-    return document.get("model_type") != model.config.model_type or bool(document.get("quantization_config"))
-
-
-def write_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the model's own config.json, and remove settings for images and sound."""
-    for path in folder.glob("*processor_config.json"):
-        path.unlink()
-    model.config.architectures = [type(model).__name__]  # GGUF has no word for it, and servers read it
-    model.config.save_pretrained(folder)
-
-
-def replace_tokenizer(adapter: Path, folder: Path) -> None:
-    """Take the tokenizer of an adapter that was trained with one of its own."""
-    if not any(matches(path.name, TOKENIZER_FILES) for path in adapter.iterdir()):
-        return
-    for path in folder.iterdir():
-        if matches(path.name, TOKENIZER_FILES):
-            path.unlink()
-    _copy_matches(adapter, folder, TOKENIZER_FILES, ())
-
-
-def _copy_matches(source: Path, folder: Path, patterns: tuple[str, ...], others: tuple[str, ...]) -> None:
-    for path in sorted(source.rglob("*")):
-        name = path.relative_to(source).as_posix()
-        if not matches(name, patterns) or matches(name, others):
-            continue
-        if path.is_symlink() and not path.exists():
-            raise FileNotFoundError(
-                f"{path} is a link to {os.readlink(path)}, which does not exist; download or copy it again"
-            )
-        if path.is_file():
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, folder / name)
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -17,9 +17,9 @@ from .files import (
     check_documents,
     indexed,
     read_object,
-    refuse_without_safetensors,
+    refuse_without_weights,
 )
-from .hub import HubFile, commit_of, download, hub_file, refuse_revision, repository_files
+from .hub import commit_of, download, hub_file, refuse_revision, repository_files
 from .origin import CARD_NAME
 
 
@@ -31,12 +31,9 @@ _MERGE = "optimum-cli export neuron OUT --model {} --adapter {}"
 def find_checkpoint(
     model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool, **hub: Any
 ) -> Checkpoint:
-    """Find a Hub id, a folder or a .gguf file, local or as `org/repo:file.gguf`.
+    """Find a Hub id, a folder or a .gguf file, local or as `org/repo:file.gguf`; download only weights that an export reads.
 
-    From a Hub repository it downloads only the weights that an export reads, into the usual cache.
-
-    Args:
-        hub: `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
+    `hub` has `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
 
     Raises:
         ValueError: a revision of a local path, an adapter in the place of a checkpoint, or several GGUF files and the name of none.
@@ -47,9 +44,14 @@ def find_checkpoint(
         raise FileNotFoundError("the name of the model is empty; name a checkpoint folder, a .gguf file or a Hub id")
     if path.exists():
         refuse_revision(path, revision)
+    options = {"revision": revision, "token": token, **hub}
     named = hub_file(model)
     if named is not None:
-        return _find_hub_file(named, revision=revision, token=token, **hub)
+        repo_id, name = named
+        folder = download(repo_id, [glob.escape(name), CARD_NAME], **options)
+        if not name.endswith(GGUF) or not (folder / name).is_file():
+            _refuse_files(repo_id, repository_files(repo_id, folder, **options), ":", f"has no GGUF file {name}")
+        return Checkpoint(folder, name, f"{repo_id}:{name}", trust_remote_code=False)
     if path.suffix == GGUF:
         if not path.is_file():
             raise FileNotFoundError(
@@ -66,7 +68,6 @@ def find_checkpoint(
         if not (path / "config.json").is_file():
             _refuse_files(str(model), sorted(each.name for each in path.iterdir()), "/")
         return Checkpoint(path, None, str(model), trust_remote_code)
-    options = {"revision": revision, "token": token, **hub}
     patterns = [*VERBATIM, SINGLE_NAME, CARD_NAME, *(CODE_FILES if trust_remote_code else ())]
     folder = _download_described(str(model), patterns, options)
     if (folder / SINGLE_NAME).is_file():
@@ -90,15 +91,6 @@ def find_config(
     return Checkpoint(folder, None, str(model), trust_remote_code)
 
 
-def _find_hub_file(named: HubFile, **options: Any) -> Checkpoint:
-    """Download the one GGUF file, and the card of its repository."""
-    folder = download(named.repo_id, [glob.escape(named.name), CARD_NAME], **options)
-    if not named.name.endswith(GGUF) or not (folder / named.name).is_file():
-        names = repository_files(named.repo_id, folder, **options)
-        _refuse_files(named.repo_id, names, ":", f"has no GGUF file {named.name}")
-    return Checkpoint(folder, named.name, ":".join(named), trust_remote_code=False)
-
-
 def _download_described(repo_id: str, patterns: list[str], options: dict[str, Any]) -> Path:
     """Download files of a repository that has a config.json; raise FileNotFoundError or ValueError for another one."""
     folder = download(repo_id, patterns, **options)
@@ -110,19 +102,14 @@ def _download_described(repo_id: str, patterns: list[str], options: dict[str, An
 
 
 def _refuse_files(source: str, names: Sequence[str], separator: str, problem: str = "holds GGUF files") -> NoReturn:
-    """Raise an error that names the files of a folder or repository without a model's config or weights.
-
-    Raises:
-        ValueError: there are GGUF files to choose from, or pickled weights.
-        FileNotFoundError: there is nothing to read.
-    """
+    """Raise an error that names the files of a folder or repository without a model's config or weights."""
     files = [name for name in names if name.endswith(GGUF)]
     if files:
         first = f"{source.rstrip('/')}{separator}{files[0]}"
         raise ValueError(f"{source} {problem}; name one of them, as {first}; it has {', '.join(files)}")
     if "config.json" not in names:
         raise FileNotFoundError(f"{source} holds no config.json; name a checkpoint folder, a .gguf file or a Hub id")
-    refuse_without_safetensors(names, source)
+    refuse_without_weights(names, source)
 
 
 def _refuse_adapter(folder: Path, source: str) -> None:

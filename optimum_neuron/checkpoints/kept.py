@@ -22,8 +22,8 @@ from ..step.features.codes.weight import QuantizedWeight
 from ..step.one_thread import one_thread
 from .formats.format import CheckpointFormat
 from .formats.stored import PLAIN_REMEDY, NotKeptError
+from .mapped import in_file
 from .read import ReadModel, read_model
-from .scratch import in_file
 
 
 logger = logging.getLogger(__name__)
@@ -48,11 +48,7 @@ def read_dequantized(
 ) -> ReadModel:
     """Return the model of a checkpoint that transformers does not dequantize, with plain tensors and dequantized ones in `dtype`.
 
-    Args:
-        renamed: replacements in the names of its tensors, by pattern.
-
-    Raises:
-        ValueError: transformers cannot load it, or the checkpoint is damaged.
+    `renamed` has replacements in the names of tensors, by pattern. Raise ValueError where transformers cannot load it.
     """
     tensors: dict[str, Tensor] = {}
     with progress.stage("Dequantizing the checkpoint", len(form.layers)) as advance:
@@ -70,20 +66,17 @@ def read_dequantized(
 def keep_codes(
     model: PreTrainedModel, form: CheckpointFormat, source: str, *, all_of_them: bool, without: Collection[str] = ()
 ) -> None:
-    """Replace the linear layers and experts of a model by the checkpoint's codes of their weights.
+    """Replace the linear layers and experts of a model by the checkpoint's codes of their weights, except names in `without`.
 
     A table of embeddings gets codes of int8 without a shift; with other codes it stays dequantized. A head that shares it gets the codes.
 
-    Args:
-        all_of_them: raise an error for a weight that cannot be kept; otherwise it stays plain, with a warning.
-        without: names of tensors that the model does not need, such as those of layers that predict further tokens.
-
     Raises:
         ValueError: codes belong to no layer of the model, or do not stand for the weights that it has.
-        NotKeptError: codes cannot be kept, and all of them are to be.
+        NotKeptError: `all_of_them` are to be kept, and some cannot; otherwise these stay plain, with a warning.
     """
     reasons: list[NotKeptError] | None = None if all_of_them else []
     modules = dict(model.named_modules())
+    paths = {module: path for path, module in modules.items()}
     table = model.get_input_embeddings()
     of_experts: dict[str, dict[str, Callable[[], QuantizedWeight]]] = defaultdict(dict)
     layers = [name for name in form.layers if not _is_among(name, without)]
@@ -93,7 +86,12 @@ def keep_codes(
             module = modules[path]
             with _plain_unless_kept(reasons):
                 if module is table:
-                    _keep_table(model, modules, _compare_weight(source, name, form.read_codes(name), table.weight))
+                    weight = _compare_weight(source, name, form.read_codes(name), table.weight)
+                    head = model.get_output_embeddings()
+                    if isinstance(head, nn.Linear) and head.weight is table.weight:
+                        replace_linear(model, paths[head], weight)
+                    if type(table) is nn.Embedding and can_be_looked_up(weight):
+                        replace_embedding(model, path, weight)
                 elif type(module) is nn.Linear:
                     replace_linear(model, path, _compare_weight(source, name, form.read_codes(name), module.weight))
                 else:
@@ -103,25 +101,14 @@ def keep_codes(
                     )
             advance(name)
         for path, parts in of_experts.items():
-            layer = modules[path]
             with _plain_unless_kept(reasons):
-                replace_weights(layer, dict(_of_experts(source, path, layer, parts)))
+                _keep_experts(source, path, modules[path], parts)
             advance(path)
     if reasons:
         reason = str(reasons[0]).removesuffix(f"; {PLAIN_REMEDY}")
         logger.warning(
             "%s: %d of its quantized weights are exported as plain numbers (%s)", source, len(reasons), reason
         )
-
-
-def _keep_table(model: PreTrainedModel, modules: Mapping[str, nn.Module], weight: QuantizedWeight) -> None:
-    """Replace a table of embeddings, and the head where it is the same tensor."""
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    paths = {module: path for path, module in modules.items()}
-    if isinstance(head, nn.Linear) and head.weight is table.weight:
-        replace_linear(model, paths[head], weight)
-    if type(table) is nn.Embedding and can_be_looked_up(weight):
-        replace_embedding(model, paths[table], weight)
 
 
 @contextmanager
@@ -135,19 +122,18 @@ def _plain_unless_kept(reasons: list[NotKeptError] | None) -> Iterator[None]:
         reasons.append(error)
 
 
-def _of_experts(
-    source: str, path: str, layer: Any, parts: Mapping[str, Callable[[], QuantizedWeight]]
-) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Yield the weights of a layer of experts by parameter."""
+def _keep_experts(source: str, path: str, layer: Any, parts: Mapping[str, Callable[[], QuantizedWeight]]) -> None:
     plain = plain_weights(layer)
     if parts.keys() != plain.keys():
         lacking = ", ".join(sorted(plain.keys() - parts.keys()))
         raise NotKeptError(
             f"{source} has {', '.join(sorted(parts))} of {path} as codes, and not {lacking}; {PLAIN_REMEDY}"
         )
+    kept = {}
     for own, read in parts.items():
         lying = plain[own].transpose(1, 2) if layer.is_transposed else plain[own]
-        yield own, _compare_weight(source, f"{path}.{own}", read(), lying)
+        kept[own] = _compare_weight(source, f"{path}.{own}", read(), lying)
+    replace_weights(layer, kept)
 
 
 def _is_among(name: str, left_over: Collection[str]) -> bool:
@@ -170,14 +156,11 @@ def _without_experts(
         layer, _, own = name.rpartition(".")
         found = _module_path(layer, modules, needed=False)
         match = _OF_ONE_EXPERT.fullmatch(name)
+        joined = _module_path(match[1], modules, needed=False) if match else None
         if found is not None and is_experts(modules[found]):
             of_experts[found][own] = partial(form.read_codes, name)
-        elif (
-            match
-            and _module_path(match[1], modules, needed=False)
-            and is_experts(modules[_module_path(match[1], modules)])
-        ):
-            apart[_module_path(match[1], modules)][match[3]][int(match[2])] = name
+        elif match and joined is not None and is_experts(modules[joined]):
+            apart[joined][match[3]][int(match[2])] = name
         else:
             linear.append(name)
     for path, parts in apart.items():
@@ -191,10 +174,8 @@ def _without_experts(
 def _stack_experts(form: CheckpointFormat, parts: list[dict[int, str]]) -> QuantizedWeight:
     """Return `[experts, outputs, inputs]` from the weights of each expert; several are joined along the outputs."""
     experts = [[form.read_codes(part[number]) for part in parts] for number in sorted(parts[0])]
-    forms = {
-        (each.kind, each.scale.dtype, each.group_size, each.shift is None) for expert in experts for each in expert
-    }
-    if len(forms) != 1:
+    every = [each for expert in experts for each in expert]
+    if len({(each.kind, each.scale.dtype, each.group_size, each.shift is None) for each in every}) != 1:
         raise NotKeptError(
             f"{parts[0][0]} and the weights of the other experts have codes of several forms; {PLAIN_REMEDY}"
         )

@@ -28,10 +28,7 @@ _PROMPT = 6
 
 
 class TextModelForCausalLM(PreTrainedModel):
-    """A text model that transformers has only as a part of multimodal ones, with a head of its own.
-
-    `register_language_model` makes a subclass for each config class.
-    """
+    """A text model that transformers has only as a part of multimodal ones, with a head; `register_language_model` makes subclasses."""
 
     base_model_prefix = "model"
     _supports_attention_backend = True
@@ -62,11 +59,7 @@ class TextModelForCausalLM(PreTrainedModel):
 
 
 def find_text_config(config: PreTrainedConfig, source: str) -> PreTrainedConfig:
-    """Return the config of the causal language model: `config` itself, or a part of a multimodal one.
-
-    Raises:
-        ValueError: there is no such model, or transformers cannot run it alone.
-    """
+    """Return the config of the causal language model, perhaps a part; raise ValueError where transformers cannot run one alone."""
     text_config = config.get_text_config(decoder=True)
     if not isinstance(text_config, PreTrainedConfig):
         raise ValueError(
@@ -86,13 +79,8 @@ def find_text_config(config: PreTrainedConfig, source: str) -> PreTrainedConfig:
         raise ValueError(
             f"{source} is a {config.model_type} model, which generates no text; only decoders of text can be exported"
         )
-    _register_config(text_config, config, source)
+    register_language_model(text_config, config, source)
     return text_config
-
-
-def register_language_model(config: PreTrainedConfig) -> None:
-    """Register the config of a text model that transformers has only inside of others with AutoModelForCausalLM."""
-    _register_config(config, config, config.model_type)
 
 
 def multimodal_class(config: PreTrainedConfig) -> Any:
@@ -111,16 +99,15 @@ def text_prompt(config: PreTrainedConfig) -> Tensor:
 
 
 def take_text_part(whole: PreTrainedModel, source: str) -> PreTrainedModel:
-    """Return the language model of a multimodal one, as a model of its own with the very same weights.
-
-    Raises:
-        ValueError: its parts were not found, or it computes something else than the whole does on text.
-    """
+    """Return the language model of a multimodal one with the same weights; raise ValueError where on text it computes something else."""
     model = find_text_part(whole, source)
     model.generation_config = getattr(whole, "generation_config", None)
     model.eval()
     _check_result(model, whole, source)
-    _log_left_out(model, whole, source)
+    left_out = ", ".join(_unused_parts(whole, {id(tensor) for tensor in model.parameters()}))
+    logger.warning(
+        f"{source}: exporting its language model, {type(model).__name__}; left out: {left_out or 'nothing that has weights'}"
+    )
     return model
 
 
@@ -184,33 +171,23 @@ def _check_result(model: PreTrainedModel, whole: PreTrainedModel, source: str) -
         )
 
 
-def _log_left_out(model: PreTrainedModel, whole: PreTrainedModel, source: str) -> None:
-    used = {id(tensor) for tensor in model.parameters()}
-    counts: dict[str, int] = {}
-    for name, module in _unused_parts(whole, used):
-        counts[name] = sum(tensor.numel() for tensor in module.parameters() if id(tensor) not in used)
-    left_out = ", ".join(f"{name} ({count / 1e6:.1f} M parameters)" for name, count in counts.items() if count)
-    logger.warning(
-        "%s: exporting its language model, %s; left out: %s",
-        source,
-        type(model).__name__,
-        left_out or "nothing that has weights",
-    )
-
-
-def _unused_parts(module: nn.Module, used: set[int], prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Return the largest modules without parameters in use, by name."""
+def _unused_parts(module: nn.Module, used: set[int], prefix: str = "") -> list[str]:
+    """Return the names of the largest modules without parameters in use, with the number of their parameters."""
     parts = []
     for name, child in module.named_children():
-        members = {id(tensor) for tensor in child.parameters()}
-        if members & used and not members <= used:
+        members = {id(tensor): tensor.numel() for tensor in child.parameters()}
+        if members.keys() & used and not members.keys() <= used:
             parts += _unused_parts(child, used, f"{prefix}{name}.")
-        elif members and not members & used:
-            parts.append((f"{prefix}{name}", child))
+        elif members and not members.keys() & used:
+            parts.append(f"{prefix}{name} ({sum(members.values()) / 1e6:.1f} M parameters)")
     return parts
 
 
-def _register_config(text_config: PreTrainedConfig, config: PreTrainedConfig, source: str) -> None:
+def register_language_model(
+    text_config: PreTrainedConfig, whole: PreTrainedConfig | None = None, source: str = ""
+) -> None:
+    """Register the config of a text model that transformers has only inside of others with AutoModelForCausalLM."""
+    config = whole or text_config
     if _look_up(MODEL_FOR_CAUSAL_LM_MAPPING, text_config) is not None:
         return
     outer = _look_up(MODEL_FOR_CAUSAL_LM_MAPPING, config)
@@ -220,18 +197,16 @@ def _register_config(text_config: PreTrainedConfig, config: PreTrainedConfig, so
         body = _look_up(MODEL_MAPPING, text_config)
         if body is None:
             raise ValueError(
-                f"{source} is a {config.model_type} model, and transformers has no class for its language model alone "
+                f"{source or config.model_type} is a {config.model_type} model, and transformers has no class for its language model alone "
                 f"({type(text_config).__name__})"
             )
         name = body.__name__.removesuffix("Model") + "ForCausalLM"
         model_class = type(name, (TextModelForCausalLM,), {"config_class": type(text_config)})
-    AutoModelForCausalLM.register(
-        type(text_config), model_class, exist_ok=True
-    )  # otherwise it leaves out its own configs
+    # Without exist_ok it leaves out its own configs.
+    AutoModelForCausalLM.register(type(text_config), model_class, exist_ok=True)
 
 
 def _look_up(mapping: Any, config: PreTrainedConfig) -> Any:
-    """Return the class of a config in a mapping of transformers, or None."""
     try:
         found = mapping[type(config)]
     except (KeyError, ValueError):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .formats.tensors import TensorFiles
+from .formats.format import TensorFiles
 
 
 Read = Callable[[str], Tensor]
@@ -31,7 +31,6 @@ _WITHOUT_EFFECT = {
 }
 # Programs that quantize layers give each of them one, of zeros where the layer has none.
 _BIAS = re.compile(r"(?<!attn)(?<!attention)\.bias$")
-_FREQUENCIES = re.compile(r"(?:^|\.)inv_freq$")
 # Names that models use no tensor for, and whether a tensor is what its name says.
 _COMPUTED: dict[str, Callable[[Tensor], bool]] = {
     r"(?:^|\.)position_ids$": lambda found: torch.equal(found.flatten().long(), torch.arange(found.numel())),
@@ -57,11 +56,7 @@ def renamed_by_wrappers(names: Collection[str]) -> dict[str, str]:
 
 
 def check_unique(names: Collection[str], prefix: str, source: str) -> None:
-    """Raise ValueError where two names of a file mean one tensor, of which transformers would take either.
-
-    Args:
-        prefix: a part that transformers accepts and omits.
-    """
+    """Raise ValueError where two names of a file mean one tensor, with or without a `prefix` that transformers accepts and omits."""
     found: dict[str, str] = {}
     for name in sorted(names):
         bare = re.sub(_WRAPPERS, "", name).removeprefix(_OF_ALL).removeprefix(f"{prefix}.")
@@ -74,7 +69,6 @@ def check_unique(names: Collection[str], prefix: str, source: str) -> None:
 
 def make_reader(folder: Path, source: str) -> Read:
     """Return a reader of a checkpoint's tensors that opens the files for the first one, and finds names with or without a part before."""
-
     files = cache(partial(TensorFiles, folder, source))
 
     def read_tensor(name: str) -> Tensor:
@@ -87,17 +81,15 @@ def make_reader(folder: Path, source: str) -> Read:
 
 
 class LeftOver:
-    """A judge of tensors that a model has no place for: does a logit depend on one?
-
-    Args:
-        of_part: names of the model's tensors that are exported.
-        others: names of its other tensors.
-        read: a tensor of the checkpoint by name.
-    """
+    """A judge of tensors that a model has no place for: does a logit depend on one? The model's own are `of_part` if exported, or `others`."""
 
     def __init__(self, model: PreTrainedModel, of_part: Collection[str], others: Collection[str], read: Read) -> None:
         self._of_part, self._others, self._read = _modules_of(of_part), _modules_of(others), read
-        self._patterns = re.compile("|".join(f"(?:{each})" for each in (*_WITHOUT_EFFECT, *_ignored_names(model))))
+        # Names that the model's code ignores; a class's pattern with the number of a layer fits one checkpoint only.
+        classes = [type(each) for each in model.modules() if isinstance(each, PreTrainedModel)]
+        listed = {name for each in classes for name in each._keys_to_ignore_on_load_unexpected or ()}
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ()) - set(filter(_NUMBERED.search, listed))
+        self._patterns = re.compile("|".join(f"(?:{each})" for each in (*_WITHOUT_EFFECT, *ignored)))
         self._buffers = dict(model.named_buffers())
         self._frequencies = [each for name, each in self._buffers.items() if name.endswith("inv_freq")]
         config = model.config.get_text_config(decoder=True)
@@ -117,26 +109,21 @@ class LeftOver:
             if _BIAS.search(name) and (bias := self._read(name)).numel() and not bias.any():
                 return True
             checked = self._is_computed(name)
-            if checked is not None:
-                return checked
-            return self._patterns.search(name) is not None or self._is_of_another_part(name)
+            if checked is not None or self._patterns.search(name):
+                return checked is not False
+            # Explained where the innermost module of the name that has tensors lies outside of the exported part.
+            parts = name.split(".")
+            modules = (".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+            innermost = next((each for each in modules if each in self._of_part or each in self._others), None)
+            return innermost is not None and innermost not in self._of_part
 
         return sorted(name for name in names if not is_explained(name))
-
-    def _is_of_another_part(self, name: str) -> bool:
-        """Return whether the innermost module of a name that has tensors lies outside of the exported part."""
-        parts = name.split(".")
-        for count in range(len(parts) - 1, 0, -1):
-            module = ".".join(parts[:count])
-            if module in self._of_part or module in self._others:
-                return module not in self._of_part
-        return False
 
     def _is_computed(self, name: str) -> bool | None:
         """Return whether a tensor that models compute is what its name says; None for every other name."""
         if name in self._buffers:
             return _is_near(self._read(name), self._buffers[name])
-        if _FREQUENCIES.search(name):
+        if re.search(r"(?:^|\.)inv_freq$", name):
             found = self._read(name)
             plain = [base ** -torch.linspace(0, 1, len(found) + 1)[:-1] for base in self._bases] if found.dim() else []
             return any(_is_near(found, each) for each in (*self._frequencies, *plain))
@@ -145,17 +132,7 @@ class LeftOver:
 
 
 def _modules_of(names: Collection[str]) -> set[str]:
-    """Return the modules that hold tensors, at any depth."""
     return {name[: match.start()] for name in names for match in re.finditer(r"\.", name)}
-
-
-def _ignored_names(model: PreTrainedModel) -> set[str]:
-    """Return patterns of names that the model's code ignores; a class's pattern with the number of a layer fits one checkpoint only."""
-    classes = [type(each) for each in model.modules() if isinstance(each, PreTrainedModel)]
-    fixed = {
-        name for each in classes for name in each._keys_to_ignore_on_load_unexpected or () if _NUMBERED.search(name)
-    }
-    return set(model._keys_to_ignore_on_load_unexpected or ()) - fixed
 
 
 def _is_near(found: Tensor, expected: Tensor) -> bool:

@@ -51,14 +51,9 @@ def card_facts(path: Path) -> dict[str, Any]:
 
 
 def read_origin(folder: Path, *, dequantized: bool = False, calibration: str | None = None) -> dict[str, Any]:
-    """Return where the model of a checkpoint's folder is from, for an artifact's manifest.
+    """Return `repo` and `revision` of a checkpoint in the Hub's cache, the facts of its card, `dequantize` and `calibration` for a manifest.
 
-    Args:
-        dequantized: the export makes codes plain because that was asked for.
-        calibration: the sha256 of the text that weights are rounded on.
-
-    Returns:
-        `repo` and `revision` of a checkpoint in the Hub's cache, the facts of its card, `dequantize` and `calibration`.
+    `calibration` is the sha256 of the text that weights are rounded on.
     """
     found: dict[str, Any] = {}
     commit = folder.absolute()

@@ -7,14 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .formats.awq import Awq
 from .formats.compressed_tensors import CompressedTensors
-from .formats.format import CheckpointFormat
-from .formats.fp8 import Fp8
-from .formats.gptq import Gptq
-from .formats.mxfp4 import Mxfp4
+from .formats.format import CheckpointFormat, TensorFiles
+from .formats.fp8 import Fp8, Mxfp4
+from .formats.gptq import Awq, Gptq
 from .formats.settings import Document, take_part, take_text
-from .formats.tensors import TensorFiles
 
 
 # Readers by the config's quant_method.
@@ -46,11 +43,6 @@ def quantization_of(config: Mapping[str, Any], source: str) -> Document:
 
 
 def open_quantized(config: Mapping[str, Any], folder: Path, source: str) -> CheckpointFormat:
-    """Return the reader of a checkpoint with a quantization in its config.json.
-
-    Raises:
-        ValueError: its format is not read, or the checkpoint contradicts its config or itself.
-        FileNotFoundError: there are no weights.
-    """
+    """Return the reader of a checkpoint by the quantization in its config.json; raise ValueError where they contradict each other."""
     document = quantization_of(config, source)
     return READERS[document["quant_method"]](document, TensorFiles(folder, source))

@@ -47,16 +47,7 @@ class ReadModel:
     untied: tuple[tuple[str, str], ...]
 
     def check_complete(self, tensors: Mapping[str, Tensor], model: PreTrainedModel, read: Read) -> None:
-        """Refuse tensors that transformers made up, and those that it left out and the model may need.
-
-        Args:
-            tensors: the tensors of the model that was read, by name.
-            model: it, or the part of it that is exported.
-            read: a tensor of the checkpoint by name.
-
-        Raises:
-            ValueError: `model` has a tensor that the checkpoint does not hold in this shape, or lacks one that it holds.
-        """
+        """Raise ValueError where `model`, a part or all of the `tensors`, has one that was made up, or lacks one of the checkpoint's."""
         used = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         of_part = {name for name, tensor in tensors.items() if id(tensor) in used}
         found = LeftOver(self.model, of_part, tensors.keys() - of_part, read).without_a_reason(self.unexpected)
@@ -80,11 +71,8 @@ class ReadModel:
             )
         for name, other in self.untied:
             logger.warning(
-                "%s holds %s and %s with other numbers, and its config says by tie_word_embeddings=true that they are one; both are "
-                "taken, as transformers does",
-                self.source,
-                name,
-                other,
+                f"{self.source} holds {name} and {other} with other numbers, and its config says by tie_word_embeddings=true that they are "
+                f"one; both are taken, as transformers does"
             )
 
 
@@ -100,28 +88,21 @@ def read_model(
 ) -> ReadModel:
     """Load a checkpoint by a class of transformers, with the attention of a name; raise ValueError where transformers cannot.
 
-    Args:
-        folder: None where `options` have its tensors.
-        config: the checkpoint's, as it was read; is not changed.
-        options: further ones of its `from_pretrained`.
-        mapped: unchanged tensors stay in the checkpoint's files, and cannot be written to.
+    `folder` is None where `options` of `from_pretrained` have its tensors. Unchanged tensors of a `mapped` one stay in its files.
     """
-    report: dict[str, Any] = {}
+    reporting, report = {"output_loading_info": True, "ignore_mismatched_sizes": True}, dict[str, Any]()
     left_over: set[str] = set()
 
     def read_with(name: str) -> PreTrainedModel:
         left_over.clear()
         model: PreTrainedModel
         model, found = auto_class.from_pretrained(
-            folder,
-            **options,
-            config=copy.deepcopy(config),
-            attn_implementation=name,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
+            folder, **options, **reporting, config=copy.deepcopy(config), attn_implementation=name
         )
         report.update(found)
-        report["untied"] = _untied_pairs(model)
+        # Pairs of names that transformers was to tie, and did not because their tensors differ.
+        asked = model.get_expanded_tied_weights_keys(all_submodels=True)
+        report["untied"] = {pair for pair in asked.items() if pair[0] not in model.all_tied_weights_keys}
         return model
 
     try:
@@ -136,19 +117,11 @@ def read_model(
     return ReadModel(model, source, missing, mismatched, unexpected, untied)
 
 
-def _untied_pairs(model: PreTrainedModel) -> set[tuple[str, str]]:
-    """Return pairs of names that transformers was to tie, and did not because their tensors differ."""
-    asked = model.get_expanded_tied_weights_keys(all_submodels=True)
-    return {(name, other) for name, other in asked.items() if name not in model.all_tied_weights_keys}
-
-
 @contextmanager
 def _reporting_to(left_over: set[str]) -> Iterator[None]:
     """Collect the names of all tensors without a place, also those that a class lists, in the place of transformers' table."""
-    original, reporter = (
-        PreTrainedModel._adjust_missing_and_unexpected_keys,
-        logging.getLogger("transformers.modeling_utils"),
-    )
+    original = PreTrainedModel._adjust_missing_and_unexpected_keys
+    reporter = logging.getLogger("transformers.modeling_utils")
 
     def adjust(model: PreTrainedModel, info: Any) -> None:
         left_over.update(info.unexpected_keys)

@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 CONFIG_NAME = "tokenizer_config.json"
 # Vocabularies; other files only say how they are used.
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
-_SENTENCEPIECE = "*.model"
 _GGUF = "tokenizer.ggml"
 # Byte-level vocabularies with texts that llama.cpp begins with a token.
 _BEGINNING = (
@@ -36,12 +35,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path, source: str, *, trust_remote_code: bool, gguf_file: str | None = None) -> Any:
-    """Return the tokenizer of an artifact or checkpoint; raise ValueError where its files cannot be read.
-
-    Args:
-        source: the name that the user gave, for the message.
-        gguf_file: its name in `folder`, if the tokenizer is in one.
-    """
+    """Return the tokenizer of a folder, or of a GGUF file in it; raise ValueError where its files cannot be read."""
     try:
         if gguf_file is not None:  # AutoTokenizer would make a config of the file first, which it can of few
             return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=gguf_file)
@@ -60,8 +54,7 @@ def load_tokenizer(folder: Path, source: str, *, trust_remote_code: bool, gguf_f
 def begin_as_in_gguf(tokenizer: Any, values: Mapping[str, Any]) -> None:
     """Have a GGUF file's tokenizer begin texts with a token where llama.cpp does; transformers leaves it out.
 
-    Args:
-        values: the file's, by key; without a key of its own, the kind of vocabulary decides (llama.cpp's `llama-vocab.cpp`).
+    Without a key of its own, the kind of vocabulary decides (llama.cpp's `llama-vocab.cpp`).
     """
     usual = values.get(f"{_GGUF}.model") == "llama" or values.get(f"{_GGUF}.pre") in _BEGINNING
     if not values.get(f"{_GGUF}.add_bos_token", usual) or tokenizer.bos_token is None:
@@ -71,18 +64,6 @@ def begin_as_in_gguf(tokenizer: Any, values: Mapping[str, Any]) -> None:
         single=[token, "$A"], pair=[token, "$A", token, "$B:1"], special_tokens=[(token, tokenizer.bos_token_id)]
     )
     tokenizer.backend_tokenizer.post_processor = marks
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer's files; raise OSError where they cannot be written."""
-    try:
-        tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise OSError(
-            f"the tokenizer cannot be written to {folder} ({first_line(error)}); free some space or name another folder"
-        ) from error
 
 
 def fit_tokenizer(folder: Path, longest: int) -> None:
@@ -102,15 +83,12 @@ def check_tokenizer(folder: Path, source: str, *, trust_remote_code: bool) -> No
     if not has_tokenizer(folder):
         return
     config = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
+    needs_sentencepiece = any(folder.glob("*.model")) and not any(folder.glob("tokenizer.json"))
     if not trust_remote_code and "AutoTokenizer" in (config.get("auto_map") or {}):
         reason = (
             "code of the checkpoint's, which only --trust-remote-code (trust_remote_code=True) runs and takes over"
         )
-    elif (
-        not any(folder.glob("tokenizer.json"))
-        and any(folder.glob(_SENTENCEPIECE))
-        and importlib.util.find_spec("sentencepiece") is None
-    ):
+    elif needs_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
         reason = "sentencepiece, which is not installed"
     else:
         load_tokenizer(folder, source, trust_remote_code=trust_remote_code)

@@ -48,16 +48,18 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 
 def unread_keys(document: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the keys that say how a model computes, and that the config's class does not read, with their values.
+    """Return the keys of a config.json that say how a model computes, and that the config's class does not read, with their values.
 
     A value says nothing if it switches something off, or if a key of the same meaning has it too.
-
-    Args:
-        document: the JSON object that the config was made from.
-        config: the language model's.
     """
     known = _KnownKeys(config)
     as_computed = _AS_COMPUTED.get(config.model_type, {})
+
+    def says_nothing(value: Any) -> bool:
+        if isinstance(value, list) and set(map(str, value)) == {"full_attention"}:
+            return True
+        return value is None or value is False or (value is not True and value in (0, 1, "", [], {}))
+
     found = {
         name: value
         for name, value in document.items()
@@ -65,7 +67,7 @@ def unread_keys(document: Mapping[str, Any], config: PreTrainedConfig) -> dict[s
         and not (name in _ROPE and isinstance(value, Mapping))
         and _COMPUTES.search(name)
         and not _HARMLESS.search(name)
-        and not _says_nothing(value)
+        and not says_nothing(value)
         and not ("window" in name and document.get("use_sliding_window") is False)
         and value not in as_computed.get(name, ())
         and not known.reads(name)
@@ -74,15 +76,7 @@ def unread_keys(document: Mapping[str, Any], config: PreTrainedConfig) -> dict[s
     return found | dict(known.unread_rope(document))
 
 
-def _says_nothing(value: Any) -> bool:
-    if isinstance(value, list) and set(map(str, value)) == {"full_attention"}:
-        return True
-    return value is None or value is False or (value is not True and value in (0, 1, "", [], {}))
-
-
 class _KnownKeys:
-    """The keys that the class of a config reads."""
-
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
         self._fields = {*getattr(type(config), "__dataclass_fields__", ()), *config.attribute_map}

@@ -6,21 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from .choices import (
-    ACTIVATION_CHOICES,
-    ACTIVATIONS,
-    DTYPES,
-    HLO_TARGETS,
-    INT4_GROUP_SIZES,
-    KERNEL_TARGETS,
-    KV_CACHE_DTYPES,
-    LARGEST_SIZE,
-    MOST_LOGPROBS,
-    QUANTIZATIONS,
-    SMALLEST_BLOCK,
-    TARGETS,
-    TARGETS_WITHOUT_FP8,
-)
+from . import graph_options as known
 from .graph_sizes import GraphSizes
 
 
@@ -28,16 +14,15 @@ _SIZES = ("batch_size", "sequence_length", "ctx_batch_size", "tensor_parallel_si
 _SWITCHES = (
     "on_device_sampling", "output_logits", "prompt_logits", "float32_reduce", "long_frequencies", "quantization_zero_point",
 )  # fmt: skip
+_COUNTS = {
+    "top_logprobs": (0, known.MOST_LOGPROBS), "state_snapshots": (0, known.LARGEST_SIZE), "state_snapshot_interval": (1, known.LARGEST_SIZE),
+}  # fmt: skip
 
 
-def check_switch(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be true or false, not {value!r}")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str | int | None, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(choices)}")
+        allowed = ", ".join(str(each) for each in choices if each is not None)
+        raise ValueError(f"{name}={value!r} is not known; choose one of {allowed}")
 
 
 def check_size(name: str, value: object) -> int:
@@ -46,19 +31,9 @@ def check_size(name: str, value: object) -> int:
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
-    if value > LARGEST_SIZE:
-        raise ValueError(f"{name}={value} is above {LARGEST_SIZE}, as far as graphs count; lower it")
+    if value > known.LARGEST_SIZE:
+        raise ValueError(f"{name}={value} is above {known.LARGEST_SIZE}, as far as graphs count; lower it")
     return value
-
-
-def check_count(name: str, value: object, least: int, most: int) -> None:
-    """Raise TypeError or ValueError for a value that is neither None nor a whole number of this range."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number or None, not {value!r}")
-    if not least <= value <= most:
-        raise ValueError(f"{name}={value} must be between {least} and {most}")
 
 
 def take_sizes(name: str, values: object) -> tuple[int, ...]:
@@ -71,24 +46,11 @@ def take_sizes(name: str, values: object) -> tuple[int, ...]:
     return found
 
 
-def take_names(name: str, values: object, choices: tuple[str, ...]) -> tuple[str, ...]:
-    """Return some of the choices, each once; raise TypeError or ValueError for another value."""
-    found = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (None,)
-    if not all(isinstance(value, str) for value in found):
-        raise TypeError(f"{name} must be a list of names, not {values!r}")
-    for each in found:
-        check_choice(name, each, choices)
-    if len(set(found)) != len(found):
-        raise ValueError(f"{name}={found} names one twice; name it once")
-    return found
-
-
-def take_patterns(values: object) -> tuple[str, ...] | None:
-    if values is None:
-        return None
+def take_names(name: str, values: object, what: str = "names") -> tuple[str, ...]:
+    """Return a tuple of texts; raise TypeError for another value."""
     found = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (None,)
     if not all(isinstance(each, str) and each for each in found):
-        raise TypeError(f"quantization_exclude must be a list of patterns of names, not {values!r}")
+        raise TypeError(f"{name} must be a list of {what}, not {values!r}")
     return found
 
 
@@ -96,30 +58,30 @@ def check_values(config: GraphSizes) -> None:
     """Check sizes, switches and counts, each alone."""
     for name in _SIZES:
         check_size(name, getattr(config, name))
-    for name in _SWITCHES:
-        check_switch(name, getattr(config, name))
-    if config.mixed_step is not None:
-        check_switch("mixed_step", config.mixed_step)
-    check_count("top_logprobs", config.top_logprobs, 0, MOST_LOGPROBS)
-    check_count("state_snapshots", config.state_snapshots, 0, LARGEST_SIZE)
-    check_count("state_snapshot_interval", config.state_snapshot_interval, 1, LARGEST_SIZE)
+    for name in _SWITCHES if config.mixed_step is None else (*_SWITCHES, "mixed_step"):
+        if not isinstance(getattr(config, name), bool):
+            raise TypeError(f"{name} must be true or false, not {getattr(config, name)!r}")
+    for name, (least, most) in _COUNTS.items():
+        value = getattr(config, name)
+        if value is not None and type(value) is not int:
+            raise TypeError(f"{name} must be a whole number or None, not {value!r}")
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{name}={value} must be between {least} and {most}")
 
 
 def check_choices(config: GraphSizes) -> None:
-    """Check options with a few values, each alone."""
-    check_choice("dtype", config.dtype, DTYPES)
-    check_choice("target", config.target, TARGETS)
-    for name, choices in (
-        ("quantization", QUANTIZATIONS),
-        ("activations", ACTIVATION_CHOICES),
-        ("kv_cache_dtype", KV_CACHE_DTYPES),
-    ):
-        if getattr(config, name) is not None:
-            check_choice(name, getattr(config, name), choices)
+    for each in config.kernels:
+        check_choice("kernels", each, known.KERNELS)
+    if len(set(config.kernels)) != len(config.kernels):
+        raise ValueError(f"kernels={config.kernels} names one twice; name it once")
+    check_choice("dtype", config.dtype, known.DTYPES)
+    check_choice("target", config.target, known.TARGETS)
+    check_choice("quantization", config.quantization, (None, *known.QUANTIZATIONS))
+    check_choice("activations", config.activations, (None, *known.ACTIVATION_CHOICES))
+    check_choice("kv_cache_dtype", config.kv_cache_dtype, (None, *known.KV_CACHE_DTYPES))
 
 
 def check_quantization(config: GraphSizes) -> None:
-    """Check the options of quantized weights and rounded activations with each other."""
     kind, group, exclude = config.quantization, config.quantization_group_size, config.quantization_exclude
     only_int4 = {"quantization_group_size": group, "quantization_zero_point": config.quantization_zero_point or None}
     for name, value in (only_int4 | {"quantization_exclude": exclude}).items():
@@ -135,13 +97,10 @@ def check_quantization(config: GraphSizes) -> None:
     for name, value in only_int4.items():
         if value is not None and kind != "int4":
             raise ValueError(f"{name}={value!r} needs quantization='int4', not {kind!r}; leave out one of them")
-    if group is not None and group not in INT4_GROUP_SIZES:
-        raise ValueError(
-            f"quantization_group_size={group!r} is not known; choose one of {', '.join(map(str, INT4_GROUP_SIZES))}"
-        )
-    if config.activations not in ACTIVATIONS:
+    check_choice("quantization_group_size", group, (None, *known.INT4_GROUP_SIZES))
+    if config.activations not in known.ACTIVATIONS:
         return
-    if config.target in HLO_TARGETS:
+    if config.target in known.HLO_TARGETS:
         raise ValueError(
             f"activations={config.activations!r} needs target='cpu' or 'eager', and target={config.target!r} has no product of whole "
             f"numbers; leave it out"
@@ -157,13 +116,13 @@ def check_types(config: GraphSizes) -> None:
     """Check codes, kernels and log-probabilities with the target and with each other."""
     target = config.target
     for name, value in (("quantization", config.quantization), ("kv_cache_dtype", config.kv_cache_dtype)):
-        if value == "fp8" and target in TARGETS_WITHOUT_FP8:
+        if value == "fp8" and target in known.TARGETS_WITHOUT_FP8:
             raise ValueError(
                 f"{name}='fp8' needs a type that target={target!r} lacks; use {name}='int8', or target='trn2' or later"
             )
-    if config.kernels and target not in KERNEL_TARGETS:
+    if config.kernels and target not in known.KERNEL_TARGETS:
         raise ValueError(
-            f"kernels={config.kernels} run on {', '.join(KERNEL_TARGETS[1:])}, and target={target!r} has none; leave kernels out"
+            f"kernels={config.kernels} run on {', '.join(known.KERNEL_TARGETS[1:])}, and target={target!r} has none; leave kernels out"
         )
     attention = tuple(name for name in config.kernels if name.startswith("attention"))
     if config.kv_cache_dtype is not None and attention:
@@ -189,9 +148,9 @@ def check_blocks(config: GraphSizes) -> None:
             )
         return
     check_size("kv_block_size", block)
-    if block < SMALLEST_BLOCK or block & (block - 1):
+    if block < known.SMALLEST_BLOCK or block & (block - 1):
         raise ValueError(
-            f"kv_block_size={block} must be a power of two of at least {SMALLEST_BLOCK}, as 128; choose another"
+            f"kv_block_size={block} must be a power of two of at least {known.SMALLEST_BLOCK}, as 128; choose another"
         )
     if length % block:
         raise ValueError(
@@ -209,13 +168,9 @@ def check_blocks(config: GraphSizes) -> None:
 
 
 def check_snapshots(config: GraphSizes) -> None:
-    """Check that there are places for the snapshots of an interval."""
     if config.state_snapshot_interval is not None and not config.snapshot_places:
-        why = (
-            "; leave out one"
-            if config.state_snapshots == 0
-            else f", the default of target={config.target!r}; give both"
-        )
+        asked = config.state_snapshots == 0
+        why = "; leave out one" if asked else f", the default of target={config.target!r}; give both"
         raise ValueError(
             f"state_snapshot_interval={config.state_snapshot_interval} has nowhere to keep state with state_snapshots=0{why}"
         )
@@ -224,15 +179,14 @@ def check_snapshots(config: GraphSizes) -> None:
 def check_cached_tokens(config: GraphSizes) -> None:
     """Raise ValueError where slots hold more tokens than graphs count."""
     rows, length = config.batch_size, config.sequence_length
-    if rows * length > LARGEST_SIZE:
+    if rows * length > known.LARGEST_SIZE:
         raise ValueError(
             f"batch_size={rows} requests of sequence_length={length} tokens are a KV cache of {rows * length:,} tokens, and graphs count to "
-            f"{LARGEST_SIZE:,}; lower one of them"
+            f"{known.LARGEST_SIZE:,}; lower one of them"
         )
 
 
 def check_sizes(config: GraphSizes) -> None:
-    """Check chunks, rows and buckets with the sequence length and with each other."""
     rows, chunk, length = config.batch_size, config.prefill_chunk_size, config.sequence_length
     if chunk > length:
         raise ValueError(
@@ -255,7 +209,6 @@ def check_sizes(config: GraphSizes) -> None:
             "mixed_step=True needs batch_size=2 or more, not batch_size=1: the only slot cannot decode while it takes a "
             "prompt; leave mixed_step out or raise batch_size"
         )
-    _check_buckets(config)
     if config.float32_reduce and config.tensor_parallel_size == 1:
         raise ValueError(
             "float32_reduce=True needs tensor_parallel_size=2 or more, not tensor_parallel_size=1: one device has no "
@@ -263,7 +216,8 @@ def check_sizes(config: GraphSizes) -> None:
         )
 
 
-def _check_buckets(config: GraphSizes) -> None:
+def check_buckets(config: GraphSizes) -> None:
+    """Check that buckets of chunks and contexts lie below and up to the sizes that they divide."""
     chunks, contexts, length = config.prefill_chunk_buckets, config.context_buckets, config.sequence_length
     if chunks and chunks[-1] >= config.prefill_chunk_size:
         raise ValueError(

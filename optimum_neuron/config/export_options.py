@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .choices import TASKS
+from .graph_options import TASKS
 from .option import REPEATED, Options, documented, option
 
 

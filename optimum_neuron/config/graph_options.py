@@ -1,23 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declarations of the options that are fixed when graphs are compiled."""
+"""Options that are fixed when graphs are compiled, and the values that they may have."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from .choices import (
-    ACTIVATION_CHOICES,
-    DTYPES,
-    INT4_GROUP_SIZES,
-    KERNEL_TARGETS,
-    KERNELS,
-    KV_CACHE_DTYPES,
-    MOST_LOGPROBS,
-    QUANTIZATIONS,
-    TARGETS,
-)
 from .option import REPEATED, SIZES, WORDS, Options, option, read_dtype
+
+
+TASKS = ("text-generation",)
+NEURON_TARGETS = ("inf2", "trn1", "trn2", "trn3")
+# Their graphs are lowered to HLO: hlo runs that on this CPU, the others compile it for the device.
+HLO_TARGETS = ("hlo", *NEURON_TARGETS)
+TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
+# Kernels of the SDK by name, and targets that run them: they need a Trainium 2 or later; on hlo their references run.
+KERNELS = ("attention_cte", "attention_block_tkg", "moe_tkg")
+KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
+# Their compiler takes no e4m3 number as the Open Compute Project has it; error code EVRF051 of the SDK.
+TARGETS_WITHOUT_FP8 = ("inf2", "trn1")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("int8", "fp8")
+# Codes that activations are rounded to. "auto" takes the faster choice on this machine, "none" keeps activations as they are.
+ACTIVATIONS = ("int8",)
+ACTIVATION_CHOICES = ("auto", "none", *ACTIVATIONS)
+# Codes that an export rounds weights to, or "checkpoint" for a quantized checkpoint's own.
+QUANTIZATIONS = ("int8", "int4", "fp8", "checkpoint")
+INT4_GROUP_SIZES = (32, 64, 128)
+# Graphs count positions and tokens in int32.
+LARGEST_SIZE = 2**31 - 1
+# Attention kernels take this many columns at a time, and a block is a multiple of it.
+SMALLEST_BLOCK = 64
+# The most that servers of OpenAI's API return.
+MOST_LOGPROBS = 20
 
 
 # Stands for a size that follows from the others and is filled in at construction.
@@ -30,6 +45,10 @@ class DefaultSize(int):
 
 def _tokens(default: Any, text: str, group: str, **settings: Any) -> Any:
     return option(default, text, group, parse=int, metavar="TOKENS", **settings)
+
+
+def _switch(group: str, text: str) -> Any:
+    return option(False, text, group, is_switch=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,19 +143,15 @@ class GraphOptions(Options):
         is_switch=True,
         off="return logits only; the host chooses the tokens",
     )
-    output_logits: bool = option(
-        False,
+    output_logits: bool = _switch(
+        "sampling",
         "return the logits of every row with the tokens: for logits processors and scores (default: if the checkpoint's "
         "generation_config.json needs them)",
-        "sampling",
-        is_switch=True,
     )
-    prompt_logits: bool = option(
-        False,
+    prompt_logits: bool = _switch(
+        "sampling",
         "compile one more graph of each chunk size, which returns the logits of all tokens of a prompt: for model(input_ids), the loss of "
         "labels, and vLLM's prompt_logprobs",
-        "sampling",
-        is_switch=True,
     )
     top_logprobs: int | None = option(
         None,
@@ -162,11 +177,9 @@ class GraphOptions(Options):
         choices=INT4_GROUP_SIZES,
         metavar="INPUTS",
     )
-    quantization_zero_point: bool = option(
-        False,
-        "in int4, spread the codes of a group between its least and its largest weight, and not around zero: more exact, and larger",
+    quantization_zero_point: bool = _switch(
         "weights",
-        is_switch=True,
+        "in int4, spread the codes of a group between its least and its largest weight, and not around zero: more exact, and larger",
     )
     quantization_exclude: tuple[str, ...] | None = option(
         None,
@@ -191,18 +204,14 @@ class GraphOptions(Options):
         parse=int,
         metavar="DEVICES",
     )
-    float32_reduce: bool = option(
-        False,
-        "have devices add their partial sums in float32: one rounding less per layer, twice the bytes between devices",
+    float32_reduce: bool = _switch(
         "devices",
-        is_switch=True,
+        "have devices add their partial sums in float32: one rounding less per layer, twice the bytes between devices",
     )
-    long_frequencies: bool = option(
-        False,
+    long_frequencies: bool = _switch(
+        "devices",
         "with a LongRoPE model, use the rotary frequencies of long texts for all texts, as vLLM does (default: those of short texts, which "
         "limit the sequence length)",
-        "devices",
-        is_switch=True,
     )
     kernels: tuple[str, ...] = option(
         (),

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from .choices import HLO_TARGETS, INT4_GROUP_SIZES
-from .graph_options import GraphOptions
+from .graph_options import HLO_TARGETS, INT4_GROUP_SIZES, GraphOptions
 
 
 # Targets with kernels that advance the state of a recurrence token by token; the others compute in blocks.

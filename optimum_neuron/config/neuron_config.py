@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from . import checks
-from .choices import HLO_TARGETS, KERNELS
-from .graph_options import DERIVED, DefaultSize
+from .graph_options import DERIVED, HLO_TARGETS, DefaultSize
 from .graph_sizes import GraphSizes
 from .option import documented, read_dtype
 
@@ -39,10 +38,12 @@ class NeuronConfig(GraphSizes):
         checks.check_values(self)
         self._set(
             dtype=read_dtype(self.dtype),
-            kernels=checks.take_names("kernels", self.kernels, KERNELS),
-            quantization_exclude=checks.take_patterns(self.quantization_exclude),
+            kernels=checks.take_names("kernels", self.kernels),
             mixed_step=self.batch_size > 1 if self.mixed_step is None else self.mixed_step,
         )
+        if self.quantization_exclude is not None:
+            patterns = checks.take_names("quantization_exclude", self.quantization_exclude, "patterns of names")
+            self._set(quantization_exclude=patterns)
         checks.check_choices(self)
         if self.activations == "none" or (self.activations == "auto" and self.target in HLO_TARGETS):
             self._set(activations=None)
@@ -59,6 +60,7 @@ class NeuronConfig(GraphSizes):
         else:
             self._set(context_buckets=checks.take_sizes("context_buckets", self.context_buckets))
         checks.check_sizes(self)
+        checks.check_buckets(self)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():

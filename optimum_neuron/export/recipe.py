@@ -25,13 +25,11 @@ from ..artifact.writer import check_output, write_artifact, write_signpost
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.find import find_checkpoint
 from ..checkpoints.hub import refuse_revision
-from ..checkpoints.mapped import WritableWhereWritten
+from ..checkpoints.mapped import WritableWhereWritten, giving_back, scratch_folder, tensors_in_files
 from ..checkpoints.origin import read_origin
-from ..checkpoints.quantize.activations import round_activations, settle_activations
 from ..checkpoints.quantize.calibration import Calibration, read_calibration
-from ..checkpoints.quantize.quantize import quantize
+from ..checkpoints.quantize.quantize import quantize, round_activations, settle_activations
 from ..checkpoints.quantized import DEQUANTIZE, KEEP
-from ..checkpoints.scratch import giving_back, scratch_folder, tensors_in_files
 from ..checkpoints.tokenizer import fit_tokenizer, has_tokenizer, load_tokenizer
 from ..checkpoints.verbatim import check_verbatim, write_verbatim
 from ..config import ACTIVATIONS, HLO_TARGETS, TASKS, ExportOptions, NeuronConfig, takes_options
@@ -131,7 +129,7 @@ class _Source:
         checkpoint, model_config = self.checkpoint, self.checkpoint.load_config()
         config = config.fitted(checkpoint.longest_text(model_config))
         checkpoint.check_length(model_config, config.sequence_length)
-        defaults = check_verbatim(checkpoint, self.adapters)
+        defaults = check_verbatim(checkpoint, [each.folder for each in self.adapters])
         checkpoint.warn_of_unread_keys()
         return follow_defaults(defaults, model_config, config, checkpoint.source)
 
@@ -166,7 +164,7 @@ def _load_model(source: _Source, config: NeuronConfig) -> tuple[PreTrainedModel,
     with progress.stage("Loading the checkpoint"), tensors_in_files():
         for each in source.adapters:
             each.warn_of_other_base(source.checkpoint)
-        loaded = source.checkpoint.load_model(config.dtype, source.adapters)
+        loaded = source.checkpoint.load_model(config.dtype, [each.merge for each in source.adapters])
     config = dataclasses.replace(config, dtype=str(loaded.dtype).removeprefix("torch."))
     if config.quantization is None and weight_formats(loaded):
         config = dataclasses.replace(config, quantization="checkpoint")
@@ -229,7 +227,7 @@ def _choose_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: b
 
 def _write_files(source: _Source, model: PreTrainedModel, job: CompileJob, target: Target) -> CompileJob:
     """Write all files but graphs; return the job with the names of tied weights."""
-    write_verbatim(source.checkpoint, model, job.folder, source.adapters)
+    write_verbatim(source.checkpoint, model, job.folder, [each.folder for each in source.adapters])
     fit_tokenizer(job.folder, job.config.sequence_length)
     _note_tokenizer(job.folder)
     write_formats(weight_formats(model), job.folder)

@@ -22,7 +22,7 @@ from ..artifact.filesystem import replace_file
 from ..checkpoints.origin import CARD_NAME
 from .collect import read_facts
 from .facts import ArtifactFacts, bytes_text
-from .measurements import Measurements, identity, read_measurements, with_bench, with_quality
+from .measurements import Measurements, identity, read_measurements, with_bench
 
 
 LIBRARY = "optimum-neuron-runtime"
@@ -44,7 +44,6 @@ def make_card(
     Args:
         repo_id: the repository of the card; None for a folder.
         base_model: Hub id of the checkpoint; default: the repository that the export read.
-        tags: further tags.
 
     Raises:
         ValueError: `base_model` is no name of a Hub repository.
@@ -149,24 +148,15 @@ def write_card(
     artifact: Artifact,
     *,
     bench: Path | None = None,
-    quality: Path | None = None,
     base_model: str | None = None,
     tags: Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write README.md into the artifact's folder, and with `bench` or `quality` first measurements.json; each whole or not at all.
-
-    Args:
-        bench, quality: files of measurements, as `hub.measurements` reads them.
-        base_model, tags: as in `make_card`.
-        overwrite: also replace a README.md that a person wrote or changed.
-
-    Returns:
-        The path of the card.
+    """Write README.md into the artifact's folder, and with `bench` first measurements.json; each whole or not at all.
 
     Raises:
-        FileExistsError: a person wrote the README.md that is there; nothing is written.
-        ArtifactError: a file was changed after the export, or recorded measurements are of another artifact.
+        FileExistsError: a person wrote the README.md that is there, and not `overwrite`; nothing is written.
+        ArtifactError: a file was changed after the export, or recorded measurements belong to another artifact.
         ValueError: a file of measurements is none, or of another artifact.
     """
     path = artifact.path / CARD_NAME
@@ -178,10 +168,8 @@ def write_card(
     measured = recorded or Measurements(identity(artifact))
     if bench is not None:
         measured = with_bench(measured, bench, artifact)
-    if quality is not None:
-        measured = with_quality(measured, quality, artifact)
     card = make_card(read_facts(artifact, measured), base_model=base_model, tags=tags)
-    if measured != recorded and (measured.speeds or measured.quality):
+    if measured != recorded and measured.speeds:
         measured.write(artifact.path)
     replace_file(path, card)
     return path

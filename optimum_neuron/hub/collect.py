@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 from ..artifact.artifact import GRAPHS_FOLDER, Artifact, ArtifactError, is_graph_file, is_weight_file
@@ -37,28 +36,20 @@ def read_facts(artifact: Artifact, measured: Measurements | None = None) -> Arti
     """Return the facts of an artifact, once the digests of all its files but the weights are compared.
 
     Args:
-        measured: speeds and quality in the place of those that its folder records.
+        measured: speeds in the place of those that its folder records.
 
     Raises:
         ArtifactError: a file was changed after the export, or measurements belong to another artifact.
     """
     artifact.verify()
-    recorded = measured or read_measurements(artifact) or Measurements(identity(artifact))
-    return replace(
-        _outline_facts(artifact),
-        weight_types=_weight_types(artifact),
-        quantized=_quantized_weights(artifact),
-        certificate=_read_certificate(artifact),
-        speeds=tuple(recorded.speeds),
-        quality=tuple(recorded.quality),
-        machine=recorded.machine,
-    )
-
-
-def _outline_facts(artifact: Artifact) -> ArtifactFacts:
-    """Return the facts that stand in the manifest; no torch is imported."""
-    manifest, config = artifact.manifest, artifact.config
-    name = artifact.path.resolve().name
+    manifest, config, name = artifact.manifest, artifact.config, artifact.path.resolve().name
+    measured = measured or read_measurements(artifact) or Measurements(identity(artifact))
+    try:
+        model_type = read_object(artifact.path / "config.json").get("model_type")
+    except ValueError as error:
+        raise ArtifactError(
+            f"{artifact.path / 'config.json'} cannot be read: {error}; export the model again"
+        ) from error
     return ArtifactFacts(
         name=name,
         target=artifact.target,
@@ -67,33 +58,22 @@ def _outline_facts(artifact: Artifact) -> ArtifactFacts:
         source=printable_name(manifest.get("source", "")),
         origin=manifest.get("origin", {}),
         adapters=tuple(adapter_names(manifest)),
-        model_type=_read_model_type(artifact),
+        model_type=model_type if isinstance(model_type, str) and model_type.isprintable() else "unknown",
         layers=artifact.model.depth,
         vocab_size=artifact.model.vocab_size,
         graphs=tuple(graph_facts(artifact, spec) for spec in artifact.graphs),
         sizes=_file_sizes(artifact),
         memory=(),
-        weight_types={},
-        quantized=(),
-        certificate=None,
+        weight_types=_weight_types(artifact),
+        quantized=_quantized_weights(artifact),
+        certificate=_read_certificate(artifact),
         lint=Linted(missing="it was not run"),
         exported_with=dict(manifest["versions"]),
         compiled_with=dict(manifest["target_data"].get("versions", {})),
-        speeds=(),
-        quality=(),
-        machine={},
+        speeds=tuple(measured.speeds),
+        machine=measured.machine,
         notes=(),
     )
-
-
-def _read_model_type(artifact: Artifact) -> str:
-    try:
-        found = read_object(artifact.path / "config.json").get("model_type")
-    except ValueError as error:
-        raise ArtifactError(
-            f"{artifact.path / 'config.json'} cannot be read: {error}; export the model again"
-        ) from error
-    return found if isinstance(found, str) and found.isprintable() else "unknown"
 
 
 def _file_sizes(artifact: Artifact) -> dict[str, int]:
@@ -112,7 +92,6 @@ def _file_sizes(artifact: Artifact) -> dict[str, int]:
 
 def graph_facts(artifact: Artifact, spec: GraphSpec) -> GraphFacts:
     smaller = [size for size in artifact.config.chunk_sizes if size < spec.chunk_size]
-    padding = 1 - (max(smaller, default=0) + 1) / spec.chunk_size if spec.has_chunk else None
     return GraphFacts(
         name=spec.name,
         kind=spec.kind,
@@ -121,7 +100,7 @@ def graph_facts(artifact: Artifact, spec: GraphSpec) -> GraphFacts:
         chunk_size=spec.chunk_size if spec.has_chunk else 0,
         context=spec.context_length,
         bytes=graph_bytes(artifact, spec.name),
-        padding=padding,
+        padding=1 - (max(smaller, default=0) + 1) / spec.chunk_size if spec.has_chunk else None,
     )
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,7 +13,6 @@ class GraphFacts:
 
     Attributes:
         kind: kind of GraphSpec; "helper" for a graph that is no step, which copies slots or scores logits.
-        decode_rows, chunk_rows, chunk_size, context: rows and tokens of a step; 0 where it has none.
         bytes: size of its files.
         padding: largest share of its chunk rows that is padding where no smaller graph would do; None without chunk rows.
         operators: number of each: steps of a plan, or HLO instructions; empty where they are not known.
@@ -45,13 +43,7 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Memory of one core, or of the host.
-
-    Attributes:
-        parts: bytes by their use.
-        estimated: parts that are estimates; the others are exact.
-        capacity: bytes of the core; None where they are not known.
-    """
+    """Memory of one core, or of the host: bytes by their use, some of them estimated, and the capacity where it is known."""
 
     place: str
     parts: dict[str, int]
@@ -114,14 +106,9 @@ class ArtifactFacts:
     """All facts of an artifact.
 
     Attributes:
-        name: name of its folder.
-        options: options of its NeuronConfig.
         command: command line that exports it again.
-        source: its checkpoint, as the user named it.
-        origin: origin of the checkpoint (checkpoints/origin.py).
         sizes: bytes by name: weights, graphs, files; cache, cache per token, state per slot, snapshots.
         weight_types: bytes of weights by type.
-        speeds, quality, machine: recorded measurements (hub/measurements.py).
         notes: reasons why facts are missing.
     """
 
@@ -145,12 +132,10 @@ class ArtifactFacts:
     exported_with: dict[str, str]
     compiled_with: dict[str, str]
     speeds: tuple[dict[str, Any], ...]
-    quality: tuple[dict[str, Any], ...]
     machine: dict[str, Any]
     notes: tuple[str, ...]
 
-    def to_dict(self) -> Mapping[str, Any]:
-        """Return the JSON."""
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
@@ -168,17 +153,13 @@ def rounding_text(activations: str | None) -> str:
     )
 
 
-def bytes_text(size: float) -> str:
-    """Return bytes in the largest unit of powers of 1000 that leaves a number of 1 or more, with three digits."""
-    return _scaled_text(size, ("bytes", "kB", "MB", "GB", "TB"))
-
-
 def count_text(count: float) -> str:
     """Return a number of operations in the same way."""
-    return _scaled_text(count, ("", "k", "M", "G", "T")).strip()
+    return bytes_text(count, ("", "k", "M", "G", "T")).strip()
 
 
-def _scaled_text(value: float, units: tuple[str, ...]) -> str:
+def bytes_text(value: float, units: tuple[str, ...] = ("bytes", "kB", "MB", "GB", "TB")) -> str:
+    """Return bytes in the largest unit of powers of 1000 that leaves a number of 1 or more, with three digits."""
     for unit in units[:-1]:
         if value < 1000:
             whole = value >= 100 or value == int(value)

@@ -11,7 +11,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 
 from .. import progress
 from ..artifact.artifact import MANIFEST_NAME, OWNED_FOLDERS, Artifact
-from ..checkpoints.hub_errors import explained_errors, try_again
+from ..checkpoints.hub import explained_errors, try_again
 from ..checkpoints.origin import CARD_NAME
 from ..errors import first_line
 from .card import make_card, own_words
@@ -44,16 +44,14 @@ def push_artifact(
     else in the repository, stays, with the `tags` that it lacks.
 
     Args:
-        repo_id: the repository, as org/name.
         private: whether the repository is; default: as it is, or as its owner has chosen for new ones.
         token, revision, create_pr, commit_message, commit_description: as in transformers' push_to_hub.
-        base_model: Hub id of the checkpoint, for the card; default: the repository that the export read.
-        tags: of the card, with its own.
+        base_model, tags: of the card, as in `make_card`.
 
     Raises:
-        ArtifactError: a file was changed after the export, or measurements are of another artifact.
-        ValueError: the repository exists, and not as `private` says; or as `hub_errors.explained_errors` says.
-        FileNotFoundError, RuntimeError: as `hub_errors.explained_errors` says.
+        ArtifactError: a file was changed after the export, or measurements belong to another artifact.
+        ValueError: the repository exists, and not as `private` says; or as `explained_errors` says.
+        FileNotFoundError, RuntimeError: as `explained_errors` says.
     """
     written = own_words(artifact.path / CARD_NAME)
     made = make_card(read_facts(artifact), repo_id=repo_id, base_model=base_model, tags=tags)
@@ -63,11 +61,16 @@ def push_artifact(
 
     def commit_files() -> CommitInfo:
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        _check_private(api, repo, private)
+        # The Hub ignores another visibility than that of a repository that exists.
+        found = None if private is None else api.repo_info(repo).private
+        if found is not None and found != private:
+            state, other = ("private", "public") if found else ("public", "private")
+            raise ValueError(
+                f"{repo} is there already, and is {state}, not {other}; name another repository, or change it on the Hub"
+            )
         if revision is not None and not create_pr and not revision.startswith(_PULL_REQUEST):
             api.create_branch(repo, branch=revision, exist_ok=True)
-        there = set(api.list_repo_files(repo, revision=revision))
-        own = written
+        there, own = set(api.list_repo_files(repo, revision=revision)), written
         if own is None and CARD_NAME in there:
             own = own_words(Path(api.hf_hub_download(repo, CARD_NAME, revision=revision)))
             if own is not None:
@@ -102,22 +105,8 @@ def _list_additions(artifact: Artifact) -> list[CommitOperationAdd]:
     return additions
 
 
-def _check_private(api: HfApi, repo: str, private: bool | None) -> None:
-    """Refuse another visibility than that of a repository that exists: the Hub ignores it."""
-    found = None if private is None else api.repo_info(repo).private
-    if found is not None and found != private:
-        state, other = ("private", "public") if found else ("public", "private")
-        raise ValueError(
-            f"{repo} is there already, and is {state}, not {other}; name another repository, or change it on the Hub"
-        )
-
-
 def add_tags(card: str, tags: Sequence[str]) -> str:
-    """Return a card with further tags in its metadata; the same text where it has them all.
-
-    Raises:
-        ValueError: its metadata cannot be read.
-    """
+    """Return a card with the tags that its metadata lacks; raise ValueError where the metadata cannot be read."""
     if not tags:
         return card
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 from adapting import ATTENTION, change_config, export, lora, make_adapter
 from helpers import artifact_runner, generate, random_tokens, tiny_config
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optimum_neuron import NeuronModelForCausalLM, export_model
@@ -44,10 +45,8 @@ CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
 def reference(checkpoint: Path, *adapters: Path, rows: int | None = None) -> Any:
     """transformers' model with PEFT's adapter beside the weights; all but the last are merged into them."""
     options: dict[str, Any] = {
-        "dtype": torch.float32,
-        "attn_implementation": "eager",
-        "experts_implementation": "eager",
-    }
+        "dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager",
+    }  # fmt: skip
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, **options)
     if rows is not None:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -68,8 +67,9 @@ def assert_same(artifact: Path, model: Any, prompt_length: int = 21) -> None:
     assert (logits - exact).abs().max() <= NOISE_FACTOR * (expected - exact).abs().max()
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [*(("llama", kind) for kind in CONFIGS), ("gemma2", "lora"), ("gemma2", "tokens")]
+)
 def test_a_merged_adapter_computes_what_it_computed_beside_the_weights(
     architecture: str, kind: str, sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -100,20 +100,20 @@ def test_adapters_are_merged_in_turn(sharp_checkpoints: dict[str, Path], tmp_pat
     assert [entry["peft_type"] for entry in Artifact.open(artifact).manifest["adapters"]] == ["LORA", "IA3"]
 
 
-def test_the_manifest_tells_which_adapter_was_merged(tiny_checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+def test_the_manifest_names_the_adapter_and_its_checkpoint_keeps_its_tokenizer(
+    tiny_checkpoint: Path, adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     artifact = Artifact.open(export(tiny_checkpoint, tmp_path / "artifact", str(adapter)))
-    assert artifact.manifest["adapters"] == [
-        {
-            "source": str(adapter),
-            "peft_type": "LORA",
-            "sha256": {
-                name: file_sha256(adapter / name) for name in ("adapter_config.json", "adapter_model.safetensors")
-            },
-        }
-    ]
-    assert not (artifact.path / "adapter_config.json").exists()
+    digests = {name: file_sha256(adapter / name) for name in ("adapter_config.json", "adapter_model.safetensors")}
+    assert artifact.manifest["adapters"] == [{"source": str(adapter), "peft_type": "LORA", "sha256": digests}]
+    assert not (artifact.path / "adapter_config.json").exists() and "was trained on" not in caplog.text
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (artifact.path / name).read_bytes() == (tiny_checkpoint / name).read_bytes()
     plain = Artifact.open(export_model(tiny_checkpoint, tmp_path / "plain", config=tiny_config()))
     assert plain.manifest["adapters"] == []
+    change_config(adapter, base_model_name_or_path="someone/another-7b")
+    export(tiny_checkpoint, tmp_path / "other", adapter)
+    assert f"was trained on someone/another-7b, and is merged into {tiny_checkpoint}" in caplog.text
 
 
 def test_weights_are_merged_in_float32_and_rounded_once(tiny_checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
@@ -157,14 +157,6 @@ def test_an_adapter_with_new_tokens_brings_embeddings_and_tokenizer(
     assert AutoTokenizer.from_pretrained(artifact).convert_tokens_to_ids("<new>") == len(tokenizer) - 1
 
 
-def test_an_adapter_without_a_tokenizer_leaves_the_checkpoint_its_own(
-    tiny_checkpoint: Path, adapter: Path, tmp_path: Path
-) -> None:
-    artifact = export(tiny_checkpoint, tmp_path / "artifact", adapter)
-    for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (artifact / name).read_bytes() == (tiny_checkpoint / name).read_bytes()
-
-
 def test_from_pretrained_merges_at_an_export_and_refuses_an_adapter_for_an_artifact(
     tiny_checkpoint: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -185,17 +177,93 @@ def test_an_adapter_of_the_hub_is_found_in_its_cache(tiny_checkpoint: Path, adap
     options: dict[str, Any] = {"config": tiny_config(), "cache_dir": tmp_path / "hub"}
     artifact = export_model(tiny_checkpoint, tmp_path / "artifact", adapter="someone/adapter", **options)
     assert Artifact.open(artifact).manifest["adapters"][0]["source"] == "someone/adapter"
-    with pytest.raises(
-        FileNotFoundError, match=r"someone/missing is no local path, the Hub cache \S+ does not have it"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"someone/missing is no local path, the Hub cache \S+ does not have"):
         export_model(tiny_checkpoint, tmp_path / "other", adapter="someone/missing", **options)
 
 
-def test_another_name_of_the_base_model_is_told(
-    tiny_checkpoint: Path, adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def refused(error: type[Exception], words: str, checkpoint: Path, output: Path, adapter: Any) -> None:
+    with pytest.raises(error, match=words) as caught:
+        export(checkpoint, output, adapter)
+    assert "\n" not in str(caught.value)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("make", [peft.PromptTuningConfig, peft.PrefixTuningConfig, peft.PromptEncoderConfig])
+def test_adapters_that_change_no_weights_are_refused(
+    make: type[peft.PeftConfig], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    export(tiny_checkpoint, tmp_path / "same", adapter)
-    assert "was trained on" not in caplog.text
-    change_config(adapter, base_model_name_or_path="someone/another-7b")
-    export(tiny_checkpoint, tmp_path / "other", adapter)
-    assert f"was trained on someone/another-7b, and is merged into {tiny_checkpoint}" in caplog.text
+    config = make(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    words = rf"adapter .* \({config.peft_type.value}\) adds to the context instead of changing weights"
+    refused(ValueError, words, tiny_checkpoint, tmp_path / "artifact", tmp_path / "adapter")
+
+
+def test_an_adapter_that_weights_cannot_express_is_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    config = lora(task_type="CAUSAL_LM", alora_invocation_tokens=[150, 151])
+    adapter = make_adapter(tiny_checkpoint, tmp_path / "adapter", config)
+    refused(ValueError, r"\(LORA\) cannot be merged: ", tiny_checkpoint, tmp_path / "artifact", adapter)
+
+
+def test_an_adapter_of_another_model_is_refused(
+    tiny_checkpoint: Path, adapter: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    model.config.layer_types = None
+    model.save_pretrained(tmp_path / "shorter")
+    words = r"does not fit LlamaForCausalLM, which has no place for .*layers\.1\..* of its 16 tensors\)"
+    refused(ValueError, words, tmp_path / "shorter", tmp_path / "artifact", adapter)
+    wider = make_adapter(tiny_checkpoint, tmp_path / "wider", lora(target_modules=["gate_proj"]))
+    refused(ValueError, r"does not fit", tiny_checkpoints["gpt_oss"], tmp_path / "artifact", wider)
+
+
+def test_an_adapter_that_does_not_fit_is_refused(tiny_checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    path, words = adapter / "adapter_model.safetensors", r"does not fit LlamaForCausalLM: .*size mismatch"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "q_proj.lora_A" in name)
+    save_file(tensors | {name: torch.zeros(4, 32)}, path)
+    refused(ValueError, words, tiny_checkpoint, tmp_path / "artifact", adapter)
+    del tensors[name]
+    save_file(tensors, path)
+    refused(ValueError, rf"lacks {name} \(1 tensors\)", tiny_checkpoint, tmp_path / "artifact", adapter)
+
+
+def test_new_embeddings_without_a_head_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    config = lora(modules_to_save=["embed_tokens"])
+    adapter = make_adapter(tiny_checkpoint, tmp_path / "adapter", config, rows=310)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name}
+    save_file(kept, adapter / "adapter_model.safetensors")
+    words = (
+        r"changes the number of embeddings to 310 and holds no head of this size; save it with save_embedding_layers"
+    )
+    refused(ValueError, words, tiny_checkpoint, tmp_path / "artifact", adapter)
+
+
+def test_a_pickled_adapter_is_refused(tiny_checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    weights = adapter / "adapter_model.safetensors"
+    torch.save(load_file(weights), adapter / "adapter_model.bin")
+    weights.unlink()
+    words = r"holds its weights as adapter_model.bin, a format that may run code; save it again"
+    refused(ValueError, words, tiny_checkpoint, tmp_path / "artifact", adapter)
+
+
+def test_without_peft_an_adapter_is_refused_and_all_else_works(
+    tiny_checkpoint: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    words = r"merging an adapter needs PEFT, which is not installed; pip install 'optimum-neuron-runtime\[peft\]'"
+    refused(RuntimeError, words, tiny_checkpoint, tmp_path / "artifact", adapter)
+    export_model(tiny_checkpoint, tmp_path / "artifact", config=tiny_config())
+
+
+def test_an_adapter_among_a_checkpoint_s_files_is_refused(
+    tiny_checkpoint: Path, adapter: Path, tmp_path: Path
+) -> None:
+    both = tmp_path / "both"
+    shutil.copytree(tiny_checkpoint, both)
+    shutil.copytree(adapter, both, dirs_exist_ok=True)
+    words = r"both holds a checkpoint and a PEFT adapter; move the adapter's files to another folder"
+    refused(ValueError, words, both, tmp_path / "artifact", None)

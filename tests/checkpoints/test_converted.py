@@ -65,34 +65,35 @@ GPT2 = {
     "layer_norm_epsilon": 3e-4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 BLOOM = {
-    "hidden_size": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": TOKENS,
-    "layer_norm_epsilon": 3e-4,
-    "pad_token_id": 0,
-}
+    "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": TOKENS, "layer_norm_epsilon": 3e-4, "pad_token_id": 0,
+}  # fmt: skip
 LINEAR = rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True) | {
     "head_dim": 16, "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
     "linear_conv_kernel_dim": 3, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
     "linear_num_value_heads": 6, "full_attention_interval": 3, "mtp_num_hidden_layers": 1,
 }  # fmt: skip
+GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9}
+CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+GEMMA_27B = {
+    "num_hidden_layers": 46, "head_dim": 24, "query_pre_attn_scalar": 16, "sliding_window": 9, "hidden_size": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32,
+}  # fmt: skip
+ODD_LLAMA3 = {"factor": 5.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0, "original_max_position_embeddings": 48}
+
+
+def longrope(short: list[float], long: list[float], original: int) -> dict[str, Any]:
+    own = {"original_max_position_embeddings": original}
+    return rope("longrope", short_factor=short, long_factor=long, **own) | own
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", rope()),
     "llama tied": ("llama", rope() | {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama head_dim": ("llama", rope() | {"head_dim": 24}),
     "llama bias": ("llama", rope() | {"attention_bias": True, "mlp_bias": True}),
     "llama llama3": ("llama", rope("llama3", 500000.0, factor=8.0, **LLAMA3)),
-    "llama llama3 short": (
-        "llama",
-        rope("llama3", 500.0, factor=32.0, **LLAMA3 | {"original_max_position_embeddings": 64}),
-    ),
-    "llama llama3 odd": (
-        "llama",
-        rope(
-            "llama3", 500.0, factor=5.0, low_freq_factor=1.5, high_freq_factor=3.0, original_max_position_embeddings=48
-        ),
-    ),
+    "llama llama3 short": ("llama", rope("llama3", 500.0, factor=32.0, **LLAMA3 | {"original_max_position_embeddings": 64})),
+    "llama llama3 odd": ("llama", rope("llama3", 500.0, **ODD_LLAMA3)),
     "llama linear": ("llama", rope("linear", factor=3.5)),
     "llama yarn": ("llama", rope("yarn", **YARN)),
     "llama yarn attention": ("llama", rope("yarn", **YARN, attention_factor=0.8)),
@@ -110,87 +111,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", rope() | {"sliding_window": None}),
     "phi3 window": ("phi3", rope() | {"sliding_window": 9}),
     "phi3 partial": ("phi3", rope(partial_rotary_factor=0.5) | {"sliding_window": 11}),
-    "phi3 longrope": (
-        "phi3",
-        rope("longrope", short_factor=[1.5] * 8, long_factor=LONG, original_max_position_embeddings=64)
-        | {"original_max_position_embeddings": 64},
-    ),
-    "phi3 longrope near": (
-        "phi3",
-        rope("longrope", short_factor=LONG, long_factor=[2.0] * 8, original_max_position_embeddings=128)
-        | {"original_max_position_embeddings": 128, "sliding_window": 33},
-    ),
-    "minimax-m2": (
-        "minimax_m2",
-        rope(partial_rotary_factor=0.5) | MIXED | {"head_dim": 24, "rotary_dim": 12, "scoring_func": "sigmoid"},
-    ),
+    "phi3 longrope": ("phi3", longrope([1.5] * 8, LONG, 64)),
+    "phi3 longrope near": ("phi3", longrope(LONG, [2.0] * 8, 128) | {"sliding_window": 33}),
+    "minimax-m2": ("minimax_m2",
+        rope(partial_rotary_factor=0.5) | MIXED | {"head_dim": 24, "rotary_dim": 12, "scoring_func": "sigmoid"}),
     "gemma": ("gemma", USUAL_BASE | {"head_dim": 24}),
-    "gemma2": (
-        "gemma2",
-        USUAL_BASE
-        | {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9}
-        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-    ),
-    "gemma2 27b": (
-        "gemma2",
-        USUAL_BASE
-        | {"num_hidden_layers": 46, "head_dim": 24, "query_pre_attn_scalar": 16, "sliding_window": 9}
-        | {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32},
-    ),
-    "gemma3": (
-        "gemma3_text",
-        both_ropes(54321.0, 777.0)
-        | {"num_hidden_layers": 7, "head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9},
-    ),
-    "gemma3 linear": (
-        "gemma3_text",
-        both_ropes(54321.0, 777.0, rope_type="linear", factor=8.0)
-        | {"num_hidden_layers": 7, "head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 9}
-        | {"final_logit_softcapping": 3.0},
-    ),
+    "gemma2": ("gemma2", USUAL_BASE | GEMMA | CAPS),
+    "gemma2 27b": ("gemma2", USUAL_BASE | GEMMA_27B),
+    "gemma3": ("gemma3_text", both_ropes(54321.0, 777.0) | GEMMA | {"num_hidden_layers": 7}),
+    "gemma3 linear": ("gemma3_text", both_ropes(54321.0, 777.0, rope_type="linear", factor=8.0) | GEMMA
+        | {"num_hidden_layers": 7, "final_logit_softcapping": 3.0}),
     "stablelm": ("stablelm", rope(theta=10000.0, partial_rotary_factor=0.25) | {"layer_norm_eps": 3e-4}),
-    "stablelm parallel": (
-        "stablelm",
-        rope(theta=10000.0, partial_rotary_factor=0.5) | {"use_qkv_bias": True, "use_parallel_residual": True},
-    ),
+    "stablelm parallel": ("stablelm",
+        rope(theta=10000.0, partial_rotary_factor=0.5) | {"use_qkv_bias": True, "use_parallel_residual": True}),
     "stablelm norms": ("stablelm", rope(theta=10000.0, partial_rotary_factor=0.5) | {"qk_layernorm": True}),
     "starcoder2": ("starcoder2", rope() | {"norm_epsilon": 3e-4}),
     "starcoder2 plain": ("starcoder2", rope() | {"use_bias": False, "tie_word_embeddings": False}),
     "gpt-oss": ("gpt_oss", rope("yarn", **YARN, truncate=False) | MIXED | {"head_dim": 24, "sliding_window": 9}),
     "gpt-oss published": ("gpt_oss", MIXED | {"head_dim": 16, "sliding_window": 9}),
     "deepseek2": ("deepseek_v2", rope() | LATENT),
-    "deepseek2 lite": (
-        "deepseek_v2",
-        rope("yarn", **YARN, mscale=0.707, mscale_all_dim=0.707) | LATENT | {"q_lora_rank": None},
-    ),
-    "deepseek2 groups": (
-        "deepseek_v2",
-        rope() | LATENT | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
-    ),
-    "deepseek2 v3": (
-        "deepseek_v3",
-        rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0)
-        | LATENT
-        | {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "scoring_func": "sigmoid"},
-    ),
+    "deepseek2 lite": ("deepseek_v2", rope("yarn", **YARN, mscale=0.707, mscale_all_dim=0.707) | LATENT | {"q_lora_rank": None}),
+    "deepseek2 groups": ("deepseek_v2", rope() | LATENT | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}),
+    "deepseek2 v3": ("deepseek_v3", rope("yarn", **YARN, mscale=1.0, mscale_all_dim=1.0) | LATENT
+        | {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "scoring_func": "sigmoid"}),
     "granite": ("granite", rope() | SCALES),
     "granite bias": ("granite", rope() | SCALES | {"attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", rope()),
     "olmo3": ("olmo3", both_ropes(54321.0, 54321.0) | {"num_hidden_layers": 5, "sliding_window": 9}),
     "falcon": ("falcon", FALCON),
     "falcon 40b": ("falcon", FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True}),
-    "falcon 11b": (
-        "falcon",
-        FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
-    ),
+    "falcon 11b": ("falcon", FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
     "bloom": ("bloom", BLOOM),
     "gpt2": ("gpt2", GPT2),
     "nemotron": ("nemotron", rope(partial_rotary_factor=0.5) | {"norm_eps": 3e-4}),
-    "lfm2": (
-        "lfm2",
-        rope() | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
-    ),
-}
+    "lfm2": ("lfm2", rope() | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}),
+}  # fmt: skip
 WITHOUT_SIZES = ("falcon", "bloom", "gpt2")
 # Fields of configs that no logit depends on where nothing is trained.
 UNCOMPUTED = {
@@ -217,7 +172,6 @@ def make_model(title: str) -> PreTrainedModel:
 
 
 def write(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
-    """A checkpoint and its GGUF file in a folder; returns the file."""
     model.save_pretrained(folder / "checkpoint")
     # The converter cuts a Gemma's table to the tokens that this counts.
     vocabulary = {"model": {"vocab": {str(index): index for index in range(TOKENS)}}, "added_tokens": []}
@@ -242,7 +196,6 @@ def tokens(count: int) -> torch.Tensor:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The fields that configs are made with from here on."""
     names: set[str] = set()
     for kind in {type(make_config(title)) for title in CASES}:
 
@@ -272,9 +225,7 @@ EXPORTED = ("llama llama3", "qwen2 yarn", "phi3 partial", "gemma3", "gpt-oss", "
 
 
 @pytest.mark.parametrize("title", EXPORTED)
-def test_an_artifact_of_a_file_answers_as_the_checkpoint_that_the_file_was_made_from(
-    title: str, tmp_path: Path
-) -> None:
+def test_an_artifact_of_a_file_answers_as_the_checkpoint_of_the_file(title: str, tmp_path: Path) -> None:
     model = make_model(title)
     artifact = export_tiny(write(model, tmp_path), tmp_path / "artifact")
     prompt = tokens(40)[0]
@@ -289,7 +240,7 @@ QUANTIZED = ("llama bias", "mixtral", "gpt-oss", "bloom", "granite", "stablelm n
 
 
 @pytest.mark.parametrize("title", QUANTIZED)
-def test_codes_of_a_file_are_kept_in_the_order_of_the_model(
+def test_codes_are_kept_in_the_order_of_the_model(
     title: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = open_file(write(make_model(title), tmp_path, kind="MOSTLY_Q8_0")).load_model("auto")

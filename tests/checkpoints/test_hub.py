@@ -1,28 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Artifacts and checkpoints from the Hub, through the Hub's own cache folder, offline."""
+"""Artifacts and checkpoints from the Hub and its cache: only what is needed is downloaded, and code runs only when trusted."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import socket
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from gguf_files import write_gguf
 from helpers import export_tiny
+from hub_server import REPO, LoopbackHub, connected_hub
+from transformers import AutoModelForCausalLM
 
-from optimum_neuron import NeuronModelForCausalLM, export_model
+from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
 from optimum_neuron.artifact.find import find_artifact, is_from_hub
-from optimum_neuron.checkpoints.find import find_config
+from optimum_neuron.checkpoints import hub as downloads
+from optimum_neuron.checkpoints.find import find_checkpoint, find_config
+from optimum_neuron.checkpoints.hub import hub_file
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def put_in_hub_cache(folder: Path, repo_id: str, cache_dir: Path) -> Path:
-    """Lays a folder out as if the Hub's client had downloaded it."""
     repository = cache_dir / f"models--{repo_id.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT, encoding="utf-8")
@@ -39,7 +49,7 @@ def generate(model: Any) -> torch.Tensor:
     return model.generate(ids, do_sample=False, max_new_tokens=5, eos_token_id=None, pad_token_id=0)
 
 
-def test_compiled_graphs_from_the_hub_run_only_when_trusted(
+def test_graphs_from_the_hub_run_when_trusted(
     cpu_artifact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     snapshot = put_in_hub_cache(cpu_artifact, "someone/tiny", tmp_path)
@@ -49,25 +59,22 @@ def test_compiled_graphs_from_the_hub_run_only_when_trusted(
     assert "compiling" not in caplog.text
     for code in (snapshot / "graphs").iterdir():
         code.write_bytes(b"hostile")
-    careful = NeuronModelForCausalLM.from_pretrained("someone/tiny", cache_dir=tmp_path)
-    assert torch.equal(generate(careful), expected)
-    assert "its graphs come from the Hub, and are not trusted" in caplog.text
+    (tmp_path / "link").symlink_to(snapshot)
+    for careful in (tmp_path / "link", "someone/tiny"):
+        assert torch.equal(generate(NeuronModelForCausalLM.from_pretrained(careful, cache_dir=tmp_path)), expected)
+    assert caplog.text.count("its graphs come from the Hub, and are not trusted") == 2
+    shutil.rmtree(snapshot / "graphs")
+    model = NeuronModelForCausalLM.from_pretrained("someone/tiny", cache_dir=tmp_path)
+    assert torch.equal(generate(model), expected)
 
 
 def links_to_a_snapshot(snapshot: Path, folder: Path) -> dict[str, str]:
-    """Ways to name a snapshot of the Hub's cache."""
-    repository, cache = snapshot.parents[1], snapshot.parents[2]
-    (folder / "link").symlink_to(snapshot)
-    (folder / "relative").symlink_to(os.path.relpath(snapshot, folder))
+    repository = snapshot.parents[1]
+    (folder / "link").symlink_to(os.path.relpath(snapshot, folder))
     (folder / "of_link").symlink_to(folder / "link")
-    (folder / "moved").mkdir()
-    inside = folder / "moved" / repository.name
-    inside.symlink_to(folder / "elsewhere")
     (folder / "elsewhere").symlink_to(repository)
-    (folder / "cache").symlink_to(cache)
-    (folder / "files").mkdir()
-    for path in snapshot.iterdir():
-        (folder / "files" / path.name).symlink_to(path)
+    (folder / "moved").mkdir()
+    (folder / "moved" / repository.name).symlink_to(folder / "elsewhere")
     (folder / "copied" / "graphs").mkdir(parents=True)
     for path in snapshot.rglob("*"):
         if path.is_file():
@@ -78,16 +85,10 @@ def links_to_a_snapshot(snapshot: Path, folder: Path) -> dict[str, str]:
     metadata.parent.mkdir(parents=True)
     metadata.touch()
     return {
-        "plain": str(snapshot),
-        "slash": f"{snapshot}/",
         "dots": f"{snapshot}/../../snapshots/{snapshot.name}/.",
         "from the working folder": os.path.relpath(snapshot),
-        "link": str(folder / "link"),
-        "relative link": str(folder / "relative"),
         "link of a link": str(folder / "of_link"),
-        "repository that is a link": str(inside / "snapshots" / snapshot.name),
-        "cache that is a link": str(folder / "cache" / repository.name / "snapshots" / snapshot.name),
-        "folder of links": str(folder / "files"),
+        "repository that is a link": str(folder / "moved" / repository.name / "snapshots" / snapshot.name),
         "copy of links": str(folder / "copied"),
         "downloaded into a folder": str(folder / "downloaded"),
     }
@@ -103,7 +104,7 @@ def test_a_snapshot_counts_as_from_the_hub_however_it_is_named(
     options: dict[str, Any] = {"export": None, "native_code": False, "revision": None, "token": None}
     assert {way: is_from_hub(Path(name)) for way, name in names.items()} == dict.fromkeys(names, True)
     for way, name in names.items():
-        if way in ("folder of links", "copy of links"):
+        if way == "copy of links":
             with pytest.raises(ValueError, match=r"is a link to .*, which is outside of the artifact"):
                 find_artifact(name, **options)
         else:
@@ -115,18 +116,6 @@ def test_a_snapshot_counts_as_from_the_hub_however_it_is_named(
     assert not is_from_hub(tmp_path / "copy")
 
 
-def test_compiled_graphs_of_a_snapshot_that_is_named_by_its_folder_do_not_run(
-    cpu_artifact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    snapshot = put_in_hub_cache(cpu_artifact, "someone/tiny", tmp_path)
-    expected = generate(NeuronModelForCausalLM.from_pretrained(cpu_artifact))
-    for code in (snapshot / "graphs").iterdir():
-        code.write_bytes(b"hostile")
-    (tmp_path / "link").symlink_to(snapshot)
-    assert torch.equal(generate(NeuronModelForCausalLM.from_pretrained(tmp_path / "link")), expected)
-    assert "its graphs come from the Hub, and are not trusted" in caplog.text
-
-
 def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to(tmp_path / "two")
     (tmp_path / "two").symlink_to(tmp_path / "one")
@@ -136,27 +125,16 @@ def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["artifact", "checkpoint", "file"])
-def test_a_revision_of_a_local_path_is_refused(
+def test_a_revision_of_a_path_is_refused(
     named: str, cpu_artifact: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "model.gguf").touch()
     path = {"artifact": cpu_artifact, "checkpoint": tiny_checkpoint, "file": tmp_path / "model.gguf"}[named]
-    words = re.escape(
-        f"revision='v1' names a state of a Hub repository, and {path} is a local path; leave --revision out"
-    )
-    with pytest.raises(ValueError, match=words):
-        NeuronModelForCausalLM.from_pretrained(path, revision="v1")
-    with pytest.raises(ValueError, match=words):
-        export_model(path, tmp_path / "out", revision="v1")
-    with pytest.raises(ValueError, match=words):
-        find_config(path, revision="v1", token=None, trust_remote_code=False)
-
-
-def test_a_hub_artifact_needs_no_graph_files_where_they_are_not_trusted(cpu_artifact: Path, tmp_path: Path) -> None:
-    snapshot = put_in_hub_cache(cpu_artifact, "someone/tiny", tmp_path)
-    shutil.rmtree(snapshot / "graphs")
-    model = NeuronModelForCausalLM.from_pretrained("someone/tiny", cache_dir=tmp_path)
-    assert generate(model).shape == (1, 22)
+    words = f"revision='v1' names a state of a Hub repository, and {path} is a local path; leave --revision out"
+    find = partial(find_config, token=None, trust_remote_code=False)
+    for call in (NeuronModelForCausalLM.from_pretrained, partial(export_model, output=tmp_path / "out"), find):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call(path, revision="v1")
 
 
 def test_a_hub_checkpoint_is_exported(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -173,3 +151,132 @@ def test_a_name_that_is_nothing_says_so(tmp_path: Path) -> None:
         NeuronModelForCausalLM.from_pretrained("someone/missing", cache_dir=tmp_path)
     with pytest.raises(FileNotFoundError, match="neither a local path nor a Hub repository"):
         NeuronModelForCausalLM.from_pretrained("no such name!", cache_dir=tmp_path)
+
+
+ANOTHERS = ("consolidated.safetensors", "original/model.safetensors", "model.fp16.safetensors", "pytorch_model.bin")
+OPTIONS: dict[str, Any] = {"revision": None, "token": None, "trust_remote_code": False}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    with connected_hub(monkeypatch) as found:
+        found.commits = [dict.fromkeys(ANOTHERS, b"never read")]
+        yield found
+
+
+def put(hub: LoopbackHub, folder: Path) -> None:
+    hub.files.update({path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
+
+
+def weights_in(folder: Path) -> set[str]:
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    return {name for name in found if name.endswith((".safetensors", ".bin", ".gguf"))}
+
+
+def test_only_weights_that_an_export_reads_are_downloaded(
+    hub: LoopbackHub, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    put(hub, tiny_checkpoint)
+    found = find_checkpoint(REPO, cache_dir=tmp_path / "one", **OPTIONS)
+    assert weights_in(found.folder) == {"model.safetensors"} and (found.folder / "tokenizer.json").is_file()
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    model.save_pretrained(tmp_path / "parts", max_shard_size="100KB")
+    del hub.files["model.safetensors"]
+    put(hub, tmp_path / "parts")
+    named = set(json.loads(hub.files["model.safetensors.index.json"])["weight_map"].values())
+    found = find_checkpoint(REPO, cache_dir=tmp_path / "cache", **OPTIONS)
+    assert len(named) > 1 and weights_in(found.folder) == named
+    again = find_checkpoint(REPO, cache_dir=tmp_path / "cache", local_files_only=True, **OPTIONS)
+    assert again.load_model("float32").num_parameters() == model.num_parameters()
+
+
+def test_where_gguf_files_are_many_they_are_named_and_how_to_choose_one(hub: LoopbackHub, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ValueError, match=rf"name one of them, as {tmp_path}/m\.gguf; it has m\.gguf$"):
+        find_checkpoint(tmp_path, **OPTIONS)
+    hub.commits = [{"README.md": b"", "m-Q8_0.gguf": b"", "big/m-Q4_0.gguf": b"", "m-\x1b[2J.gguf": b""}]
+    words = (
+        f"{REPO} holds GGUF files; name one of them, as {REPO}:big/m-Q4_0.gguf; it has big/m-Q4_0.gguf, m-Q8_0.gguf"
+    )
+    with pytest.raises(ValueError, match=f"{re.escape(words)}$"):
+        find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS)
+    hub.commits = [hub.files | {"config.json": b'{"model_type": "llama"}'}]
+    with pytest.raises(ValueError, match=f"{re.escape(words)}$"):
+        find_checkpoint(REPO, cache_dir=tmp_path / "described", **OPTIONS)
+    for name in ("m-Q9_0.gguf", "Q4_0"):
+        with pytest.raises(ValueError, match=f"{REPO} has no GGUF file {name}; name one of them, as {REPO}:big/m-Q"):
+            find_config(f"{REPO}:{name}", **OPTIONS)
+
+
+def test_a_repository_without_readable_weights_says_what_it_has(hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.files["config.json"] = b'{"model_type": "llama"}'
+    with pytest.raises(ValueError, match=f"{REPO} holds its weights as pytorch_model.bin, a format that may run code"):
+        find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS)
+    del hub.files["pytorch_model.bin"]
+    with pytest.raises(FileNotFoundError, match=r"holds no weights: .*; it has consolidated\.safetensors, model"):
+        find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS)
+    with pytest.raises(FileNotFoundError, match=r"holds no weights: .*; it has consolidated"):
+        find_checkpoint(f"{REPO}:m.gguf", cache_dir=tmp_path, **OPTIONS)
+    del hub.files["config.json"]
+    with pytest.raises(FileNotFoundError, match=f"{REPO} holds no config.json"):
+        find_checkpoint(REPO, cache_dir=tmp_path / "anew", **OPTIONS)
+
+
+def test_a_gguf_file_of_a_repository_is_exported_alone(
+    hub: LoopbackHub, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    write_gguf(tiny_checkpoint, tmp_path / "m.gguf", "Q8_0")
+    card = b"---\nlicense: mit\n---\n"
+    hub.commits = [{"README.md": card, "sub/m-Q8_0.gguf": (tmp_path / "m.gguf").read_bytes(), "m-F16.gguf": b"big"}]
+    hub.branches["v1"] = 1
+    name = f"{REPO}:sub/m-Q8_0.gguf"
+    config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, target="eager")
+    exported = export_model(name, tmp_path / "out", config=config, revision="v1")
+    manifest = json.loads((exported / "neuron_config.json").read_text())
+    assert manifest["source"] == name
+    assert manifest["origin"] == {"repo": REPO, "revision": f"{1:040x}", "license": "mit"}
+    assert not hub.asked("GET", "F16")
+    sizes: dict[str, Any] = {"sequence_length": 64, "prefill_chunk_size": 8, "target": "eager"}
+    loaded = NeuronModelForCausalLM.from_pretrained(exported)
+    made = NeuronModelForCausalLM.from_pretrained(name, revision="v1", **sizes)
+    ids = torch.arange(3, 20)[None]
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(loaded.generate(ids, **options), made.generate(ids, **options))
+
+
+def test_names_of_repository_files_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub_file("org/repo:sub/m.gguf") == ("org/repo", "sub/m.gguf")
+    assert hub_file("gpt2:m.gguf") == ("gpt2", "m.gguf")
+    others = [
+        "org/repo", "m.gguf", "a/b/c:m.gguf", "./a:m.gguf", "/a:m.gguf", "https://org/repo/m.gguf", "org/repo:",
+        ":m.gguf", "C:m.gguf", r"C:\m.gguf",
+    ]  # fmt: skip
+    assert [name for name in others if hub_file(name) is not None] == []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "repo:m.gguf").touch()
+    assert hub_file("org/repo:m.gguf") is None
+
+
+@pytest.mark.parametrize("answers", [False, None], ids=["refused", "silent"])
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_what_is_in_the_cache_is_found(
+    answers: bool | None, hub: LoopbackHub, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(hub, tiny_checkpoint)
+    known = find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS).folder
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits to ask again"))
+    monkeypatch.setattr(downloads, "_PATIENCE", 0.2)
+    with socket.socket() as nothing:
+        nothing.bind(("127.0.0.1", 0))
+        if answers is None:
+            nothing.listen()
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{nothing.getsockname()[1]}")
+        assert find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS).folder == known
+        words = rf"org/misspelt is no local path, the Hub cache {tmp_path} does not have it, and the Hub cannot be reached \(.+\); check"
+        find_any = partial(find_artifact, export=None, native_code=False, revision=None, token=None)
+        for find in (partial(find_checkpoint, **OPTIONS), find_any):
+            with pytest.raises(FileNotFoundError, match=words):
+                find("org/misspelt", cache_dir=tmp_path)
+        (known / "tokenizer.json").unlink()
+        with pytest.raises(FileNotFoundError, match=f"the Hub cache {tmp_path} has not all of its files, and the Hub"):
+            find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS)

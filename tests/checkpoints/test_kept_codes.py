@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,9 +36,8 @@ KEEP = {"quantization": "checkpoint"}
 CASES: dict[str, tuple[str, Callable[[Path], dict[str, Tensor]], str]] = {
     "fp8": ("llama", quantize_to_fp8, "fp8"),
     "fp8 of single experts": ("deepseek_v3", quantize_to_fp8, "fp8"),
-    "mxfp4": ("gpt_oss", quantize_to_mxfp4, "fp4"),
-    "gptq": ("llama", quantize_to_gptq, "int4"),
-}
+    "mxfp4": ("gpt_oss", quantize_to_mxfp4, "fp4"), "gptq": ("llama", quantize_to_gptq, "int4"),
+}  # fmt: skip
 
 
 def _checkpoint(folder: Path, tiny: dict[str, Path], name: str) -> tuple[Path, dict[str, Tensor], str]:
@@ -91,7 +89,7 @@ def test_blocks_of_a_gguf_file_that_no_codes_stand_for_become_plain_with_a_warni
 
 
 @pytest.mark.parametrize("place", ["model.layers.2", "mtp.layers.0"])
-def test_codes_of_layers_that_predict_further_tokens_are_left_out(
+def test_codes_of_layers_for_further_tokens_are_left_out(
     place: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint, exact, kind = _checkpoint(tmp_path, tiny_checkpoints, "fp8 of single experts")
@@ -105,48 +103,28 @@ def test_codes_of_layers_that_predict_further_tokens_are_left_out(
     _check(export_tiny(checkpoint, tmp_path / "artifact", **KEEP), exact, kind)
 
 
-def test_in_bfloat16_codes_are_still_those_of_the_checkpoint(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_in_bfloat16_codes_are_those_of_the_checkpoint(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint, exact, _ = _checkpoint(tmp_path, tiny_checkpoints, "fp8")
     peer, _ = dequantized_model(export_tiny(checkpoint, tmp_path / "out", dtype="bfloat16", **KEEP))
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(peer.state_dict()[name], exact[name])
 
 
-def test_gptq_is_dequantized_where_that_is_asked_for(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    checkpoint, exact, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
-    with pytest.raises(
-        ValueError, match="is quantized, and quantization='int8' would round its weights once more; leave it out"
-    ):
-        export_tiny(checkpoint, tmp_path / "out", quantization="int8")
+@pytest.mark.parametrize("act_order", [False, True])
+def test_gptq_is_dequantized_where_that_is_asked_for(act_order: bool, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(tiny_checkpoint, tmp_path / "gptq"))
+    exact = quantize_to_gptq(checkpoint, act_order=act_order)
+    words = "is quantized, and quantization='int8' would round its weights once more; leave it out"
+    if act_order:
+        words = r"inputs of one group that do not stand side by side .*; pass --dequantize to"
+    with pytest.raises(ValueError, match=words):
+        export_tiny(checkpoint, tmp_path / "out", quantization=None if act_order else "int8")
     assert not (tmp_path / "out").exists()
     config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, dtype="float32", target="eager")
     artifact = export_model(checkpoint, tmp_path / "out", config=config, dequantize=True)
     assert not (artifact / QUANTIZATION_NAME).exists()
-    weight = artifact_runner(artifact).executable._steps["chunked_prefill_chunk8_context64"]  # type: ignore[attr-defined]
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(weight.model.state_dict()[name], exact[name])
-
-
-def test_gptq_in_the_order_of_activations_is_refused_with_the_remedy_which_gives_its_exact_weights(
-    tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    checkpoint = Path(shutil.copytree(tiny_checkpoint, tmp_path / "gptq"))
-    exact = quantize_to_gptq(checkpoint, act_order=True)
-    with pytest.raises(
-        ValueError, match=r"inputs of one group that do not stand side by side .*; pass --dequantize to"
-    ) as caught:
-        export_tiny(checkpoint, tmp_path / "out")
-    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
-    config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, dtype="float32", target="eager")
-    artifact = export_model(checkpoint, tmp_path / "out", config=config, dequantize=True)
     weights = weights_of(Artifact.open(artifact))
     assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in exact.items())
-
-
-def _nan_scale(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.mlp.up_proj.scales"][0, 0] = torch.nan
 
 
 def _renamed(tensors: dict[str, Tensor]) -> None:
@@ -154,44 +132,34 @@ def _renamed(tensors: dict[str, Tensor]) -> None:
         tensors[f"model.layers.7.mlp.up_proj.{part}"] = tensors.pop(f"model.layers.1.mlp.up_proj.{part}")
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (_nan_scale, "up_proj"),
-        (_renamed, r"layers.1.mlp.up_proj"),
-        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.scales"), "up_proj"),
-    ],
-)
-def test_damaged_checkpoints_leave_nothing(
-    change: Callable[[dict[str, Tensor]], Any], told: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    checkpoint, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
-    change_weights(checkpoint, change)
-    with pytest.raises(ValueError, match=told):
-        export_tiny(checkpoint, tmp_path / "out", **KEEP)
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_has_no_codes_keeps_none(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not quantized, and is to keep"):
-        export_tiny(tiny_checkpoint, tmp_path / "out", **KEEP)
-    with pytest.raises(ValueError, match="is not quantized, and is to dequantize"):
-        export_model(
-            tiny_checkpoint, tmp_path / "out", config=NeuronConfig(target="eager", sequence_length=64), dequantize=True
-        )
-    with pytest.raises(ValueError, match="leave out one of them"):
-        config = NeuronConfig(target="eager", quantization="checkpoint")
-        export_model(tiny_checkpoint, tmp_path / "out", config=config, dequantize=True)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_checkpoint_may_not_be_of_another_model_than_its_codes(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_codes_of_another_model_leave_nothing(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
     change_config(checkpoint, intermediate_size=128)
     with pytest.raises(ValueError, match="has the shape"):
         export_tiny(checkpoint, tmp_path / "out", **KEEP)
+    change_config(checkpoint, intermediate_size=96)
+    change_weights(checkpoint, _renamed)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj"):
+        export_tiny(checkpoint, tmp_path / "out", **KEEP)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_has_no_codes_keeps_none_and_no_adapter_meets_codes(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    plain = tiny_checkpoints["llama"]
+    coded, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
+    adapter = make_adapter(plain, tmp_path / "adapter", lora())
+    for checkpoint, kept, options, words in (
+        (plain, "checkpoint", {}, "is not quantized, and is to keep"),
+        (plain, None, {"dequantize": True}, "is not quantized, and is to dequantize"),
+        (plain, "checkpoint", {"dequantize": True}, "leave out one of them"),
+        (coded, "checkpoint", {"adapter": adapter}, "an adapter is merged into plain weights; pass --dequantize"),
+    ):
+        config = NeuronConfig(target="eager", sequence_length=64, dtype="float32", quantization=kept)
+        with pytest.raises(ValueError, match=words):
+            export_model(checkpoint, tmp_path / "out", config=config, **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_codes_that_stand_for_other_numbers_than_the_model_s_are_refused(
@@ -210,19 +178,8 @@ def test_codes_that_stand_for_other_numbers_than_the_model_s_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_is_merged_into_no_codes(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    checkpoint, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
-    adapter = make_adapter(tiny_checkpoints["llama"], tmp_path / "adapter", lora())
-    config = NeuronConfig(target="eager", sequence_length=64, dtype="float32", quantization="checkpoint")
-    with pytest.raises(ValueError, match="an adapter is merged into plain weights; pass --dequantize"):
-        export_model(checkpoint, tmp_path / "out", config=config, adapter=adapter)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("target", ["eager", "cpu"])
-def test_a_table_of_codes_is_one_with_the_head_that_shares_it(
-    target: str, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_table_of_codes_is_one_with_its_head(target: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     tied = Path(shutil.copytree(tiny_checkpoint, tmp_path / "tied"))
     change_config(tied, tie_word_embeddings=True)
     change_weights(tied, lambda tensors: tensors.pop("lm_head.weight"))
@@ -235,7 +192,7 @@ def test_a_table_of_codes_is_one_with_the_head_that_shares_it(
     _check(artifact, exact, "int8")
 
 
-def test_codes_that_are_rounded_a_second_time_are_told(
+def test_codes_that_are_rounded_twice_are_told(
     tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "Q4_1")

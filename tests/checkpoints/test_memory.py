@@ -20,12 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MixtralConfig, modeling_utils
 
-import optimum_neuron.export.recipe
 from optimum_neuron.artifact import weight_file
-from optimum_neuron.checkpoints import scratch
+from optimum_neuron.checkpoints import mapped
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
-from optimum_neuron.checkpoints.mapped import WritableWhereWritten, map_tensors, reading_mapped_files
-from optimum_neuron.checkpoints.scratch import give_back, in_file, scratch_folder, tensors_in_files
+from optimum_neuron.checkpoints.mapped import give_back, in_file, map_tensors, scratch_folder, tensors_in_files
+from optimum_neuron.export import recipe
 from optimum_neuron.targets.eager import EagerTarget
 
 
@@ -50,9 +49,7 @@ def test_weights_are_never_in_memory_all_at_once(tmp_path: Path, monkeypatch: py
 
         return call
 
-    monkeypatch.setattr(
-        optimum_neuron.export.recipe, "inspect_model", looking(optimum_neuron.export.recipe.inspect_model)
-    )
+    monkeypatch.setattr(recipe, "inspect_model", looking(recipe.inspect_model))
     monkeypatch.setattr(EagerTarget, "compile", looking(EagerTarget.compile))
     monkeypatch.setattr(weight_file, "tensor_bytes", looking(weight_file.tensor_bytes))
     gc.collect()
@@ -64,64 +61,52 @@ def test_weights_are_never_in_memory_all_at_once(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of all sizes are worth a file."""
-    monkeypatch.setattr(scratch, "_LEAST", 1)
+    monkeypatch.setattr(mapped, "_LEAST", 1)
 
 
 def lies(tensor: Tensor) -> str | None:
-    return scratch._mapping_of(tensor.data_ptr())
+    return mapped._mapping_of(tensor.data_ptr())
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("gpt_oss", {"dtype": "bfloat16"}), ("deepseek_v3", {}), ("gemma2", {"quantization": "int8"})],
-    ids=["cast", "joined", "rounded and tied"],
-)
+SAME: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"dtype": "bfloat16"},
+    "deepseek_v3": {},
+    "gemma2": {"quantization": "int8"},
+}  # cast, joined, rounded and tied
+
+
+@pytest.mark.parametrize("name", SAME)
 def test_an_artifact_is_the_same_wherever_its_weights_lay_meanwhile(
-    tiny_checkpoints: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    options: dict[str, Any],
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    options = SAME[name]
     expected = folder_bytes(export_tiny(tiny_checkpoints[name], tmp_path / "memory", **options))
-    monkeypatch.setattr(scratch, "_LEAST", 1)
+    monkeypatch.setattr(mapped, "_LEAST", 1)
     assert folder_bytes(export_tiny(tiny_checkpoints[name], tmp_path / "files", **options)) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "memory"]
 
 
-def test_a_loaded_model_lies_in_the_files_of_its_checkpoint(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, everything: None
-) -> None:
+def test_a_loaded_model_lies_in_files(tiny_checkpoints: dict[str, Path], tmp_path: Path, everything: None) -> None:
     """As it is where types agree; nothing but buffers that no file has is made."""
-    checkpoint = Checkpoint(tiny_checkpoints["llama"], None, "llama", trust_remote_code=False)
+    llama, tied = (Checkpoint(tiny_checkpoints[name], None, name, False) for name in ("llama", "gemma2"))
     with scratch_folder(tmp_path), tensors_in_files():
-        as_it_is, cast = (checkpoint.load_model(dtype) for dtype in ("float32", "bfloat16"))
-    assert all(lies(each) == scratch._FILE for model in (as_it_is, cast) for each in model.parameters())
+        as_it_is, cast = (llama.load_model(dtype) for dtype in ("float32", "bfloat16"))
+        model: Any = tied.load_model("bfloat16")
+    assert all(lies(each) == mapped._FILE for own in (as_it_is, cast, model) for each in own.parameters())
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     for each, own in zip(as_it_is.parameters(), cast.parameters(), strict=True):
         assert torch.equal(each.to(torch.bfloat16), own)
     own.mul_(2)  # a file without a name may be written to
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tied_weights_stay_one_tensor(tiny_checkpoints: dict[str, Path], tmp_path: Path, everything: None) -> None:
-    checkpoint = Checkpoint(tiny_checkpoints["gemma2"], None, "gemma2", trust_remote_code=False)
-    with scratch_folder(tmp_path), tensors_in_files():
-        model: Any = checkpoint.load_model("bfloat16")
-    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    assert lies(model.lm_head.weight) == scratch._FILE
-
-
 def test_tensors_in_files_are_those_that_they_were(tmp_path: Path, everything: None) -> None:
     tensors = [
-        torch.randn(5, 3).T,
-        torch.randn(4, 4).to(torch.float8_e4m3fn),
-        torch.arange(6),
-        torch.tensor(1.5)[None],
-    ]
+        torch.randn(5, 3).T, torch.randn(4, 4).to(torch.float8_e4m3fn), torch.arange(6), torch.tensor(1.5)[None],
+    ]  # fmt: skip
     with scratch_folder(tmp_path):
         moved = [in_file(each) for each in tensors]
-        assert all(lies(each) == scratch._FILE for each in moved)
+        assert all(lies(each) == mapped._FILE for each in moved)
         assert [in_file(each).data_ptr() for each in moved] == [each.data_ptr() for each in moved]
         for each, other in zip(tensors, moved, strict=True):
             give_back(other)
@@ -136,11 +121,9 @@ def test_tensors_in_files_are_those_that_they_were(tmp_path: Path, everything: N
 
 def test_mapped_files_hold_what_safetensors_finds_in_them(tmp_path: Path) -> None:
     tensors = {
-        "a": torch.randn(3, 5),
-        "b": torch.arange(7, dtype=torch.uint8),
-        "none": torch.empty(0, 4),
+        "a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.uint8), "none": torch.empty(0, 4),
         "c": torch.randn(2).to(torch.bfloat16),
-    }
+    }  # fmt: skip
     path = tmp_path / "model.safetensors"
     save_file(tensors, path, {"format": "pt"})
     data = path.read_bytes()
@@ -155,7 +138,7 @@ def test_mapped_files_hold_what_safetensors_finds_in_them(tmp_path: Path) -> Non
 def test_types_that_are_not_mapped_are_read_by_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(3).to(torch.float8_e5m2), "b": torch.ones(2)}, path)
-    with reading_mapped_files(), modeling_utils.safe_open(path, framework="pt") as file:
+    with mapped.reading_mapped_files(), modeling_utils.safe_open(path, framework="pt") as file:
         assert type(file) is safe_open and torch.equal(file.get_tensor("b"), torch.ones(2))
     assert modeling_utils.safe_open is safe_open
 
@@ -181,10 +164,10 @@ def test_code_of_a_model_may_write_to_mapped_weights_and_the_file_stays(
     save_file({"other": torch.ones(5000), "weight": before}, path)
     tensors = map_tensors(path)
     content = path.read_bytes()
-    with WritableWhereWritten(), torch.no_grad():
+    with mapped.WritableWhereWritten(), torch.no_grad():
         write(tensors["weight"])
         write(expected := before.clone())
-    monkeypatch.setattr(scratch, "_LEAST", 1)
+    monkeypatch.setattr(mapped, "_LEAST", 1)
     with scratch_folder(tmp_path):
         for tensor in tensors.values():
             give_back(tensor)

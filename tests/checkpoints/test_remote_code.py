@@ -81,7 +81,6 @@ class TinyForCausalLM(PreTrainedModel, GenerationMixin):
 
 @pytest.fixture
 def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
-    """A model class that transformers does not know, in two files beside its weights."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "modeling_tiny.py").write_text(MODELING, encoding="utf-8")
@@ -113,7 +112,7 @@ def load(checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize("target", ["eager", pytest.param("cpu", marks=pytest.mark.slow)])
-def test_trusted_code_is_exported_and_generates_from_the_artifact_alone(
+def test_trusted_code_is_exported_and_runs_from_the_artifact_alone(
     target: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     prompt = torch.from_numpy(random_tokens(20)).long()[None]
@@ -140,9 +139,7 @@ def test_code_that_is_not_trusted_is_not_run(checkpoint: Path, tmp_path: Path) -
     assert not (tmp_path / "out").exists() and not (tmp_path / "ran").exists()
 
 
-def test_code_that_transformers_need_not_run_is_left_out(
-    tiny_checkpoint: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_code_that_need_not_run_is_left_out(tiny_checkpoint: Path, checkpoint: Path, tmp_path: Path) -> None:
     """A Llama whose config names code is exported by transformers' own class where the code is not trusted."""
     document = json.loads((tiny_checkpoint / "config.json").read_text(encoding="utf-8"))
     names = {"AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}

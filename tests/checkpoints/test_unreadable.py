@@ -4,38 +4,22 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from gguf_files import write_gguf
-from helpers import export_tiny, python_process
-from safetensors.torch import load_file, save_file
+from helpers import export_tiny
+from quantized_files import change_weights
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.checkpoints.gguf.header import read_header
 from optimum_neuron.checkpoints.verbatim import check_verbatim
-
-
-SHORT_FILES = """
-import resource, signal, sys
-from pathlib import Path
-from optimum_neuron import NeuronConfig, export_model
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit fails
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, target="eager")
-try:
-    export_model(sys.argv[1], sys.argv[2], config=config)
-except OSError as error:
-    print(error)
-"""
 
 
 @pytest.fixture
@@ -45,7 +29,6 @@ def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refusal(checkpoint: Path, tmp_path: Path) -> Callable[..., str]:
-    """Why the checkpoint is not exported."""
 
     def refused(kind: type[Exception] = ValueError, folder: Path = checkpoint, **changes: Any) -> str:
         with pytest.raises(kind) as caught:
@@ -57,38 +40,24 @@ def refusal(checkpoint: Path, tmp_path: Path) -> Callable[..., str]:
     return refused
 
 
-def change_weights(checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(checkpoint / "model.safetensors")
-    change(tensors)
-    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_that_are_no_numbers_are_named(
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), "float32"), (float("inf"), "bfloat16")])
+def test_weights_without_numbers_are_named(
     value: float, dtype: str, checkpoint: Path, refusal: Callable[..., str]
 ) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     change_weights(checkpoint, lambda tensors: tensors[name][3].fill_(value))
-    told = refusal(dtype=dtype)
-    assert told.endswith(f"{name} holds NaN or infinity in 64 of 6,144 places; repair it, or download it again")
+    assert refusal(dtype=dtype).endswith(
+        f"{name} holds NaN or infinity in 64 of 6,144 places; repair it, or download it again"
+    )
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_one_number_that_no_probe_reaches_is_named_where_it_is_written(
-    value: float, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_one_number_that_no_probe_reaches_is_named_where_it_is_written(checkpoint: Path, tmp_path: Path) -> None:
     name = "model.embed_tokens.weight"
-    change_weights(checkpoint, lambda tensors: tensors[name][0, 0].fill_(value))  # of the token that pads
+    change_weights(checkpoint, lambda tensors: tensors[name][0, 0].fill_(float("nan")))  # of the token that pads
     words = f"^{name} holds NaN or infinity in 1 of 19,200 places; repair it, or download it again$"
     with pytest.raises(ValueError, match=words):
         export_tiny(checkpoint, tmp_path / "artifact")
     assert not list(tmp_path.glob("*artifact*"))
-
-
-def test_all_weights_that_are_no_numbers_are_refused(checkpoint: Path, refusal: Callable[..., str]) -> None:
-    change_weights(checkpoint, lambda tensors: [tensor.fill_(float("nan")) for tensor in tensors.values()])
-    assert "model.embed_tokens.weight holds NaN or infinity in 19,200 of 19,200 places" in refusal()
 
 
 def test_logits_that_a_type_cannot_hold_are_told_apart(checkpoint: Path, tmp_path: Path) -> None:
@@ -100,22 +69,15 @@ def test_logits_that_a_type_cannot_hold_are_told_apart(checkpoint: Path, tmp_pat
         export_tiny(checkpoint, tmp_path / "float16", dtype="float16")
 
 
-def test_an_unreadable_tokenizer_is_found_by_the_export(checkpoint: Path, refusal: Callable[..., str]) -> None:
-    (checkpoint / "tokenizer.json").write_text('{"version": "1.0", "model": {}, "added_tokens": []}', encoding="utf-8")
-    assert f"{checkpoint}: its tokenizer cannot be read (" in refusal()
-
-
 @pytest.mark.parametrize("broken", ["adapter", "checkpoint"])
-def test_the_tokenizer_that_is_read_is_the_one_that_is_taken_over(
-    broken: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_the_tokenizer_that_is_read_is_the_one_taken_over(broken: str, checkpoint: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(checkpoint / name, adapter / name)
     (tmp_path / broken / "tokenizer.json").write_text("[]", encoding="utf-8")
     found = find_checkpoint(checkpoint, revision=None, token=None, trust_remote_code=False)
-    taken: Any = [SimpleNamespace(folder=adapter)]
+    taken = [adapter]
     if broken == "checkpoint":
         check_verbatim(found, taken)
     with pytest.raises(ValueError, match="its tokenizer cannot be read"):
@@ -129,7 +91,7 @@ def test_a_checkpoint_without_a_tokenizer_is_exported(checkpoint: Path, tmp_path
     assert not list(artifact.glob("tokenizer*"))
 
 
-def test_a_tokenizer_with_code_of_its_own_is_not_run_and_told(
+def test_code_of_a_tokenizer_is_not_run_and_told(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     document = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -160,22 +122,12 @@ def test_a_config_is_parsed_once(checkpoint: Path, tmp_path: Path, monkeypatch: 
     assert parsed.count(str(checkpoint)) == 1
 
 
-def test_weights_that_cannot_be_written_are_told_in_a_sentence(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    process = python_process(SHORT_FILES, tiny_checkpoint, tmp_path / "artifact")
-    told, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert re.fullmatch(r"\[Errno \d+\] File too large: '.*weights/model\.safetensors'\n", told)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_header_of_a_gguf_file_is_read_as_it_was_written(tiny_checkpoint: Path, tmp_path: Path) -> None:
     write_gguf(tiny_checkpoint, tmp_path / "model.gguf", "Q8_0")
     header = read_header(tmp_path / "model.gguf")
     assert header.sizes()["block_count"] == 2 and header.sizes()["attention.head_count"] == 4
-    assert (
-        header.values["tokenizer.ggml.tokens"].count
-        == len(AutoTokenizer.from_pretrained(tiny_checkpoint).get_vocab()) + 1
-    )
+    tokens = len(AutoTokenizer.from_pretrained(tiny_checkpoint).get_vocab()) + 1
+    assert header.values["tokenizer.ggml.tokens"].count == tokens
     stored = load_file(tiny_checkpoint / "model.safetensors").values()
     assert (header.stored.tensors, header.stored.elements) == (len(stored), sum(tensor.numel() for tensor in stored))
 
@@ -188,14 +140,10 @@ def test_a_gguf_file_that_is_cut_or_changed_anywhere_is_read_or_refused(tiny_che
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=r"truncated or corrupt|is no GGUF file"):
             read_header(path)
-    generator = torch.Generator().manual_seed(0)
-    for place, bit in zip(
-        torch.randint(0, 12_000, (400,), generator=generator).tolist(),
-        torch.randint(0, 8, (400,), generator=generator).tolist(),
-        strict=True,
-    ):
+    places, bits = (np.random.default_rng(0).integers(0, end, 400) for end in (12_000, 8))
+    for place, bit in zip(places, bits, strict=True):
         changed = bytearray(whole)
-        changed[place] ^= 1 << bit
+        changed[place] ^= 1 << int(bit)
         path.write_bytes(changed)
         try:
             read_header(path)

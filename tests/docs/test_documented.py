@@ -42,7 +42,6 @@ NOT_RUN = {
     "--repo org/compiled": "needs a repository on the Hub; tests/targets/cache has a Hub of its own",
     "optimum-cli neuron check": "needs the device that the artifact is for; tests/tools/check runs it on the CPU",
     "optimum-cli neuron push": "uploads to the Hub; tests/hub has a Hub of its own",
-    "--quality": "takes figures of the artifact; tests/hub gives it some",
     "--verify": "executes HLO, which needs torch-xla; tests/tools/certify does",
     "push_to_hub(": "uploads to the Hub; tests/hub has a Hub of its own",
     "--trace": "takes a record of requests; tests/tools/tune has some",
@@ -147,7 +146,6 @@ class Reader:
             assert (ended.code or 0) in allowed, f"optimum-cli {shlex.join(words)} ended with {ended.code}"
 
     def printf(self, words: list[str], patch: pytest.MonkeyPatch) -> None:
-        """Its text is what the next command reads."""
         (text,) = words
         self.piped = text.replace("\\n", "\n")
 
@@ -220,7 +218,6 @@ def reasons(command: Command) -> list[str]:
 
 
 def block_reasons(text: str) -> list[str]:
-    """Of a block of Python, which calls what is not run."""
     return [why for words, why in NOT_RUN.items() if words.endswith("(") and words in text]
 
 

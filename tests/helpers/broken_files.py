@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 
 
 TEMPLATES = {
-    "syntax": "{% for x in %}", "raises": "{{ raise_exception('no such role') }}", "divides": "{{ 1 // 0 }}",
-    "undefined": "{{ nothing.at.all }}",
+    "syntax": "{% for x in %}", "raises": "{{ raise_exception('no such role') }}",
 }  # fmt: skip
 MANIFESTS = {"list": b"[]", "nothing": b"", "half": b'{"format": ', "object": b"{}", "bytes": b"\xff\xfe"}
 INDICES = {
@@ -38,7 +37,6 @@ class Files:
         self._made: dict[str, Path] = {}
 
     def path(self, name: str) -> Path:
-        """The path of a name; nothing is made twice."""
         if name not in self._made:
             kind, *rest = name.split(":")
             make: Callable[..., Path] = getattr(self, f"_{kind}")
@@ -126,11 +124,9 @@ class Files:
             weights.write_bytes(weights.read_bytes()[:-8])
         elif kind != "good":
             changed = {
-                "rank": document | {"r": 2**40},
-                "kind": document | {"peft_type": "zzz"},
-                "list": [],
+                "rank": document | {"r": 2**40}, "kind": document | {"peft_type": "zzz"}, "list": [],
                 "empty_object": {},
-            }
+            }  # fmt: skip
             config.write_text(json.dumps(changed[kind]), encoding="utf-8")
         return folder
 
@@ -178,7 +174,6 @@ class Files:
 def write_tiny_gguf(
     path: Path, *, tensors: bool = True, block_count: int = 1, head_count: int | None = 2, embedding_length: int = 64
 ) -> None:
-    """A Llama's header, and one tensor."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(block_count)
     writer.add_context_length(64)

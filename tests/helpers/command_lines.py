@@ -23,8 +23,6 @@ LISTS = ("prefill-chunk-buckets", "context-buckets")
 
 @dataclass(frozen=True)
 class Line:
-    """A command line, how it ends, and words of its error."""
-
     words: tuple[str, ...]
     code: int
     tells: tuple[str, ...]
@@ -66,8 +64,6 @@ CONTRADICTIONS = [
     _line((*EXPORT, "--revision", "v1"), REFUSED, "revision='v1'", "leave --revision out"),
     _line(("export", "neuron", "{out}"), USAGE, "-m/--model"),
     _line(("export", "neuron", "--model", "{checkpoint}"), USAGE, "output"),
-    _line(("export", "neuron", "{out}", "--model"), USAGE, "argument -m/--model: expected one argument"),
-    _line((*EXPORT, "more"), USAGE, "more"),
     _line((*EXPORT, "--no-such-option"), USAGE, "--no-such-option"),
     _line((*EXPORT, "--batch", "2"), USAGE, "--batch; did you mean --batch-size?"),
     _line(
@@ -88,9 +84,7 @@ CONTRADICTIONS = [
     ),
     _line((*EXPORT, "--model", "{artifact}"), REFUSED, "is an artifact already; name the checkpoint"),
     _line((*EXPORT, "--target", "trn9"), USAGE, "invalid choice: 'trn9'", "did you mean trn"),
-    _line((*EXPORT, "--dtype", "int8"), USAGE, "invalid choice: 'int8'"),
     _line((*EXPORT, "--task", "fill-mask"), USAGE, "invalid choice: 'fill-mask'"),
-    _line((*EXPORT, "--overwrite=yes"), USAGE, "--overwrite"),
 ]
 
 # A name of a model that is none.
@@ -148,15 +142,14 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "half of frequencies": ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
     "unknown dtype": ({"dtype": "zzz"}, "zzz"),
     "padding outside": ({"pad_token_id": 10**6}, "adding_idx"),
-    "unknown model": ({"model_type": "zzz"}, "zzz"),
-    "no model": ({"model_type": None}, "None"),
+    "unknown model": ({"model_type": "zzz"}, "zzz"), "no model": ({"model_type": None}, "None"),
     "encoder and decoder": ({"model_type": "t5"}, "t5"),
     "a number for a part": ({"text_config": 5}, "holds 5 in the place"),
     "a number for quantization": ({"quantization_config": 5}, "quantization_config=5, which is no object"),
     "unknown quantization": ({"quantization_config": {"quant_method": "zzz"}}, "is quantized by zzz"),
     "layers of no kind": ({"layer_types": ["zzz", "zzz"]}, "layer_types"),
     "own code": ({"model_type": "own", "auto_map": {"AutoConfig": "x.Y"}}, "--trust-remote-code"),
-}
+}  # fmt: skip
 # The same, where only weights tell that it is wrong.
 MISFITS: dict[str, tuple[dict[str, object], str]] = {
     "encoder": ({"model_type": "bert"}, "bert"),
@@ -169,20 +162,11 @@ MISFITS: dict[str, tuple[dict[str, object], str]] = {
     "infinite frequencies": ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "its logits are not finite"),
 }
 NO_OBJECT = {
-    "list": b"[]",
-    "number": b"1",
-    "nothing": b"",
-    "half": b'{"a": ',
-    "bytes": b"\xff\xfe\x00",
-    "deep": b"[" * 100_000,
-}
+    "list": b"[]", "number": b"1", "nothing": b"", "half": b'{"a": ', "bytes": b"\xff\xfe\x00", "deep": b"[" * 100_000,
+}  # fmt: skip
 OBJECTS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "adapter_config.json",
-)
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "adapter_config.json",
+)  # fmt: skip
 # Of a GGUF file: see broken_files.
 GGUF = {
     "empty": "is no GGUF file", "magic": "is no GGUF file", "version": "version 99", "header": "truncated or corrupt",
@@ -233,7 +217,8 @@ def _checkpoints() -> list[Line]:
         lines.append(_line((*EXPORT, "--adapter", f"{{adapter:{kind}}}"), REFUSED, told))
     lines.append(_line((*EXPORT, "--adapter", "no-such-adapter"), REFUSED, "no-such-adapter"))
     lines.append(_line((*EXPORT, "--adapter", ""), REFUSED, ""))
-    lines.append(_line((*EXPORT, "--model", "{adapter:good}"), REFUSED, "is a PEFT adapter, not a checkpoint"))
+    told = ("is a PEFT adapter, not a checkpoint", "--adapter {adapter:good}")
+    lines.append(_line((*EXPORT, "--model", "{adapter:good}"), REFUSED, *told))
     return lines
 
 
@@ -246,32 +231,26 @@ MANIFESTS = {
 def _artifacts() -> list[Line]:
     lines = [
         _line(("neuron", "inspect"), USAGE, "artifact"),
-        _line(("neuron", "inspect", "{artifact}", "more"), USAGE, "more"),
-        _line(("neuron", "inspect", "{artifact}", "--html"), USAGE, "expected one argument"),
         _line(("neuron", "inspect", "{artifact}", "--html", "{full_folder}"), REFUSED, "is a folder; name a file"),
         _line(("neuron", "inspect", "{artifact}", "--html", "{text_file}/x"), REFUSED, "{text_file}"),
         _line(("neuron", "inspect", "{artifact}", "--bench", "{text_file}"), REFUSED, "cannot be read"),
         _line(("neuron", "inspect", "{artifact}", "--verify", "--json", "x"), REFUSED, "leave out --json"),
         _line(("neuron", "card"), USAGE, "artifact"),
-        _line(("neuron", "card", "{artifact}", "--quality", "{text_file}"), REFUSED, "cannot be read"),
         _line(("neuron", "card", "{artifact}", "--bench", "no-such-file"), REFUSED, "no-such-file"),
         _line(("neuron", "card", "{artifact}", "--base-model", "no such"), REFUSED, "base_model='no such' is no name"),
         _line(("neuron", "push", "{artifact}"), USAGE, "REPO"),
         _line(("neuron", "push", "{artifact}", "no such name!"), REFUSED, "'no such name!' is no name of a Hub"),
         _line(("neuron", "push", "{artifact}", "org/x"), REFUSED, "HF_HUB_OFFLINE is set", "org/x"),
-        _line(("neuron", "generate"), USAGE, "MODEL"),
-        _line(("neuron", "check"), USAGE, "artifact"),
+        _line(("neuron", "generate"), USAGE, "MODEL"), _line(("neuron", "check"), USAGE, "artifact"),
         _line(("neuron", "serve"), USAGE, "MODEL"),
-        _line(("neuron", "serve", "{artifact}", "--port", "x"), USAGE, "invalid int value: 'x'"),
         _line(("neuron", "serve", "{artifact}", "--port", "-1"), REFUSED, "--port -1"),
         _line(("neuron", "serve", "{artifact}", "--backend", "tgi"), USAGE, "invalid choice: 'tgi'"),
-        _line(("neuron", "check", "{artifact}", "--runs", "x"), USAGE, "invalid int value: 'x'"),
         _line(("neuron", "check", "{artifact}", "--runs", "0"), REFUSED, "runs"),
         _line(("neuron", "check", "{artifact}"), REFUSED, ""),
         _line(("neuron", "unknown"), USAGE, "unknown"),
         _line(("neuron", "generat"), USAGE, "'generat'", "did you mean generate?"),
         _line(("neuron", "serve", "{artifact}", "--max-model-len", "5"), USAGE, "--max-model-len; optimum-cli"),
-    ]
+    ]  # fmt: skip
     for path in (
         "no-such-folder",
         "",
@@ -294,51 +273,24 @@ def _artifacts() -> list[Line]:
 ANSWERS = [
     _line((*GENERATE, "--prompt", ""), REFUSED, "the prompt is empty"),
     _line((*GENERATE, "--prompt", "\udcff"), REFUSED, "a text holds what utf-8 cannot hold; write it in UTF-8"),
-    _line((*GENERATE, "--prompt"), USAGE, "expected one argument"),
     _line((*GENERATE, "--prompt", "x" * 200), REFUSED, "does not fit sequence_length=64"),
     _line((*GENERATE, "--max-new-tokens", "0"), REFUSED, "--max-new-tokens 0"),
-    _line((*GENERATE, "--max-new-tokens", "-5"), REFUSED, "--max-new-tokens -5"),
     _line((*GENERATE, "--max-new-tokens", HUGE), REFUSED, "sequence_length=64"),
-    _line((*GENERATE, "--max-new-tokens", "x"), USAGE, "invalid int value: 'x'"),
-    _line((*GENERATE, "--temperature", "x"), USAGE, "invalid float value: 'x'"),
     _line((*GENERATE, "--temperature", "-1"), REFUSED, "--temperature -1.0 must be 0 or more"),
     _line((*GENERATE, "--temperature", "nan"), REFUSED, "--temperature nan"),
-    _line((*GENERATE, "--temperature", "inf"), REFUSED, "--temperature inf"),
     _line((*GENERATE, "--top-k", "3"), REFUSED, "--top-k shapes sampling"),
     _line((*GENERATE, "--top-p", "0.5"), REFUSED, "--top-p shapes sampling"),
-    _line((*GENERATE, "--temperature", "1", "--top-k", "-1"), REFUSED, "--top-k -1"),
     _line((*GENERATE, "--temperature", "1", "--top-k", "0"), REFUSED, "--top-k 0"),
     _line((*GENERATE, "--temperature", "1", "--top-p", "2"), REFUSED, "--top-p 2.0"),
-    _line((*GENERATE, "--temperature", "1", "--top-p", "-1"), REFUSED, "--top-p -1.0"),
-    _line((*GENERATE, "--temperature", "1", "--top-p", "nan"), REFUSED, "--top-p nan"),
-    _line((*GENERATE, "--seed", "-1"), REFUSED, "seed"),
-    _line((*GENERATE, "--seed", HUGE), REFUSED, "seed"),
-    _line((*GENERATE, "--seed", "x"), USAGE, "invalid int value: 'x'"),
+    _line((*GENERATE, "--seed", "-1"), REFUSED, "seed"), _line((*GENERATE, "--seed", HUGE), REFUSED, "seed"),
     _line((*GENERATE, "--no-chat-template", "--system", "Be brief."), REFUSED, "--system needs a chat template"),
-    _line(
-        ("neuron", "generate", "{template:syntax}", "--prompt", "Hi"),
-        REFUSED,
-        "the chat template of",
-        "--no-chat-template",
-    ),
-    _line(
-        ("neuron", "generate", "{template:raises}", "--prompt", "Hi"), REFUSED, "the chat template of", "no such role"
-    ),
-    _line(("neuron", "generate", "{template:divides}", "--prompt", "Hi"), REFUSED, "the chat template of", "division"),
-    _line(
-        ("neuron", "generate", "{template:undefined}", "--prompt", "Hi"), REFUSED, "the chat template of", "undefined"
-    ),
+    _line(("neuron", "generate", "{template:syntax}", "--prompt", "Hi"), REFUSED, "the chat template of", "--no-chat-template"),
+    _line(("neuron", "generate", "{template:raises}", "--prompt", "Hi"), REFUSED, "the chat template of", "no such role"),
     _line(("neuron", "generate", "{vocabulary:list}", "--prompt", "Hi"), REFUSED, "tokenizer.json"),
-    _line(
-        ("neuron", "generate", "{vocabulary:missing}", "--prompt", "Hi"),
-        REFUSED,
-        "has no tokenizer; add the files of one",
-    ),
-]
+    _line(("neuron", "generate", "{vocabulary:missing}", "--prompt", "Hi"), REFUSED, "has no tokenizer; add the files of one"),
+]  # fmt: skip
 CHATS = [
     _line(("neuron", "chat"), USAGE, "MODEL"),
-    _line(("neuron", "chat", "{empty_folder}"), REFUSED, "{empty_folder}"),
-    _line(("neuron", "chat", "{artifact}", "--prompt", "Hi"), USAGE, "--prompt"),
     _line(("neuron", "chat", "{artifact}", "--top-k", "3"), REFUSED, "--top-k shapes sampling"),
     _line(("neuron", "chat", "{artifact}", "--max-new-tokens", "0"), REFUSED, "--max-new-tokens 0"),
     _line(("neuron", "chat", "{vocabulary:missing}"), REFUSED, "has no tokenizer; add the files of one"),
@@ -346,30 +298,20 @@ CHATS = [
 ESTIMATES = [
     _line(("neuron", "estimate"), USAGE, "-m/--model"),
     _line((*ESTIMATE, "--target", "cpu"), USAGE, "invalid choice: 'cpu'"),
-    _line((*ESTIMATE, "--target"), USAGE, "expected at least one argument"),
-    _line((*ESTIMATE, "--batch-size", "x"), USAGE, "invalid int value: 'x'"),
-    _line((*ESTIMATE, "--batch-size", "0"), REFUSED, "batch_size=0"),
     _line((*ESTIMATE, "--sequence-length", "512"), REFUSED, "max_position_embeddings=256"),
-    _line((*ESTIMATE, "--tensor-parallel-size", "0"), REFUSED, "0"),
     _line((*ESTIMATE, "--tensor-parallel-size", HUGE), REFUSED, HUGE),
     _line((*ESTIMATE, "--context-length", "0"), REFUSED, "context_length=0"),
     _line((*ESTIMATE, "--context-length", "65"), REFUSED, "context_length=65"),
     _line((*ESTIMATE, "--context-buckets", "8"), REFUSED, "context_buckets=(8,)"),
-    _line((*ESTIMATE, "--dtype", "int8"), USAGE, "invalid choice: 'int8'"),
     _line((*ESTIMATE, "--revision", "v1"), REFUSED, "revision='v1'"),
     _line((*ESTIMATE, "--plot", "{out}.zzz"), REFUSED, "known type of picture"),
-    _line((*ESTIMATE, "--plot", ""), REFUSED, "known type of picture"),
     _line((*ESTIMATE, "--plot", "{text_file}/x.png"), REFUSED, "--plot {text_file}/x.png cannot be written"),
     _line((*ESTIMATE, "--json", "{full_folder}"), REFUSED, "{full_folder}"),
-    _line((*ESTIMATE, "--json", "{text_file}/x"), REFUSED, "{text_file}"),
 ]
 TUNE = ("neuron", "tune", "--model", "{checkpoint}", "--trace")
 TUNES = [
     _line(TUNE[:-1], USAGE, "--trace"),
     _line((*TUNE, "no-such.csv"), REFUSED, "no-such.csv does not exist; check the name"),
-    _line((*TUNE, "{full_folder}"), REFUSED, "{full_folder} is a folder; name a file"),
-    _line((*TUNE, "{text_file}/x"), REFUSED, "{text_file}/x cannot be there: a part of its path is a file"),
-    _line((*TUNE, "{link_circle}"), REFUSED, "{link_circle} is a link that leads to itself"),
     _line((*TUNE, ""), REFUSED, ". is a folder; name a file"),
     _line((*TUNE, "{text_file}"), REFUSED, "{text_file}"),
     _line((*TUNE, "no-such.csv", "--requests", "-1"), REFUSED, "--requests -1 must be at least 0"),
@@ -382,7 +324,6 @@ LINTS = [
     _line(("neuron", "lint", "{artifact}", "--model", "x"), REFUSED, "name either an artifact's folder or --model"),
     _line(("neuron", "lint", "{artifact}", "--batch-size", "2"), REFUSED, "has its own batch_size"),
     _line(("neuron", "lint", "--model", "{checkpoint}", "--batch-size", "0"), REFUSED, "batch_size=0"),
-    _line(("neuron", "lint", "--model", "{checkpoint}", "--target", "cpu"), USAGE, "invalid choice: 'cpu'"),
     _line(("neuron", "lint", "--model", "{checkpoint}"), REFUSED, "need"),
 ]
 BENCH = ("neuron", "bench", "{artifact}", "--new-tokens", "2")
@@ -392,12 +333,10 @@ BENCHES = [
     _line((*BENCH, "--prompt-lengths", "65"), REFUSED, "65 tokens", "sequence_length=64"),
     _line((*BENCH, "--prompt-lengths", "0"), REFUSED, "--prompt-lengths 0 must be whole numbers of at least 1"),
     _line((*BENCH, "--batch", "1", "9"), REFUSED, "--batch 9 rows are more than the batch_size=3"),
-    _line((*BENCH, "--batch", "-1"), REFUSED, "--batch -1"),
     _line((*BENCH, "--batch-size", "9"), REFUSED, "batch_size=9 differs from the 3"),
     _line((*BENCH, "--context-length", "-1"), REFUSED, "--context-length -1 must be at least 1"),
     _line((*BENCH, "--new-tokens", "1"), REFUSED, "--new-tokens 1 must be at least 2"),
     _line((*BENCH, "--new-tokens", "99"), REFUSED, "99 new tokens do not fit sequence_length=64"),
-    _line((*BENCH, "--context-length", "64"), REFUSED, "64 tokens and 2 new tokens", "sequence_length=64"),
     _line((*BENCH, "--repeat", "0"), REFUSED, "--repeat 0 must be at least 1"),
     _line((*BENCH, "--json", "{text_file}"), REFUSED, "--json {text_file} exists already"),
     _line((*BENCH, "--json", "{text_file}/x"), REFUSED, "--json {text_file}/x cannot be written"),
@@ -409,37 +348,25 @@ LOOKUP = (
 SYNC = ("neuron", "cache", "sync", "--repo", "org/compiled")
 CACHES = [
     _line(("neuron", "cache", "unknown"), USAGE, "unknown"),
-    _line(("neuron", "cache", "verify", "more"), USAGE, "more"),
-    _line(("neuron", "cache", "verify", "--rem"), USAGE, "--rem"),
     _line(("neuron", "cache", "prune"), REFUSED, "nothing says what to remove; give --max-size or --older-than"),
     _line(("neuron", "cache", "prune", "--max-size", "many"), USAGE, "'many' is no size"),
     _line(("neuron", "cache", "prune", "--older-than", "30"), USAGE, "'30' is no age"),
     _line(("neuron", "cache", "sync"), USAGE, "--repo"),
     _line((*SYNC, "--download-only", "--upload-only"), USAGE, "not allowed with argument"),
     _line(SYNC, REFUSED, "HF_HUB_OFFLINE is set", "org/compiled"),
-    _line(
-        ("neuron", "cache", "sync", "--repo", "no such name!"),
-        REFUSED,
-        "'no such name!' is no name of a Hub repository",
-    ),
+    _line(("neuron", "cache", "sync", "--repo", "no such name!"), REFUSED, "'no such name!' is no name of a Hub repository"),
     _line(LOOKUP[:3], USAGE, "-m/--model"),
-    _line((*LOOKUP, "--batch", "2"), USAGE, "--batch"),
-    _line((*LOOKUP, "--overwrite"), USAGE, "--overwrite"),
     _line((*LOOKUP, "--target", "eager"), REFUSED, "target='eager' compiles nothing that is kept"),
     _line((*LOOKUP, "--target", "trn2"), REFUSED, "need torch-xla"),
     _line((*LOOKUP, "--tensor-parallel-size", "2"), REFUSED, "tensor_parallel_size=2 needs as many devices"),
-    _line((*LOOKUP, "--sequence-length", "512"), REFUSED, "max_position_embeddings=256", "lower --sequence-length"),
     _line((*LOOKUP, "--adapter", "lora"), REFUSED, "--adapter lora", "leave --adapter out"),
     _line((*LOOKUP, "--repo", "org/compiled"), REFUSED, "HF_HUB_OFFLINE is set", "org/compiled"),
-    _line((*LOOKUP, "--repo", "no such name!"), REFUSED, "'no such name!' is no name of a Hub repository"),
     _line((*LOOKUP, "--repo-revision", "v1"), REFUSED, "--repo-revision v1", "name it by --repo"),
     _line((*LOOKUP, "--revision", "v1"), REFUSED, "revision='v1'", "leave --revision out"),
-    _line((*LOOKUP, "--model", "no-such-folder"), REFUSED, "no-such-folder"),
     _line((*LOOKUP, "--model", "{empty_folder}"), REFUSED, "holds no config.json"),
     _line((*LOOKUP, "--model", "{gguf:empty}"), REFUSED, "which are not read"),
     _line((*LOOKUP, "--model", "{config:unknown activation}"), REFUSED, "zzz"),
-    _line((*LOOKUP, "--model", "{config:many layers}"), REFUSED, "num_hidden_layers=100000"),
-]
+]  # fmt: skip
 LINES = [
     *_sizes(), *CONTRADICTIONS, *_names(), *OUTPUTS, *_checkpoints(), *_artifacts(), *ANSWERS, *CHATS, *ESTIMATES, *TUNES, *LINTS, *BENCHES, *CACHES,
 ]  # fmt: skip

@@ -28,13 +28,7 @@ _ABSENT = {
 def convert(
     checkpoint: Path, path: Path, tokens: int, add: Callable[[Any], None] = lambda writer: None, kind: str = "ALL_F32"
 ) -> Path:
-    """Writes a checkpoint's GGUF file, with a vocabulary of single characters.
-
-    Args:
-        tokens: ids of the vocabulary.
-        add: writes further keys by the converter's writer, or others in their place.
-        kind: of the file, as gguf calls it.
-    """
+    """Writes a checkpoint's GGUF file of a kind, with a vocabulary of single characters; `add` writes further keys."""
     with _modules() as conversion, torch.inference_mode():
         base = conversion.ModelBase
         config = base.load_hparams(checkpoint, False)
@@ -75,7 +69,6 @@ def _modified(made: Any) -> Any:
 
 @contextmanager
 def _modules() -> Iterator[ModuleType]:
-    """The converter, with its own gguf in the place of the installed one."""
     installed = _taken()
     sys.modules.update(_converter())
     try:

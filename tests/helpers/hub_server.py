@@ -25,11 +25,7 @@ _PAGE = 3  # files of a page of the list
 
 @dataclass
 class Fault:
-    """Answers requests of a method whose path holds some words, as often as `times`.
-
-    Attributes:
-        status: of the answer; 0: half of it is sent, and then the connection is cut.
-    """
+    """Answers requests of a method with some words in the path; with status 0 half of the answer is sent, and the connection is cut."""
 
     method: str
     words: str
@@ -40,16 +36,7 @@ class Fault:
 
 @dataclass
 class LoopbackHub:
-    """The repository, and what was asked of it.
-
-    Attributes:
-        commits: names and contents of files, the last commit last.
-        branches: by name, how many commits lead to it, where that is not the last; main has all but those of pull requests and branches.
-        exists: whether the repository was made; without, it answers 404.
-        private: as it was made.
-        requests: method, path and headers of each.
-        needs_token: to be read; to be written it always does.
-    """
+    """The repository: its commits, each with names and contents of files; how many commits lead to a branch; and what was asked of it."""
 
     url: str = ""
     commits: list[dict[str, bytes]] = field(default_factory=lambda: [{"README.md": b"compiled graphs"}])
@@ -74,11 +61,9 @@ class LoopbackHub:
         return f"{count:040x}" if count else None
 
     def at(self, revision: str) -> dict[str, bytes]:
-        """The files of a branch or commit."""
         return self.commits[int(self.sha(revision) or "", 16) - 1]
 
     def asked(self, method: str, words: str) -> list[dict[str, str]]:
-        """The headers of requests."""
         return [headers for each, path, headers in self.requests if each == method and words in path]
 
     def fault(self, method: str, path: str) -> Fault | None:
@@ -91,7 +76,6 @@ class LoopbackHub:
 
 @contextmanager
 def loopback_hub() -> Iterator[LoopbackHub]:
-    """A Hub that answers until the context ends."""
     hub = LoopbackHub()
 
     class Handler(_Handler):
@@ -187,7 +171,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(404, b"{}", codes | ({"X-Repo-Commit": sha} if sha else {}))
 
     def _api(self, action: str, revision: str, body: bytes) -> None:
-        """What the API does with the repository, or a revision of it."""
         if action == "branch":
             known = self.hub.sha(revision) is not None
             if not known:

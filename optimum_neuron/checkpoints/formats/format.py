@@ -1,16 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a quantized checkpoint: the names of its quantized weights, and each of them."""
+"""The tensors of a quantized checkpoint's files, and the interface that all formats of quantized weights have."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from ...step.features.codes.weight import QuantizedWeight
-from .stored import FormatWeight
-from .tensors import TensorFiles
+from ..files import INDEX_NAME, SINGLE_NAME, Shapes, read_object, shapes_by_file
+from .stored import DOWNLOAD, FormatWeight
+
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class TensorFiles:
+    """A checkpoint's tensors by name, in mapped files that stay open as long as this object; raises as `shapes_by_file`."""
+
+    def __init__(self, folder: Path, source: str) -> None:
+        self.source = source
+        self._files: dict[str, Any] = {}
+        self._described: Shapes = {}
+        for path, described in shapes_by_file(folder, source).items():
+            self._files |= dict.fromkeys(described, safe_open(path, "pt"))
+            self._described |= described
+        if not (folder / SINGLE_NAME).is_file():
+            indexed = read_object(folder / INDEX_NAME)["weight_map"]
+            lacking = next((name for name in indexed if name not in self._described), None)
+            if lacking is not None:
+                raise ValueError(f"{source} lacks {lacking}, which {INDEX_NAME} names; {DOWNLOAD}")
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._described.keys()
+
+    def dtype(self, name: str) -> str:
+        """Return the type of a tensor as safetensors calls it, such as F8_E4M3."""
+        return self._described[name][1]
+
+    def read_tensor(
+        self, name: str, *dtypes: torch.dtype, shape: tuple[int, ...] | None = None, rank: int | None = None
+    ) -> Tensor:
+        """Return a tensor; raise ValueError where it has another type, shape or number of dimensions, or no elements."""
+        found = tuple(self._described[name][0])
+        if not math.prod(found) or (shape is not None and found != shape) or rank not in (None, len(found)):
+            wanted = list(shape) if shape is not None else "elements" if rank is None else f"{rank} dimensions"
+            raise ValueError(f"{self.source}: {name} has the shape {list(found)}, and is to have {wanted}; {DOWNLOAD}")
+        tensor: Tensor = self._files[name].get_tensor(name)
+        if dtypes and tensor.dtype not in dtypes:
+            wanted = " or ".join(map(str, dtypes))
+            raise ValueError(f"{self.source}: {name} is {tensor.dtype}, and is to be {wanted}; {DOWNLOAD}")
+        return tensor
+
+    def parts_by_weight(self, needed: Collection[str], others: Collection[str] = ()) -> dict[str, dict[str, str]]:
+        """Return the names of a weight's tensors by part, by weight; raise ValueError where a needed one is lacking."""
+        found: dict[str, dict[str, str]] = {}
+        for name in sorted(self.names):
+            module, _, part = name.rpartition(".")
+            if part in needed or part in others:
+                found.setdefault(f"{module}.weight", {})[part] = name
+        for weight, parts in found.items():
+            self.check_parts(weight, parts, needed)
+        return found
+
+    def check_parts(self, weight: str, found: Collection[str], needed: Collection[str]) -> None:
+        """Raise ValueError where a weight lacks one of the tensors that its format has."""
+        lacking = ", ".join(part for part in needed if part not in found)
+        if lacking:
+            raise ValueError(f"{self.source}: {weight} has {', '.join(sorted(found))} and lacks {lacking}; {DOWNLOAD}")
 
 
 class CheckpointFormat(ABC):
@@ -28,12 +92,7 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def read_codes(self, name: str) -> QuantizedWeight:
-        """Return a weight: its `dequantize()` is `self.dequantize(name)` to the bit.
-
-        Raises:
-            NotKeptError: there is none; the weight can be dequantized.
-            ValueError: the checkpoint is damaged.
-        """
+        """Return a weight with `dequantize()` as `self.dequantize(name)` to the bit; raise NotKeptError where there is none."""
 
     @abstractmethod
     def dequantize(self, name: str) -> Tensor:
@@ -60,28 +119,22 @@ class SafetensorsFormat(CheckpointFormat):
         left_out: tuple[str, ...] = (),
         notices: tuple[str, ...] = (),
     ) -> None:
-        self._files = files
-        self._parts = parts
-        self.notices = notices
+        self._files, self._parts, self.notices = files, parts, notices
         used = {name for tensors in parts.values() for name in tensors.values()} | set(left_out)
         self.layers = tuple(parts)
         self.plain = tuple(sorted(name for name in files.names if name not in used))
-        self._check(used)
-
-    def _check(self, used: set[str]) -> None:
-        source = self._files.source
-        both = next((name for name in self._parts if name in self._files.names and name not in used), None)
+        both = next((name for name in parts if name in files.names and name not in used), None)
         if both is not None:
-            raise ValueError(f"{source} holds {both} plain and quantized; download or copy the checkpoint again")
-        coded = next((name for name in self.plain if _is_coded(name, self._files.dtype(name))), None)
-        if coded is not None:
+            raise ValueError(f"{files.source} holds {both} plain and quantized; {DOWNLOAD}")
+        for name in self.plain:
+            dtype = files.dtype(name)
+            if dtype.startswith(("F8", "F4", "F6")) or (name.endswith("weight") and "F" not in dtype):
+                raise ValueError(
+                    f"{files.source} holds {name} as {dtype} without what its codes stand for; {DOWNLOAD}"
+                )
+        if not parts:
             raise ValueError(
-                f"{source} holds {coded} as {self._files.dtype(coded)} without what its codes stand for; download or copy the "
-                f"checkpoint again"
-            )
-        if not self._parts:
-            raise ValueError(
-                f"{source} names a quantization in its config and holds no quantized weights; remove quantization_config from "
+                f"{files.source} names a quantization in its config and holds no quantized weights; remove quantization_config from "
                 f"config.json, or download the checkpoint again"
             )
 
@@ -96,8 +149,3 @@ class SafetensorsFormat(CheckpointFormat):
 
     @abstractmethod
     def _stored_weight(self, name: str) -> FormatWeight: ...
-
-
-def _is_coded(name: str, dtype: str) -> bool:
-    """Return whether a tensor's type is none of plain numbers."""
-    return dtype.startswith(("F8", "F4", "F6")) or (name.endswith("weight") and "F" not in dtype)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 checkpoints as DeepSeek-V3 has them: e4m3 weights with a scale for each block of outputs and inputs, or one for all.
+"""FP8 checkpoints as DeepSeek-V3 has them, and MXFP4 checkpoints as gpt-oss has them: codes of floats with scales of blocks.
 
-`weight_scale_inv` multiplies codes, as in `weight_dequant` of DeepSeek-V3's inference/kernel.py and in transformers' `Fp8Dequantize`. A
-block that reaches over the weight's edge has its scale too.
+FP8: `weight_scale_inv` multiplies codes, as in `weight_dequant` of DeepSeek-V3's inference/kernel.py and in transformers' `Fp8Dequantize`. A
+block that reaches over the weight's edge has its scale too. MXFP4: the layout is that of transformers' `convert_moe_packed_tensors`, the format
+that of https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf.
 """
 
 from __future__ import annotations
@@ -12,61 +13,65 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .format import SafetensorsFormat
-from .mxfp4 import power_of_two
+from .format import FLOATS, SafetensorsFormat, TensorFiles
 from .settings import Document, block_of, take_text
-from .stored import FormatWeight
-from .tensors import DOWNLOAD, FLOATS, TensorFiles
+from .stored import DOWNLOAD, FormatWeight
 
 
-CODES = "F8_E4M3"
 # Names of the scale of `x.weight` or `x.gate_up_proj`.
 _SCALES = ("{weight}_scale_inv", "{module}.scale", "{weight}_scale")
 # Scales of inputs, which stay unquantized.
 _OF_INPUTS = ("activation_scale", "input_scale")
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+_MXFP4_PARTS = ("blocks", "scales")
+_MXFP4_BYTES = 16
 
 
 class Fp8(SafetensorsFormat):
-    """A checkpoint with quant_method "fp8" in its config."""
+    """A checkpoint with quant_method "fp8": e4m3 weights with a scale for each block of outputs and inputs, or one for all."""
 
     def __init__(self, document: Document, files: TensorFiles) -> None:
-        self._block = _block_size(document)
+        block = document.get("weight_block_size")
+        self._block = None if block is None else block_of(block, "quantization_config names weight_block_size")
         static = take_text(document, "activation_scheme", "dynamic") == "static"
         left_out = tuple(name for name in files.names if name.endswith(_OF_INPUTS))
-        coded = [name for name in sorted(files.names) if files.dtype(name) == CODES]
-        parts = {name: {"codes": name, "scale": _scale_of(name, files)} for name in coded}
+        parts = {}
+        for name in sorted(files.names):
+            if files.dtype(name) == "F8_E4M3":
+                module = name.rpartition(".")[0]
+                found = [scale.format(weight=name, module=module) for scale in _SCALES]
+                found = [scale for scale in found if scale in files.names]
+                if len(found) != 1:
+                    scales = " and ".join(found) if found else f"no {name}_scale_inv"
+                    raise ValueError(f"{files.source} holds {name} in FP8 and {scales}; {DOWNLOAD}")
+                parts[name] = {"codes": name, "scale": found[0]}
         used = {tensors["scale"] for tensors in parts.values()}
-        scales = (name for name in files.names if name.endswith(("_scale_inv", "weight_scale")))
-        alone = next((name for name in scales if name not in used), None)
+        scales_there = (name for name in files.names if name.endswith(("_scale_inv", "weight_scale")))
+        alone = next((name for name in scales_there if name not in used), None)
         if alone is not None:
             raise ValueError(f"{files.source} holds {alone}, and no FP8 weight that it belongs to; {DOWNLOAD}")
-        super().__init__(
-            files, parts, left_out=left_out, notices=(inputs_notice(files.source),) if static or left_out else ()
-        )
+        notices = (inputs_notice(files.source),) if static or left_out else ()
+        super().__init__(files, parts, left_out=left_out, notices=notices)
 
     def _stored_weight(self, name: str) -> FormatWeight:
         parts = self._parts[name]
         codes = self._files.read_tensor(parts["codes"], torch.float8_e4m3fn)
         found = self._files.read_tensor(parts["scale"], *FLOATS, *_EXPONENTS)
+        where = f"{self._files.source}: {parts['scale']}"
         if found.dtype in _EXPONENTS:
-            found = power_of_two(f"{self._files.source}: {parts['scale']}", found)
+            found = _power_of_two(where, found)
         # A table of embeddings may have one scale where layers have blocks.
         block = None if found.numel() == 1 and found.dim() < 2 else self._block
-        scale, group = spread_scales(f"{self._files.source}: {parts['scale']}", found, codes.shape, block)
+        scale, group = spread_scales(where, found, codes.shape, block)
         return FormatWeight(f"{self._files.source}: {name}", "fp8", codes, scale, group=group)
 
 
 def spread_scales(
     name: str, scale: Tensor, shape: Sequence[int], block: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return scales of blocks as scales `[..., outputs, groups]` of a weight `shape`, and the group of each input.
+    """Return scales `[..., outputs, groups]` of a weight `shape`, and the group of each input; raise ValueError where their number is wrong.
 
-    Args:
-        block: outputs and inputs of a block; None for one scale for all, for an expert, or for each output.
-
-    Raises:
-        ValueError: there are not as many as there are blocks.
+    A block has outputs and inputs; None is one scale for all, for an expert, or for each output.
     """
     *experts, outputs, inputs = shape
     if block is None:
@@ -86,24 +91,44 @@ def spread_scales(
             f"{name} has the shape {list(scale.shape)}, and a weight {list(shape)} in blocks of {list(block)} has scales {wanted}; "
             f"{DOWNLOAD}"
         )
-    rows = scale.repeat_interleave(block[0], -2)[..., :outputs, :]
-    return rows, torch.arange(inputs) // block[1]
+    return scale.repeat_interleave(block[0], -2)[..., :outputs, :], torch.arange(inputs) // block[1]
 
 
 def inputs_notice(source: str) -> str:
     return f"{source} also asks for quantized inputs of its layers; they stay as they are"
 
 
-def _block_size(document: Document) -> tuple[int, int] | None:
-    block = document.get("weight_block_size")
-    return None if block is None else block_of(block, "quantization_config names weight_block_size")
+class Mxfp4(SafetensorsFormat):
+    """A checkpoint with quant_method "mxfp4": experts' weights in blocks of 32 e2m1 codes, with an exponent (e8m0) each.
+
+    They are `[experts, outputs, inputs]`; transformers' parameters of the same names are `[experts, inputs, outputs]`.
+    """
+
+    def __init__(self, document: Document, files: TensorFiles) -> None:
+        found: dict[str, dict[str, str]] = {}
+        for name in sorted(files.names):
+            weight, _, part = name.rpartition("_")
+            if weight and part in _MXFP4_PARTS:
+                found.setdefault(weight, {})[part] = name
+        for weight, parts in found.items():
+            files.check_parts(weight, parts, _MXFP4_PARTS)
+        super().__init__(files, found)
+
+    def _stored_weight(self, name: str) -> FormatWeight:
+        parts = self._parts[name]
+        blocks = self._files.read_tensor(parts["blocks"], torch.uint8)
+        if blocks.dim() < 3 or blocks.shape[-1] != _MXFP4_BYTES:
+            raise ValueError(
+                f"{self._files.source}: {parts['blocks']} has the shape {list(blocks.shape)}, and is to be blocks of "
+                f"{_MXFP4_BYTES} bytes; {DOWNLOAD}"
+            )
+        exponents = self._files.read_tensor(parts["scales"], torch.uint8, shape=tuple(blocks.shape[:-1]))
+        scale = _power_of_two(f"{self._files.source}: {parts['scales']}", exponents)
+        return FormatWeight(f"{self._files.source}: {name}", "fp4", blocks.flatten(-2), scale)
 
 
-def _scale_of(name: str, files: TensorFiles) -> str:
-    module = name.rpartition(".")[0]
-    found = [scale.format(weight=name, module=module) for scale in _SCALES]
-    found = [scale for scale in found if scale in files.names]
-    if len(found) != 1:
-        scales = " and ".join(found) if found else f"no {name}_scale_inv"
-        raise ValueError(f"{files.source} holds {name} in FP8 and {scales}; {DOWNLOAD}")
-    return found[0]
+def _power_of_two(name: str, exponents: Tensor) -> Tensor:
+    """Return scales 2 ** (exponent - 127) in bfloat16, which holds all, of exponents as uint8 or float8_e8m0fnu."""
+    if bool((exponents.view(torch.uint8) == 255).any()):  # e8m0's NaN
+        raise ValueError(f"{name} holds NaN; {DOWNLOAD}")
+    return exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16)

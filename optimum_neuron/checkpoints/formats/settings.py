@@ -16,12 +16,8 @@ from ...errors import first_line
 Document = Mapping[str, Any]
 _Value = TypeVar("_Value")
 _WRONG = {
-    int: "no whole number",
-    bool: "neither true nor false",
-    str: "no text",
-    list: "no list of texts",
-    dict: "no object",
-}
+    int: "no whole number", bool: "neither true nor false", str: "no text", list: "no list of texts", dict: "no object",
+}  # fmt: skip
 # No format has larger ones, and groups are counted in tensors.
 _LARGEST_GROUP = 2**20
 # A pattern of a published checkpoint takes microseconds.
@@ -93,8 +89,7 @@ def begins_with(pattern: str, name: str) -> bool:
     try:
         return regex.match(pattern, name, timeout=_SECONDS) is not None
     except TimeoutError as error:
-        raise ValueError(
-            f"{where}, which takes more than {_SECONDS:g} s for the name {name[:100]!r}; correct config.json"
-        ) from error
+        why = f"which takes more than {_SECONDS:g} s for the name {name[:100]!r}"
+        raise ValueError(f"{where}, {why}; correct config.json") from error
     except (regex.error, RecursionError, OverflowError, MemoryError) as error:
         raise ValueError(f"{where}: {first_line(error)}; correct config.json") from error

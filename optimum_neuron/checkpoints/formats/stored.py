@@ -12,12 +12,12 @@ from torch import Tensor
 from ...step.features.codes.weight import INT4_MIDDLE, QuantizedWeight, pack_int4
 
 
+DOWNLOAD = "download or copy the checkpoint again"
+PLAIN_REMEDY = "pass --dequantize to export its weights as plain numbers"
 # The largest whole number, or value of a code, that a scale is multiplied by.
 _MOST = {"int4": 15, "int8": 255, "fp8": 448, "fp4": 6}
 # Groups are no smaller in the formats that are read; below that, scales would take more room than codes.
-SMALLEST_GROUP = 16
-_LARGEST = torch.finfo(torch.float32).max
-PLAIN_REMEDY = "pass --dequantize to export its weights as plain numbers"
+_SMALLEST_GROUP = 16
 
 
 class NotKeptError(ValueError):
@@ -48,38 +48,39 @@ class FormatWeight:
 
     def __post_init__(self) -> None:
         largest = self.scale.float().abs().amax().item()
-        if not math.isfinite(largest) or largest * _MOST[self.kind] > _LARGEST:
+        if not math.isfinite(largest) or largest * _MOST[self.kind] > torch.finfo(torch.float32).max:
             raise ValueError(
-                f"{self.name} has a scale of {largest}, by which its values are no finite numbers; download or copy the checkpoint "
-                f"again"
+                f"{self.name} has a scale of {largest}, by which its values are no finite numbers; {DOWNLOAD}"
             )
         if self.kind == "fp8" and bool((self.codes.view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise ValueError(f"{self.name} holds NaN; download or copy the checkpoint again")
+            raise ValueError(f"{self.name} holds NaN; {DOWNLOAD}")
 
     def quantized(self) -> QuantizedWeight:
-        """Return the same weight to the bit, in as many bits, or in 8 where zero points and scales of float32 need them.
-
-        Raises:
-            NotKeptError: there is none.
-        """
+        """Return the same weight to the bit; raise NotKeptError where there is none."""
         scale, zero = self._side_by_side()
-        kind, codes, shift = self.kind, self.codes, None
+        codes, shift = self.codes, None
         if zero is not None:
-            if _exact_shift(kind, scale):
-                shift = -(zero.float() * scale.float())
-            else:
-                kind, codes = "int8", self._centred(zero)
-        if kind == "int4":
+            # code * scale - zero * scale is (code - zero) * scale to the bit where all products have room in float32.
+            spare = (1 << (4 if self.kind == "int4" else 8)) - 1
+            if scale.dtype == torch.float32 and bool((scale.contiguous().view(torch.int32) & spare).any()):
+                raise NotKeptError(
+                    f"{self.name} has zero points and scales of float32, with which no codes hold its values to the bit; {PLAIN_REMEDY}"
+                )
+            shift = -(zero.float() * scale.float())
+        if self.kind == "int4":
             if codes.shape[-1] % 2:
                 raise NotKeptError(
                     f"{self.name} has {codes.shape[-1]} inputs, and codes of 4 bits are kept in pairs; {PLAIN_REMEDY}"
                 )
             codes = pack_int4(codes)
-        return QuantizedWeight(kind, codes, scale.contiguous(), shift)
+        return QuantizedWeight(self.kind, codes, scale.contiguous(), shift)
 
     def dequantize(self) -> Tensor:
         """Return `[..., outputs, inputs]` float32, by the definition of the format."""
-        values = self._values()
+        if self.kind == "fp4":
+            values = QuantizedWeight("fp4", self.codes, torch.ones(*self.codes.shape[:-1], 1)).values()
+        else:
+            values = self.codes.float() - self._middle
         group = self.group
         if group is None:
             group = torch.arange(values.shape[-1]) // (values.shape[-1] // self.scale.shape[-1])
@@ -91,12 +92,6 @@ class FormatWeight:
     def _middle(self) -> int:
         return INT4_MIDDLE if self.kind == "int4" else 0
 
-    def _values(self) -> Tensor:
-        """Return codes as numbers `[..., outputs, inputs]` float32, less `_middle`."""
-        if self.kind == "fp4":
-            return QuantizedWeight("fp4", self.codes, torch.ones(*self.codes.shape[:-1], 1)).values()
-        return self.codes.float() - self._middle
-
     def _side_by_side(self) -> tuple[Tensor, Tensor | None]:
         """Return scales and zero points of groups that are equal parts of the inputs; no zero points where they change nothing."""
         scale, zero = self.scale, self.zero
@@ -104,56 +99,27 @@ class FormatWeight:
             zero = None
         if self.group is None:
             return scale, zero
-        size = _run_length(self.group)
-        if size < min(SMALLEST_GROUP, len(self.group)):
+        changes = (torch.nonzero(self.group[1:] != self.group[:-1]).flatten() + 1).tolist()
+        size = math.gcd(len(self.group), *changes)
+        if size < min(_SMALLEST_GROUP, len(self.group)):
             raise NotKeptError(
                 f"{self.name} has inputs of one group that do not stand side by side (parts of {size} inputs; at least "
-                f"{SMALLEST_GROUP} can be kept); {PLAIN_REMEDY}"
+                f"{_SMALLEST_GROUP} can be kept); {PLAIN_REMEDY}"
             )
         places = self.group[::size]
         return scale[..., places], None if zero is None else zero[..., places]
-
-    def _centred(self, zero: Tensor) -> Tensor:
-        """Return codes less their zero points, where they have room in int8."""
-        size = self.codes.shape[-1] // zero.shape[-1]
-        codes = (self.codes.short().unflatten(-1, (-1, size)) - zero[..., None]).flatten(-2)
-        if codes.amin() < -128 or codes.amax() > 127:
-            raise NotKeptError(
-                f"{self.name} has codes of 8 bits, zero points and scales of float32, and no 8 bits hold their values to the bit; "
-                f"{PLAIN_REMEDY}"
-            )
-        return codes.to(torch.int8)
-
-
-def _exact_shift(kind: str, scale: Tensor) -> bool:
-    """Return whether code * scale - zero * scale is (code - zero) * scale to the bit: all products have room in float32."""
-    if scale.dtype != torch.float32:
-        return True
-    spare = (1 << (4 if kind == "int4" else 8)) - 1
-    return not bool((scale.contiguous().view(torch.int32) & spare).any())
-
-
-def _run_length(group: Tensor) -> int:
-    """Return the largest length that divides the inputs into parts with one group each."""
-    changes = (torch.nonzero(group[1:] != group[:-1]).flatten() + 1).tolist()
-    return math.gcd(len(group), *changes)
 
 
 def check_group(name: str, group: Tensor, groups: int) -> Tensor:
     """Return numbers of groups `[inputs]` as int64; raise ValueError for one outside of 0 to `groups` - 1."""
     low, high = int(group.amin()), int(group.amax())
     if low < 0 or high >= groups:
-        raise ValueError(
-            f"{name} names groups {low} to {high}, and there are scales of 0 to {groups - 1}; download or copy the checkpoint again"
-        )
+        raise ValueError(f"{name} names groups {low} to {high}, and there are scales of 0 to {groups - 1}; {DOWNLOAD}")
     return group.long()
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return numbers `[..., 32 / bits * words]` uint8 of int32 words `[..., words]`; the first number has the lowest bits."""
-    pieces = words.contiguous().view(
-        torch.uint8
-    )  # little-endian: as safetensors stores them, and the machines that this runs on
-    if bits == 8:
-        return pieces
-    return torch.stack((pieces & 15, pieces >> 4), -1).flatten(-2)
+    # Little-endian: as safetensors stores them, and the machines that this runs on.
+    pieces = words.contiguous().view(torch.uint8)
+    return pieces if bits == 8 else torch.stack((pieces & 15, pieces >> 4), -1).flatten(-2)

@@ -22,36 +22,27 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A translation of a file's keys to a config.
-
-    Attributes:
-        model_type: transformers' name.
-        numbers: fields of the config by key; a file without such a key is refused.
-        defaults: llama.cpp's values where a file lacks a key of `numbers`.
-        fixed: fields that stand in no key.
-        same: keys that have one value in all files of the architecture.
-        tensors: fields that are true where a file has a tensor with this end of its name.
-        more: functions that add fields, from keys and the fields so far, in turn.
-        names: the config's names of sizes with other names than usual.
-        heads_vary: the class takes heads of another size than the hidden size over their number.
-        layers_vary: the class takes layers with different heads.
-        is_latent: queries and keys have a part that is rotated, and a size of its own.
-        is_partial: the class can rotate a part of each head.
-        rope: parameters of the type "yarn" that stand in no key; None without a rotary embedding.
-    """
+    """A translation of a file's keys to a config of transformers' `model_type`."""
 
     model_type: str
+    # Fields of the config by key; a file without such a key is refused, or llama.cpp's value is taken.
     numbers: Mapping[str, str] = field(default_factory=lambda: _RMS)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Fields that stand in no key, and keys that have one value in all files of the architecture.
     fixed: Mapping[str, Any] = field(default_factory=lambda: _SILU)
     same: Mapping[str, Any] = field(default_factory=dict)
+    # Fields that are true where a file has a tensor with this end of its name.
     tensors: Mapping[str, str] = field(default_factory=dict)
+    # Functions that add fields, from keys and the fields so far, in turn.
     more: tuple[Callable[[GgufKeys, Fields], Fields], ...] = ()
+    # The config's names of sizes with other names than usual.
     names: Mapping[str, str] = field(default_factory=dict)
+    # The class takes heads of any size, layers with different heads, a rotated part of its own size, or of each head.
     heads_vary: bool = True
     layers_vary: bool = False
     is_latent: bool = False
     is_partial: bool = False
+    # Parameters of the type "yarn" that stand in no key; None without a rotary embedding.
     rope: Mapping[str, Any] | None = field(default_factory=dict)
 
 
@@ -71,11 +62,8 @@ def _llama(keys: GgufKeys, fields: Fields) -> Fields:
 def _qwen_moe(keys: GgufKeys, fields: Fields) -> Fields:
     """Add experts in each layer, as in llama.cpp, which makes their weights sum to 1 in Qwen3's alone."""
     is_3 = keys.header.architecture == "qwen3moe"
-    found = {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": keys.take_flag("expert_weights_norm", is_3),
-    }
+    norms = keys.take_flag("expert_weights_norm", is_3)
+    found = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": norms}
     shared = {} if is_3 else {"shared_expert_intermediate_size": keys.take_whole("expert_shared_feed_forward_length")}
     return found | shared
 
@@ -119,7 +107,6 @@ def _gemma3(keys: GgufKeys, fields: Fields) -> Fields:
 
 
 def _olmo2(keys: GgufKeys, fields: Fields) -> Fields:
-    """Make an OLMo 3 of a file with a window."""
     if "attention.sliding_window" not in keys:
         return {}
     ropes = _two_ropes(keys, fields, fields["rope_parameters"]["rope_theta"])
@@ -128,9 +115,8 @@ def _olmo2(keys: GgufKeys, fields: Fields) -> Fields:
 
 def _wide_experts(keys: GgufKeys, fields: Fields) -> Fields:
     size = fields["intermediate_size"]
-    keys.require_same(
-        "expert_feed_forward_length", size, why=f"its experts are as wide as feed_forward_length, {size}"
-    )
+    why = f"its experts are as wide as feed_forward_length, {size}"
+    keys.require_same("expert_feed_forward_length", size, why=why)
     return {}
 
 
@@ -172,10 +158,8 @@ def _lfm2(keys: GgufKeys, fields: Fields) -> Fields:
 
 def _qwen35(keys: GgufKeys, fields: Fields) -> Fields:
     """Add linear attention, which most layers have. A text has one position on each axis: the sections of the third change nothing."""
-    interval, heads = (
-        keys.take_whole("full_attention_interval", least=1),
-        keys.take_whole("ssm.time_step_rank", least=1),
-    )
+    interval = keys.take_whole("full_attention_interval", least=1)
+    heads = keys.take_whole("ssm.time_step_rank", least=1)
     sections = [size for size in keys.take_layers("rope.dimension_sections", 4) if size]
     is_full = [(layer + 1) % interval == 0 for layer in range(fields["num_hidden_layers"])]
     return {

@@ -2,7 +2,7 @@
 """Blocks of GGUF tensors as `QuantizedWeight`: the same numbers as `gguf.quants.dequantize` gives, to the bit.
 
 Layouts: https://github.com/ggml-org/ggml, src/ggml-common.h. Each value there is a code times a scale of its group in float32, less or plus
-a minimum, in this order. Blocks lie along inputs.
+a minimum, in this order. Blocks `[..., outputs, blocks, bytes]` lie along inputs, so `flatten` from the dimension of blocks on makes rows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,7 @@ _BY_TWO = torch.tensor((0, 2, 4, 6), dtype=torch.uint8)[:, None]
 
 
 def repack(name: str, kind: str, data: Tensor) -> QuantizedWeight:
-    """Return a tensor's blocks as a weight; raise ValueError where the bytes are no whole blocks, or a scale is not finite.
-
-    Args:
-        name: the tensor's name in messages.
-        kind: one of `KINDS`, as gguf calls it.
-        data: `[..., outputs, bytes of an output]` uint8.
-    """
+    """Return blocks `[..., outputs, bytes]` of one of `KINDS` as a weight; raise ValueError where they are not whole, or a scale not finite."""
     size, read = KINDS[kind]
     if not data.numel() or data.shape[-1] % size:
         raise ValueError(f"{name} has outputs of {data.shape[-1]} bytes, and blocks of {kind} have {size}")
@@ -43,11 +37,6 @@ def repack(name: str, kind: str, data: Tensor) -> QuantizedWeight:
     return QuantizedWeight(weight_kind, codes, scale, shift)
 
 
-def _join_rows(parts: Tensor, dimensions: int) -> Tensor:
-    """Join the last `dimensions` of parts of blocks `[..., outputs, blocks, ...]` to rows of outputs."""
-    return parts.flatten(-dimensions)
-
-
 def _read_half(blocks: Tensor, start: int) -> Tensor:
     """Return the float16 that begins at a byte of each block: `[..., blocks]`."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16)[..., 0]
@@ -58,23 +47,17 @@ def _read_nibbles(packed: Tensor) -> Tensor:
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
-def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """Return 32 bits of each block, times 16: `[..., blocks, 32]`."""
-    bits = blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)
-    return (bits.flatten(-2) & 1) << 4
-
-
 def _of_32(blocks: Tensor, bits: int, *, has_minimum: bool) -> _Parts:
     """Read blocks with a scale, perhaps a minimum, the fifth bits of codes of 5, and 32 codes."""
-    start, scale, shift = (
-        (4, _read_half(blocks, 0), _read_half(blocks, 2).float()) if has_minimum else (2, _read_half(blocks, 0), None)
-    )
+    start, scale = 4 if has_minimum else 2, _read_half(blocks, 0)
+    shift = _read_half(blocks, 2).float() if has_minimum else None
     if bits == 8:
-        return "int8", _join_rows(blocks[..., start:].view(torch.int8), 2), scale, shift
+        return "int8", blocks[..., start:].view(torch.int8).flatten(-2), scale, shift
     if bits == 4:
-        return "int4", _join_rows(_read_nibbles(blocks[..., start:]), 2), scale, shift
-    codes = (_read_nibbles(blocks[..., start + 4 :]) | _fifth_bits(blocks, start)).view(torch.int8)
-    return "int8", _join_rows(codes if has_minimum else codes - 16, 2), scale, shift
+        return "int4", _read_nibbles(blocks[..., start:]).flatten(-2), scale, shift
+    fifth = (blocks[..., start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)).flatten(-2) & 1
+    codes = (_read_nibbles(blocks[..., start + 4 :]) | (fifth << 4)).view(torch.int8)
+    return "int8", (codes if has_minimum else codes - 16).flatten(-2), scale, shift
 
 
 def _mxfp4(blocks: Tensor) -> _Parts:
@@ -89,7 +72,7 @@ def _k_scales(blocks: Tensor, start: int) -> tuple[Tensor, Tensor]:
     scale = torch.cat((scales & 63, (high & 15) | ((scales >> 2) & 48)), -1)
     minimum = torch.cat((minima & 63, (high >> 4) | ((minima >> 2) & 48)), -1)
     factor, least = _read_half(blocks, 0).float()[..., None], _read_half(blocks, 2).float()[..., None]
-    return _join_rows(factor * scale.float(), 2), -_join_rows(least * minimum.float(), 2)
+    return (factor * scale.float()).flatten(-2), -(least * minimum.float()).flatten(-2)
 
 
 def _read_pairs(packed: Tensor) -> Tensor:
@@ -100,14 +83,14 @@ def _read_pairs(packed: Tensor) -> Tensor:
 
 def _q4_k(blocks: Tensor) -> _Parts:
     scale, shift = _k_scales(blocks, 4)
-    return "int4", _join_rows(_read_pairs(blocks[..., 16:]), 4), scale, shift
+    return "int4", _read_pairs(blocks[..., 16:]).flatten(-4), scale, shift
 
 
 def _q5_k(blocks: Tensor) -> _Parts:
     scale, shift = _k_scales(blocks, 4)
     high = (blocks[..., 16:48, None] >> torch.arange(8, dtype=torch.uint8)).transpose(-1, -2) & 1
     codes = _read_pairs(blocks[..., 48:]).flatten(-3, -2) | (high << 4)
-    return "int8", _join_rows(codes.view(torch.int8), 3), scale, shift
+    return "int8", codes.view(torch.int8).flatten(-3), scale, shift
 
 
 def _q6_k(blocks: Tensor) -> _Parts:
@@ -115,7 +98,7 @@ def _q6_k(blocks: Tensor) -> _Parts:
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _BY_TWO
     codes = torch.cat((low & 15, low >> 4), -2).flatten(-2).unflatten(-1, (4, 32)) | ((high & 3) << 4)
     scale = blocks[..., 192:208].contiguous().view(torch.int8).float() * _read_half(blocks, 208).float()[..., None]
-    return "int8", _join_rows(codes.view(torch.int8) - 32, 4), _join_rows(scale, 2), None
+    return "int8", (codes.view(torch.int8) - 32).flatten(-4), scale.flatten(-2), None
 
 
 def _read_twos(packed: Tensor) -> Tensor:
@@ -126,7 +109,7 @@ def _read_twos(packed: Tensor) -> Tensor:
 def _q2_k(blocks: Tensor) -> _Parts:
     scale = (blocks[..., :16] & 15).float() * _read_half(blocks, 80).float()[..., None]
     minimum = (blocks[..., :16] >> 4).float() * _read_half(blocks, 82).float()[..., None]
-    return "int4", _join_rows(_read_twos(blocks[..., 16:80]), 4), _join_rows(scale, 2), -_join_rows(minimum, 2)
+    return "int4", _read_twos(blocks[..., 16:80]).flatten(-4), scale.flatten(-2), -minimum.flatten(-2)
 
 
 def _q3_k(blocks: Tensor) -> _Parts:
@@ -137,7 +120,7 @@ def _q3_k(blocks: Tensor) -> _Parts:
     two = blocks[..., 104:108, None].transpose(-1, -2) >> _BY_TWO
     scale = (low | ((two.flatten(-2) & 3) << 4)).view(torch.int8) - 32
     scale = scale.float() * _read_half(blocks, 108).float()[..., None]
-    return "int4", _join_rows(codes + 4, 3), _join_rows(scale, 2), None
+    return "int4", (codes + 4).flatten(-3), scale.flatten(-2), None
 
 
 # By gguf's names: bytes of a block, and its reader. Other kinds have values that are no code times a scale.

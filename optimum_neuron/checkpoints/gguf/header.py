@@ -30,8 +30,6 @@ _NUMPY_KINDS = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 PLAIN_KINDS = (*_NUMPY_KINDS, "BF16")
 # Longer arrays are only counted, such as a vocabulary; a model has fewer layers, and fewer sizes of each.
 _MOST_ITEMS = 4096
-_ALIGNMENT = 32
-_MOST_DIMENSIONS = 4
 _LONGEST_NAME = 200
 
 
@@ -44,14 +42,7 @@ class Items:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor's place in a file.
-
-    Attributes:
-        shape: outputs before inputs, as torch has them.
-        kind: gguf's number of the type.
-        start: its first byte in the file.
-        size: in bytes.
-    """
+    """A tensor's place in a file, in bytes: `shape` has outputs before inputs, and `kind` is gguf's number of the type."""
 
     shape: tuple[int, ...]
     kind: int
@@ -77,7 +68,6 @@ class GgufHeader:
 
     @property
     def has_codes(self) -> bool:
-        """True if a tensor is quantized."""
         return any(self.kind(name) not in PLAIN_KINDS for name in self.tensors)
 
     def kind(self, name: str) -> str:
@@ -121,7 +111,13 @@ def read_header(path: Path) -> GgufHeader:
         ValueError: the file is truncated or corrupt, or describes no model.
         RuntimeError: the package that reads such files is not installed.
     """
-    sizes_of_types = _quantization_sizes(path)
+    try:
+        from gguf.constants import GGML_QUANT_SIZES
+    except ImportError as error:
+        raise RuntimeError(
+            f"reading {path} needs gguf, which is not installed; pip install 'optimum-neuron-runtime[gguf]'"
+        ) from error
+    sizes_of_types = {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
     with path.open("rb") as file:
         magic, version = file.read(len(MAGIC)), file.read(4)
         if magic != MAGIC:
@@ -134,7 +130,7 @@ def read_header(path: Path) -> GgufHeader:
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                header = _Cursor(data).header(path, sizes_of_types)
+                header = _Cursor(data, sizes_of_types).read_header(path)
             except ValueError as error:
                 raise ValueError(
                     f"{path} is truncated or corrupt ({len(data):,} bytes: {error}); download or copy it again"
@@ -147,32 +143,21 @@ def read_header(path: Path) -> GgufHeader:
     return header
 
 
-def _quantization_sizes(path: Path) -> dict[int, tuple[int, int]]:
-    """Return the elements and bytes of a block by type of tensors."""
-    try:
-        from gguf.constants import GGML_QUANT_SIZES
-    except ImportError as error:
-        raise RuntimeError(
-            f"reading {path} needs gguf, which is not installed; pip install 'optimum-neuron-runtime[gguf]'"
-        ) from error
-    return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}
-
-
 class _Cursor:
-    """A place in a file's bytes; reading past their end is a ValueError."""
+    """A place in a file's bytes; reading past their end is a ValueError. Types of tensors have blocks of some elements and bytes."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
+    def __init__(self, data: mmap.mmap, sizes_of_types: dict[int, tuple[int, int]]) -> None:
+        self._data, self._sizes_of_types = data, sizes_of_types
         self._place = len(MAGIC)
 
-    def header(self, path: Path, sizes_of_types: dict[int, tuple[int, int]]) -> GgufHeader:
+    def read_header(self, path: Path) -> GgufHeader:
         version = self._read_number("I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version}, not one of {_VERSIONS}")
         tensors, pairs = self._read_number("Q"), self._read_number("Q")
         values = self._read_named(pairs, lambda _: self._read_value(self._read_number("I")))
-        found = self._read_named(tensors, lambda name: self._read_tensor(name, sizes_of_types))
-        alignment = values.get("general.alignment", _ALIGNMENT)
+        found = self._read_named(tensors, self._read_tensor)
+        alignment = values.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         first = -(-self._place // alignment) * alignment
@@ -185,22 +170,23 @@ class _Cursor:
     def _read_named(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for _ in range(count):
-            name = self._read_name()
+            start, name = self._place, self._read_string()
+            if not name.isprintable() or len(name) > _LONGEST_NAME:  # messages show it
+                raise ValueError(f"at byte {start:,} stands no name")
             if name in found:
                 raise ValueError(f"it has {name} twice")
             found[name] = read(name)
         return found
 
-    def _read_tensor(self, name: str, sizes_of_types: dict[int, tuple[int, int]]) -> GgufTensor:
-        """Read a tensor's place, counted from the first tensor."""
+    def _read_tensor(self, name: str) -> GgufTensor:
         dimensions = self._read_number("I")
-        if dimensions > _MOST_DIMENSIONS:
+        if dimensions > 4:
             raise ValueError(f"{name} has {dimensions} dimensions")
         shape = tuple(self._read_number("Q") for _ in range(dimensions))[::-1]
         kind, offset = self._read_number("I"), self._read_number("Q")
-        if kind not in sizes_of_types:
+        if kind not in self._sizes_of_types:
             raise ValueError(f"{name} has the unknown type {kind}")
-        block, size = sizes_of_types[kind]
+        block, size = self._sizes_of_types[kind]
         if not shape or shape[-1] % block:
             raise ValueError(f"{name} has the shape {list(shape)}, and blocks of {block} numbers")
         return GgufTensor(shape, kind, offset, math.prod(shape) // block * size)
@@ -228,13 +214,6 @@ class _Cursor:
         start = self._place
         self._skip_bytes(struct.calcsize(form))
         return struct.unpack_from(f"<{form}", self._data, start)[0]
-
-    def _read_name(self) -> str:
-        """Return a key, or a tensor's name, which messages show."""
-        start, name = self._place, self._read_string()
-        if not name.isprintable() or len(name) > _LONGEST_NAME:
-            raise ValueError(f"at byte {start:,} stands no name")
-        return name
 
     def _read_string(self) -> str:
         length = self._read_number("Q")

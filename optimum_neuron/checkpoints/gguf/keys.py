@@ -42,10 +42,8 @@ NEEDED: Any = object()
 class GgufKeys:
     """The keys of a file by their names without the architecture, and those that are still to be taken.
 
-    A method that takes a key raises ValueError where it has a value of another kind, or is missing and has no default.
-
-    Attributes:
-        tensors: names of tensors that the config is read from.
+    A method that takes a key raises ValueError where it has a value of another kind, or is missing and has no default. `tensors` collects the
+    names of tensors that the config is read from.
     """
 
     def __init__(self, header: GgufHeader, source: str) -> None:
@@ -74,12 +72,11 @@ class GgufKeys:
 
     def take_layers(self, key: str, layers: int, default: Any = NEEDED) -> Any:
         """Take a number of all layers, or a tuple of one for each."""
-        return self._take_value(
-            key,
-            default,
-            lambda value: type(value) is int or (isinstance(value, tuple) and len(value) == layers),
-            f"a whole number or {layers} of them",
-        )
+
+        def is_right(value: Any) -> bool:
+            return type(value) is int or (isinstance(value, tuple) and len(value) == layers)
+
+        return self._take_value(key, default, is_right, f"a whole number or {layers} of them")
 
     def require_same(self, key: str, *allowed: Any, why: str) -> None:
         """Refuse a key with a value that is not allowed, with the reason `why`."""

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of a model's linear layers and experts at export, one after another, so that no second copy of the model exists."""
+"""Quantization of a model's linear layers and experts at export, one after another, so that no second copy of the model exists.
+
+Activations are rounded where the config asks for it, and codes meet them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,15 +16,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ... import progress
-from ...config import NeuronConfig
+from ...config import ACTIVATIONS, NeuronConfig
 from ...parity.nonfinite import nonfinite
-from ...step.features.codes.expert_weights import is_experts, natural_shape, plain_weights, replace_weights
+from ...step.features.codes.expert_weights import (
+    is_experts,
+    plain_weights,
+    quantized_weights,
+    replace_weights,
+    round_activations_of,
+)
 from ...step.features.codes.formats import WeightFormat, make_room
 from ...step.features.codes.modules import QuantizedEmbedding, QuantizedLinear, replace_embedding, replace_linear
-from ...step.features.codes.weight import QuantizedWeight
+from ...step.features.codes.weight import MEET_CODED, QuantizedWeight
 from ...step.one_thread import one_thread
-from .calibration import Calibration
-from .importance import input_importance
+from .calibration import Calibration, input_importance
 from .rounding import FP8_LARGEST, FP8_LARGEST_ON, round_fp8, round_int4, round_int8
 
 
@@ -36,50 +44,50 @@ DEFAULT_EXCLUDE = (
 
 
 def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibration | None = None) -> None:
-    """Replace linear layers and experts of a model by quantized ones, if a config asks for it.
+    """Replace linear layers and experts of a model by quantized ones, if a config asks for it; nearest where inputs are large on a text.
 
     With int4, the head, and layers with inputs that groups do not divide, become int8. A table of embeddings that the head shares stays shared
     where it becomes int8.
 
-    Args:
-        calibration: a text on which the model runs first, so that weights of int4 are nearest where their inputs are large.
-
     Raises:
-        ValueError: nothing is left to quantize, a pattern excludes nothing, a weight holds NaN or infinity, or the model cannot run on the
-            text.
+        ValueError: nothing is left to quantize, a pattern excludes nothing, a weight is not finite, or the model cannot run on the text.
     """
     if config.quantization in (None, "checkpoint"):
         return
     chosen = _choose_layers(model, config)
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    rounding = _Rounding(config)
+    formats = _choose_formats(model, config, chosen)
+    weights = {key: weight for name, module in chosen.items() for key, weight in _weights_of(name, module).items()}
+    in_int4 = [key for key in weights if formats[key.removesuffix(".weight")].kind == "int4"]
+    head, table = _name_of(model, model.get_output_embeddings()), _name_of(model, model.get_input_embeddings())
+    importance: dict[str, Tensor] = {}
     if calibration is not None:
-        rounding.importance = input_importance(model, _in_int4(chosen, config, head), calibration.ids)
+        coarse = {name: module for name, module in chosen.items() if _weights_of(name, module).keys() & set(in_int4)}
+        importance = input_importance(model, coarse, calibration.ids)
+    sizes = {key: weight.shape[-1] for key, weight in weights.items()}
+    del weights  # of which each is dropped as soon as it is rounded
     with one_thread(), progress.stage("Quantizing weights", len(chosen)) as advance:
         for name, module in chosen.items():
+            rounded = {
+                key: _round_weight(key, weight, formats[key.removesuffix(".weight")], config, importance.get(key))
+                for key, weight in _weights_of(name, module).items()
+            }
             if isinstance(module, nn.Linear):
-                is_shared = _is_shared(module, head, table)
-                weight = rounding.round_weight(f"{name}.weight", module.weight.detach(), finest=module is head)
-                replace_linear(model, name, weight)
-                if is_shared and weight.kind == "int8":
-                    replace_embedding(model, _name_of(model, table), weight)
+                replace_linear(model, name, rounded[f"{name}.weight"])
+                if name == head and table in formats:
+                    replace_embedding(model, table, rounded[f"{name}.weight"])
             else:
-                replace_weights(module, dict(_rounded_experts(name, module, rounding)))
+                replace_weights(module, {key.rpartition(".")[2]: each for key, each in rounded.items()})
             advance(name)
-    if rounding.undivided:
-        name, inputs = rounding.undivided[0]
+    undivided = [key for key in sizes if key not in in_int4 and key != f"{head}.weight"]
+    if config.quantization == "int4" and undivided:
         logger.warning(
-            "%d weights, as %s with %d inputs, are no whole number of groups of %d: they are int8",
-            len(rounding.undivided),
-            name,
-            inputs,
-            config.int4_group_size,
+            f"{len(undivided)} weights, as {undivided[0]} with {sizes[undivided[0]]} inputs, are no whole number of groups of "
+            f"{config.int4_group_size}: they are int8"
         )
-    if rounding.unseen:
+    unseen = [key for key in in_int4 if calibration is not None and key not in importance]
+    if unseen:
         logger.warning(
-            "%d weights, as %s, met too few tokens of the calibration text, and are rounded without it",
-            len(rounding.unseen),
-            rounding.unseen[0],
+            f"{len(unseen)} weights, as {unseen[0]}, met too few tokens of the calibration text, and are rounded without it"
         )
 
 
@@ -92,17 +100,34 @@ def formats_of(model: PreTrainedModel, config: NeuronConfig) -> dict[str, Weight
             "quantization='checkpoint' keeps what a checkpoint's files hold, and its config alone is read here; give the kind of codes, as "
             "quantization='int8', or an artifact"
         )
+    return _choose_formats(model, config, _choose_layers(model, config))
+
+
+def _choose_formats(
+    model: PreTrainedModel, config: NeuronConfig, layers: dict[str, nn.Module]
+) -> dict[str, WeightFormat]:
+    """Return formats by name: a linear layer's, a weight's of experts, and that of a table of embeddings that shares the head's codes."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    plain = WeightFormat("fp8" if config.quantization == "fp8" else "int8", 1, "float32", False)
     found = {}
-    for name, module in _choose_layers(model, config).items():
-        if isinstance(module, nn.Linear):
-            found[name] = _weight_format(config, module.in_features, finest=module is head)
-            if _is_shared(module, head, table) and found[name].kind == "int8":
-                found[_name_of(model, table)] = found[name]
-        else:
-            for own, weight in plain_weights(module).items():
-                found[f"{name}.{own}"] = _weight_format(config, natural_shape(module, weight)[-1])
+    for name, module in layers.items():
+        for key, weight in _weights_of(name, module).items():
+            groups, rest = divmod(weight.shape[-1], config.int4_group_size)
+            is_int4 = config.quantization == "int4" and module is not head and not rest
+            form = WeightFormat("int4", groups, "float16", config.quantization_zero_point) if is_int4 else plain
+            found[key.removesuffix(".weight")] = form
+        is_shared = module is head and type(table) is nn.Embedding and table.weight is module.weight
+        if is_shared and found[name].kind == "int8":
+            found[_name_of(model, table)] = found[name]
     return found
+
+
+def _weights_of(name: str, layer: Any) -> dict[str, Tensor]:
+    """Return the weights `[..., outputs, inputs]` of a linear layer or of experts, by name."""
+    if isinstance(layer, nn.Linear):
+        return {f"{name}.weight": layer.weight.detach()}
+    found = {f"{name}.{own}": weight.detach() for own, weight in plain_weights(layer).items()}
+    return {key: each.transpose(1, 2) for key, each in found.items()} if layer.is_transposed else found
 
 
 def make_room_as_quantized(model: PreTrainedModel, config: NeuronConfig) -> None:
@@ -116,55 +141,9 @@ def make_room_as_quantized(model: PreTrainedModel, config: NeuronConfig) -> None
 
 
 def _choose_layers(model: PreTrainedModel, config: NeuronConfig) -> dict[str, nn.Module]:
-    layers = {
-        name: module for name, module in model.named_modules() if type(module) is nn.Linear or is_experts(module)
-    }
+    layers = {name: each for name, each in model.named_modules() if type(each) is nn.Linear or is_experts(each)}
     patterns = DEFAULT_EXCLUDE if config.quantization_exclude is None else config.quantization_exclude
     chosen = {name: each for name, each in layers.items() if not any(fnmatchcase(name, one) for one in patterns)}
-    _check_patterns(model, config, layers, chosen)
-    return chosen
-
-
-def _in_int4(chosen: dict[str, nn.Module], config: NeuronConfig, head: nn.Module | None) -> dict[str, nn.Module]:
-    """Return the layers with a weight that becomes int4."""
-
-    def inputs_of(module: nn.Module) -> list[int]:
-        if isinstance(module, nn.Linear):
-            return [module.in_features]
-        return [natural_shape(module, weight)[-1] for weight in plain_weights(module).values()]
-
-    return {
-        name: module
-        for name, module in chosen.items()
-        if any(_weight_format(config, inputs, finest=module is head).kind == "int4" for inputs in inputs_of(module))
-    }
-
-
-def _is_shared(module: nn.Linear, head: nn.Module | None, table: nn.Module) -> bool:
-    return module is head and type(table) is nn.Embedding and table.weight is module.weight
-
-
-def _weight_format(config: NeuronConfig, inputs: int, *, finest: bool = False) -> WeightFormat:
-    """Return the format of a weight with so many inputs; `finest` takes as many bits as there are."""
-    group = config.int4_group_size
-    if config.quantization == "int4" and not finest and inputs % group == 0:
-        return WeightFormat("int4", inputs // group, "float16", config.quantization_zero_point)
-    return WeightFormat("fp8" if config.quantization == "fp8" else "int8", 1, "float32", False)
-
-
-def _rounded_experts(name: str, layer: Any, rounding: _Rounding) -> Iterator[tuple[str, QuantizedWeight]]:
-    for own, parameter in plain_weights(layer).items():
-        weight = parameter.detach()
-        yield own, rounding.round_weight(f"{name}.{own}", weight.transpose(1, 2) if layer.is_transposed else weight)
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    return next(name for name, each in model.named_modules() if each is module)
-
-
-def _check_patterns(
-    model: PreTrainedModel, config: NeuronConfig, layers: dict[str, nn.Module], chosen: dict[str, nn.Module]
-) -> None:
     idle = [one for one in config.quantization_exclude or () if not any(fnmatchcase(name, one) for name in layers)]
     if idle:
         raise ValueError(
@@ -176,42 +155,70 @@ def _check_patterns(
             f"quantization={config.quantization!r} finds nothing to quantize: {len(layers)} linear layers and experts of "
             f"{type(model).__name__} are all excluded; leave out one of them"
         )
+    return chosen
 
 
-class _Rounding:
-    """The rounding of one weight after another as a config asks.
+def _name_of(model: nn.Module, module: nn.Module | None) -> str:
+    return next((name for name, each in model.named_modules() if each is module), "")
 
-    Attributes:
-        undivided: names and inputs of weights that are int8 because groups of int4 do not divide them.
-        importance: importance of the inputs of weights by name, where a text gives it.
-        unseen: names of weights of int4 without an importance.
+
+def _round_weight(
+    name: str, weight: Tensor, form: WeightFormat, config: NeuronConfig, importance: Tensor | None
+) -> QuantizedWeight:
+    problem = nonfinite(name, weight)
+    if problem is not None:
+        raise ValueError(problem)
+    if form.kind == "fp8":
+        return round_fp8(weight, FP8_LARGEST_ON.get(config.target, FP8_LARGEST))
+    if form.kind == "int8":
+        return round_int8(weight)
+    zero_point = config.quantization_zero_point
+    try:
+        return round_int4(weight, config.int4_group_size, zero_point=zero_point, importance=importance)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; exclude it by --quantization-exclude (quantization_exclude)") from error
+
+
+def settle_activations(model: nn.Module, config: NeuronConfig, *, by_default: bool) -> NeuronConfig:
+    """Return a config with the type that activations are rounded to, or None; "auto" rounds them `by_default`.
+
+    Raises:
+        ValueError: the config asks for rounded activations, and no weight of the model meets them.
     """
+    kinds = [layer.kind for layer in model.modules() if isinstance(layer, QuantizedLinear)]
+    kinds += [weight.kind for layer in model.modules() for weight in quantized_weights(layer).values()]
+    others = sorted({kind for kind in kinds if kind not in MEET_CODED})
+    meets = bool(set(kinds) - set(others))
+    asked = config.activations
+    if asked == "auto":
+        config = dataclasses.replace(config, activations=ACTIVATIONS[0] if meets and by_default else None)
+    if config.activations is None:
+        return config
+    if not meets:
+        raise ValueError(
+            f"activations={config.activations!r} meet weights that are codes of {' or '.join(MEET_CODED)}, and "
+            f"{type(model).__name__} has {' and '.join(others) or 'plain ones'}; leave it out, or quantize to one of them"
+        )
+    if asked == "auto":
+        logger.warning(
+            f"activations are rounded to {config.activations} where they meet weights of {' or '.join(MEET_CODED)}: this is faster on this "
+            f"CPU, and less exact; --activations none (activations='none') keeps them"
+        )
+    if others:
+        logger.warning(
+            f"{sum(kind in others for kind in kinds)} of {len(kinds)} quantized weights are {' and '.join(others)}, which activations of "
+            f"{config.activations} do not meet: they multiply with plain ones"
+        )
+    return config
 
-    def __init__(self, config: NeuronConfig) -> None:
-        self._config = config
-        self.undivided: list[tuple[str, int]] = []
-        self.importance: dict[str, Tensor] | None = None
-        self.unseen: list[str] = []
 
-    def round_weight(self, name: str, weight: Tensor, *, finest: bool = False) -> QuantizedWeight:
-        """Round a weight `[..., outputs, inputs]`; `finest` takes as many bits as there are."""
-        problem = nonfinite(name, weight)
-        if problem is not None:
-            raise ValueError(problem)
-        kind = _weight_format(self._config, weight.shape[-1], finest=finest).kind
-        if kind == "fp8":
-            return round_fp8(weight, FP8_LARGEST_ON.get(self._config.target, FP8_LARGEST))
-        if kind == "int8":
-            if self._config.quantization == "int4" and not finest:
-                self.undivided.append((name, weight.shape[-1]))
-            return round_int8(weight)
-        importance = None if self.importance is None else self.importance.get(name)
-        if self.importance is not None and importance is None:
-            self.unseen.append(name)
-        zero_point = self._config.quantization_zero_point
-        try:
-            return round_int4(weight, self._config.int4_group_size, zero_point=zero_point, importance=importance)
-        except ValueError as error:
-            raise ValueError(
-                f"{name}: {error}; exclude it by --quantization-exclude (quantization_exclude)"
-            ) from error
+def round_activations(model: nn.Module, config: NeuronConfig) -> None:
+    """Have the layers that can multiply with rounded activations do so if a config asks for it."""
+    if config.activations is None:
+        return
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear) and layer.kind in MEET_CODED:
+            layer.activations = config.activations
+        for name, weight in quantized_weights(layer).items():
+            if weight.kind in MEET_CODED:
+                round_activations_of(layer, name, config.activations)

@@ -123,11 +123,7 @@ def _shorten_scale(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | 
 
 
 def _best_scale(values: Tensor, candidates: Iterable[_Candidate], count: Tensor | None = None) -> _Candidate:
-    """Return the candidate of the least squared error of each group, with the scale that is best for its codes.
-
-    Args:
-        count: factors of the values' errors; None: all alike.
-    """
+    """Return the candidate of the least squared error of each group, weighted by `count`, with the scale that is best for its codes."""
     scale, zero = (torch.zeros(len(values), 1) for _ in range(2))
     least = torch.full((len(values), 1), torch.inf)
     for candidate in candidates:

@@ -17,7 +17,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.hf_api import RepoFile
 
 from ... import progress
-from ...checkpoints.hub_errors import explained_errors, try_again
+from ...checkpoints.hub import explained_errors, try_again
 from .entries import (
     ABOUT,
     CODE,
@@ -61,7 +61,7 @@ def sync(
         token: of the Hub; default, the one that hf stored.
 
     Raises:
-        ValueError, FileNotFoundError, RuntimeError: as `hub_errors.explained_errors` says.
+        ValueError, FileNotFoundError, RuntimeError: as `explained_errors` says.
         OSError: the cache cannot be used, or the disk is full.
     """
     api, branch = HfApi(token=token), revision or _MAIN

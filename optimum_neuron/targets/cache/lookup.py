@@ -20,8 +20,7 @@ from ...artifact.skeleton import empty_model
 from ...artifact.user_cache import cache_folder, cache_root
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.find import find_config
-from ...checkpoints.quantize.activations import round_activations, settle_activations
-from ...checkpoints.quantize.quantize import make_room_as_quantized
+from ...checkpoints.quantize.quantize import make_room_as_quantized, round_activations, settle_activations
 from ...checkpoints.verbatim import write_config_alone
 from ...config import NeuronConfig
 from ...step.family import check_every_step_has_a_graph

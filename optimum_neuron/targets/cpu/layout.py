@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...artifact.tensor_file import TensorLike
-from ...checkpoints.scratch import in_file
+from ...checkpoints.mapped import in_file
 from ...step.features.codes.expert_weights import is_experts
 
 

@@ -21,7 +21,7 @@ def collect_facts(artifact: Artifact, measured: Measurements | None = None) -> A
     """Return all facts of an artifact, also those that are counted in its graphs.
 
     Args:
-        measured: speeds and quality in place of those that are recorded in its folder.
+        measured: speeds in place of those that are recorded in its folder.
 
     Raises:
         ArtifactError: a file was changed after the export, or is malformed, or measurements are of another artifact.

@@ -19,7 +19,6 @@ _KINDS = {
     "token_generation": "decode", "chunked_prefill": "prefill", "mixed": "mixed", "scoring": "scoring", "helper": "no step",
 }  # fmt: skip
 _PARTS = ("weights", "KV cache", "state of slots", "snapshots", "scratch", "reserve")
-_QUALITY = ("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "kl_max")
 # Cores that are alike become one row where there are more.
 _MOST_CORES = 16
 _MOST_OPERATORS = _MOST_COMPARED = 12
@@ -61,7 +60,6 @@ def render_page(facts: ArtifactFacts) -> str:
             3,
         ),
         speeds=_speeds_table(facts.speeds),
-        quality=_quality_table(facts.quality),
         options=Table((), [(name, ", ".join(map(str, value)) if isinstance(value, list) else value) for name, value in options]),
         versions=Table((), versions),
         weight_types=Table((), [(name, bytes_text(size)) for name, size in facts.weight_types.items()]),
@@ -202,14 +200,6 @@ def _speeds_table(speeds: Sequence[dict[str, Any]]) -> Table:
         for each in speeds
     ]
     return Table(("measured", "with", "", "value"), rows, 3)
-
-
-def _quality_table(quality: Sequence[dict[str, Any]]) -> Table:
-    rows = [
-        (each["text"], each["reference"], *(_number_text(each[name]) for name in _QUALITY), f"{each['top1']:.2%}", f"{each['tokens']:,}")
-        for each in quality
-    ]  # fmt: skip
-    return Table(("text", "compared with", "perplexity", "of the other", "KL mean", "KL 99%", "KL max", "same top-1", "tokens"), rows, 2)  # fmt: skip
 
 
 def _quantized_table(facts: ArtifactFacts) -> Table:

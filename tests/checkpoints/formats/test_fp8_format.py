@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 weights stand for what transformers and DeepSeek's own code dequantize them to, also where blocks reach over an edge."""
+"""FP8 weights and MXFP4 experts stand for what transformers and DeepSeek's own code dequantize them to, also over an edge."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_files import LAYER, WEIGHT, opened, scales
+from quantized_files import LAYER, WEIGHT, check_refused, opened, scales, whole
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from optimum_neuron.checkpoints.formats.stored import NotKeptError
 
@@ -50,12 +51,8 @@ def test_scales_may_be_exponents(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_blocks_that_reach_over_an_edge_have_their_scale(shape: tuple[int, int], tmp_path: Path) -> None:
     weight = codes(*shape)
     scale = scales(-(-shape[0] // 32), -(-shape[1] // 32), dtype=torch.float32)
-    expected = torch.stack(
-        [
-            torch.stack([weight[row, column].float() * scale[row // 32, column // 32] for column in range(shape[1])])
-            for row in range(shape[0])
-        ]
-    )
+    rows, columns = (torch.arange(size) // 32 for size in shape)
+    expected = weight.float() * scale[rows][:, columns]
     found = opened(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8)
     assert torch.equal(found.read_codes(WEIGHT).dequantize(), expected)
     assert torch.equal(found.dequantize(WEIGHT), expected)
@@ -126,9 +123,54 @@ NAN = torch.full((32, 32), float("nan")).to(torch.float8_e4m3fn)
 def test_what_does_not_fit_is_told(
     tensors: dict[str, Tensor | None], settings: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    changed: dict[str, Any] = {WEIGHT: codes(32, 32), SCALE: scales(1, 1), **tensors}
-    with pytest.raises(ValueError, match=told) as caught:
-        opened(
-            tmp_path, {name: tensor for name, tensor in changed.items() if tensor is not None}, FP8 | settings
-        ).read_codes(WEIGHT)
-    assert "\n" not in str(caught.value)
+    check_refused(tmp_path, {WEIGHT: codes(32, 32), SCALE: scales(1, 1)} | tensors, FP8 | settings, told)
+
+
+MXFP4 = {"quant_method": "mxfp4"}
+EXPERTS = "model.layers.0.mlp.experts.down_proj"
+BLOCKS, EXPONENTS = f"{EXPERTS}_blocks", f"{EXPERTS}_scales"
+
+
+def mxfp4_tensors() -> dict[str, Tensor]:
+    return {BLOCKS: whole(0, 255, 2, 24, 3, 16).byte(), EXPONENTS: whole(100, 150, 2, 24, 3, seed=3).byte()}
+
+
+def test_mxfp4_experts_are_dequantized_as_by_transformers(tmp_path: Path) -> None:
+    made = mxfp4_tensors()
+    found = opened(tmp_path, made | {f"{EXPERTS}_bias": torch.ones(2, 24)}, MXFP4)
+    weight = found.read_codes(EXPERTS)
+    expected = convert_moe_packed_tensors(made[BLOCKS], made[EXPONENTS], dtype=torch.float32).transpose(1, 2)
+    assert found.layers == (EXPERTS,) and found.plain == (f"{EXPERTS}_bias", "model.norm.weight")
+    assert weight.kind == "fp4" and weight.group_size == 32 and weight.codes.shape == (2, 24, 48)
+    assert torch.equal(weight.dequantize(), expected) and torch.equal(found.dequantize(EXPERTS), expected)
+
+
+def test_the_smallest_and_the_largest_exponents(tmp_path: Path) -> None:
+    """bfloat16 and float32 hold 2 ** -127 as one of their numbers without a leading one."""
+    made = mxfp4_tensors()
+    for exponent in (0, 1, 252):
+        made[EXPONENTS] = torch.full_like(made[EXPONENTS], exponent)
+        values = opened(tmp_path, made, MXFP4).read_codes(EXPERTS).dequantize()
+        code = int(made[BLOCKS][0, 0, 0, 0]) & 7
+        magnitude = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)[code]
+        assert abs(values[0, 0, 0].item()) == magnitude * 2.0 ** (exponent - 127)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({EXPONENTS: None}, "down_proj has blocks and lacks scales"),
+        ({BLOCKS: None}, "down_proj has scales and lacks blocks"),
+        ({EXPONENTS: torch.full((2, 24, 3), 255, dtype=torch.uint8)}, "down_proj_scales holds NaN"),
+        ({EXPONENTS: torch.full((2, 24, 3), 254, dtype=torch.uint8)}, "no finite numbers"),
+        ({EXPONENTS: torch.zeros(2, 24, 2, dtype=torch.uint8)}, r"down_proj_scales has the shape \[2, 24, 2\]"),
+        ({BLOCKS: torch.zeros(2, 24, 3, 8, dtype=torch.uint8)}, "blocks of 16 bytes"),
+        ({BLOCKS: torch.zeros(2, 24, 3, 16, dtype=torch.int8)}, "down_proj_blocks is torch.int8"),
+        ({EXPERTS: torch.ones(2, 96, 24)}, "plain and quantized"),
+        ({BLOCKS: None, EXPONENTS: None}, "holds no quantized weights"),
+    ],
+)
+def test_what_does_not_fit_mxfp4_is_told(changes: dict[str, Tensor | None], told: str, tmp_path: Path) -> None:
+    changed = {name: tensor for name, tensor in (mxfp4_tensors() | changes).items() if tensor is not None}
+    with pytest.raises(ValueError, match=told):
+        opened(tmp_path, changed, MXFP4).read_codes(EXPERTS)

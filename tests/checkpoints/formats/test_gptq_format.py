@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTQ layers stand for (code - zero point) * scale to the bit, in both formats, whatever the order of their groups."""
+"""GPTQ and AWQ layers stand for (code - zero point) * scale to the bit, in all formats, whatever the order of groups or outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_files import LAYER, WEIGHT, opened, scales, whole, words
+from quantized_files import LAYER, WEIGHT, check_refused, opened, scales, whole, words
 from torch import Tensor
 
 from optimum_neuron.checkpoints.formats.stored import NotKeptError
@@ -22,7 +22,6 @@ def layer(
     bits: int = 4, group: Tensor | None = None, *, groups: int = 2, form: str = "gptq", zero: Tensor | None = None,
     dtype: torch.dtype = torch.float16,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    """A layer's tensors by part, and the weight that they stand for."""
     codes = whole(0, 2**bits - 1, INPUTS, OUTPUTS)
     zero = whole(1, 2**bits - 1, groups, OUTPUTS, seed=2) if zero is None else zero
     scale = scales(groups, OUTPUTS, dtype=dtype)
@@ -82,18 +81,14 @@ def test_inputs_out_of_order_are_only_dequantized(tmp_path: Path) -> None:
     assert torch.equal(found.dequantize(WEIGHT), value)
 
 
-def test_scales_of_float32_take_codes_of_8_bits_or_are_only_dequantized(tmp_path: Path) -> None:
+def test_scales_of_float32_with_zero_points_are_kept_where_they_are_short(tmp_path: Path) -> None:
     tensors, value = layer(dtype=torch.float32)
-    weight = opened(tmp_path, tensors, GPTQ).read_codes(WEIGHT)
-    assert weight.kind == "int8" and weight.shift is None and torch.equal(weight.dequantize(), value)
-    rounded = tensors[f"{LAYER}.scales"].half().float()
-    weight = opened(tmp_path, tensors | {f"{LAYER}.scales": rounded}, GPTQ).read_codes(WEIGHT)
-    assert weight.kind == "int4"
-    tensors, value = layer(8, dtype=torch.float32)
-    found = opened(tmp_path, tensors, GPTQ | {"bits": 8})
-    with pytest.raises(NotKeptError, match="codes of 8 bits, zero points and scales of float32"):
+    found = opened(tmp_path, tensors, GPTQ)
+    with pytest.raises(NotKeptError, match="zero points and scales of float32"):
         found.read_codes(WEIGHT)
     assert torch.equal(found.dequantize(WEIGHT), value)
+    rounded = tensors[f"{LAYER}.scales"].half().float()
+    assert opened(tmp_path, tensors | {f"{LAYER}.scales": rounded}, GPTQ).read_codes(WEIGHT).kind == "int4"
 
 
 def test_settings_of_single_layers_are_followed(tmp_path: Path) -> None:
@@ -107,22 +102,17 @@ def test_settings_of_single_layers_are_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"bits": 3}, "3 bits"),
-        ({"bits": "4"}, "bits='4'"),
-        ({"bits": True}, "bits=True"),
+        ({"bits": 3}, "3 bits"), ({"bits": "4"}, "bits='4'"), ({"bits": True}, "bits=True"),
         ({"group_size": 0}, "group_size=0"),
         ({"group_size": 10**12}, "group_size=1000000000000"),
         ({"group_size": 16}, r"q_proj.scales has the shape \[2, 24\], and is to have \[4, 24\]"),
         ({"checkpoint_format": "marlin"}, "the format marlin"),
-        ({"dynamic": ["q_proj"]}, "no object"),
-        ({"dynamic": {"+:.*q_proj": [8]}}, "no object"),
+        ({"dynamic": ["q_proj"]}, "no object"), ({"dynamic": {"+:.*q_proj": [8]}}, "no object"),
         ({"dynamic": {"+:((": {}}}, r"the pattern '\(\('"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_not_fit_are_told(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=told) as caught:
-        opened(tmp_path, layer()[0], GPTQ | settings).read_codes(WEIGHT)
-    assert "\n" not in str(caught.value)
+    check_refused(tmp_path, layer()[0], GPTQ | settings, told)
 
 
 @pytest.mark.parametrize(
@@ -144,11 +134,43 @@ def test_settings_that_do_not_fit_are_told(settings: dict[str, Any], told: str, 
     ],
 )  # fmt: skip
 def test_a_damaged_layer_is_told_by_its_tensor(part: str, tensor: Tensor | None, told: str, tmp_path: Path) -> None:
-    tensors = layer()[0]
-    if tensor is None:
-        del tensors[f"{LAYER}.{part}"]
-    else:
-        tensors[f"{LAYER}.{part}"] = tensor
-    with pytest.raises(ValueError, match=told) as caught:
-        opened(tmp_path, tensors, GPTQ).read_codes(WEIGHT)
-    assert "\n" not in str(caught.value) and "tiny" in str(caught.value)
+    check_refused(tmp_path, layer()[0] | {f"{LAYER}.{part}": tensor}, GPTQ, told)
+
+
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+# The n-th 4 bits of a word are those of this output of its eight.
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def awq_layer(groups: int) -> tuple[dict[str, Tensor], Tensor]:
+    codes, zero, scale = whole(0, 15, 48, 24), whole(0, 15, groups, 24, seed=2), scales(groups, 24)
+    order = torch.arange(48) // (48 // groups)
+    value = (codes - zero[order]).float() * scale.float()[order]
+    places = [8 * word + output for word in range(3) for output in ORDER]
+    tensors = {"qweight": words(codes[:, places], 4), "qzeros": words(zero[:, places], 4), "scales": scale}
+    return {f"{LAYER}.{part}": tensor for part, tensor in tensors.items()}, value.T
+
+
+@pytest.mark.parametrize(("groups", "size"), [(3, 16), (1, -1)])
+def test_an_awq_layer_is_codes_less_zero_points_times_scales(groups: int, size: int, tmp_path: Path) -> None:
+    tensors, value = awq_layer(groups)
+    found = opened(tmp_path, tensors, AWQ | {"group_size": size})
+    weight = found.read_codes(WEIGHT)
+    assert weight.kind == "int4" and torch.equal(weight.dequantize(), value)
+    assert torch.equal(found.dequantize(WEIGHT), value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"version": "gemv"}, "version gemv"), ({"bits": 8}, "of 8 bits"), ({"zero_point": False}, "zero_point=False"),
+        ({"group_size": 32}, "48 inputs, which are no groups of 32"),
+        ({"group_size": 24}, r"scales has the shape \[3, 24\]"),
+    ],
+)  # fmt: skip
+def test_awq_settings_that_do_not_fit_are_told(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+    check_refused(tmp_path, awq_layer(3)[0], AWQ | settings, told)
+
+
+def test_an_awq_layer_without_scales_is_told(tmp_path: Path) -> None:
+    check_refused(tmp_path, awq_layer(3)[0] | {f"{LAYER}.scales": None}, AWQ, "lacks scales")

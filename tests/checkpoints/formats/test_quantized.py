@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which format a checkpoint has is told by its config, and what its files hold by their headers."""
+"""A config names a checkpoint's format; patterns match as their libraries match them, and none keeps an export waiting."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from optimum_neuron.checkpoints.formats.tensors import TensorFiles
+from optimum_neuron.checkpoints.formats import settings
+from optimum_neuron.checkpoints.formats.format import TensorFiles
+from optimum_neuron.checkpoints.formats.settings import begins_with
 from optimum_neuron.checkpoints.quantized import READERS, quantization_of
 
 
-OTHERS = ("auto-round", "bitnet", "bitsandbytes", "fbgemm_fp8", "hqq", "modelopt", "nvfp4", "quark", "torchao", "gguf")
+OTHERS = ("bitsandbytes", "nvfp4", "gguf")
 
 
 @pytest.mark.parametrize("method", OTHERS)
@@ -23,9 +25,6 @@ def test_other_formats_are_refused_by_name(method: str) -> None:
     with pytest.raises(ValueError, match=f"tiny is quantized by {method}, which is not read; export") as caught:
         quantization_of({"quantization_config": {"quant_method": method}}, "tiny")
     assert all(name in str(caught.value) for name in READERS) and "--dequantize" not in str(caught.value)
-
-
-def test_a_checkpoint_that_names_no_quantization_has_no_format() -> None:
     assert quantization_of({"model_type": "llama", "quantization_config": None}, "tiny") == {}
 
 
@@ -64,7 +63,7 @@ def test_tensors_are_read_from_all_files(tmp_path: Path) -> None:
         ("b", ["a", "b", "c"], "tiny lacks c, which model.safetensors.index.json names"),
     ],
 )
-def test_files_that_contradict_their_index_are_refused(
+def test_files_that_contradict_an_index_are_refused(
     second: str, indexed: list[str], told: str, tmp_path: Path
 ) -> None:
     _sharded(tmp_path, {second: torch.ones(2)}, indexed)
@@ -79,3 +78,38 @@ def test_a_tensor_lies_in_the_mapped_file(tmp_path: Path) -> None:
     one, two = files.read_tensor("a"), files.read_tensor("b")
     assert one.untyped_storage().nbytes() >= 256 and two.data_ptr() != one.data_ptr()
     assert files.read_tensor("b").data_ptr() == two.data_ptr()
+
+
+NAME = "model.layers.12.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        (".*", True), (".*self_attn", True), ("self_attn", False), (r"model\.layers\.(1[0-2]|[0-9])\..*q_proj$", True),
+        (r"^(?!.*(mlp|lm_head)).*", True), (r"^(?!.*self_attn).*", False), (r".*layers\.\d{2}\.[^.]*\.[qkv]_proj", True),
+        (r"model\.layers\.\d\.", False), (r".*\.(?:[5-9]|1[0-9])\..*gate.*", False), (r".*self_attn\.(?:q|k_b)_proj$", True),
+        (r"(?i)MODEL\.(.)ayers", True),
+    ],
+)  # fmt: skip
+def test_patterns_as_checkpoints_have_them(pattern: str, found: bool) -> None:
+    assert begins_with(pattern, NAME) == found
+
+
+def test_a_pattern_that_takes_exponential_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_SECONDS", 0.01)
+    with pytest.raises(ValueError, match=r"which takes more than 0\.01 s for the name 'aaaaaa"):
+        begins_with("(?:a|aa|ab|b)*x|(?:a|aa|ab|b)*y", "a" * 60 + "c")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("((", "missing"), ("a{3,2}", "correct config"), ("(" * 1500 + ")" * 1500, "recursion"),
+        ("(((.{99}){99}){99}){99}", "repeats a part more than 10,000 times"), ("a{99999999999999999999}", "repeats a part"),
+    ],
+)  # fmt: skip
+def test_what_is_no_expression_or_too_large_is_told_in_a_sentence(pattern: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told) as caught:
+        begins_with(pattern, NAME)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400

@@ -91,10 +91,6 @@ def everything(facts: ArtifactFacts, text: str) -> ArtifactFacts:
         lint=Linted(({"graph": text, "severity": "error", "problem": text, "remedy": text},)),
         exported_with={text: text}, compiled_with={text: text}, machine={text: text},
         speeds=(SPEED | {"name": text, "unit": text, "conditions": {text: text}},),
-        quality=({
-            "perplexity": 10.5, "reference_perplexity": 10.25, "kl_mean": 1e-3, "kl_p99": 2e-3, "kl_max": 0.5, "top1": 0.987, "tokens": 511,
-            "reference": text, "text": text, "text_sha256": text,
-        },),
     )  # fmt: skip
 
 
