@@ -13,7 +13,7 @@ from optimum_neuron.command_options import add_profile_option, add_rank_options,
 
 
 if TYPE_CHECKING:
-    from optimum_neuron.tools.check.report import CheckReport
+    from optimum_neuron.tools.check.checks import CheckReport
 
 DESCRIPTION = """\
 Prove an artifact on the machine that it is for: does everything load there, and compute the right thing? It is the first

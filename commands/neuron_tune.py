@@ -75,15 +75,14 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         args = self.args
         from optimum_neuron.tools.plot import check_plot, draw_search
         from optimum_neuron.tools.tune.slo import Slo
-        from optimum_neuron.tools.tune.trace_formats import read_trace
+        from optimum_neuron.tools.tune.trace import RequestTrace, read_trace
 
         _check(args)
         check_plot(args.plot)
         slo = Slo(()) if args.slo is None else Slo.parse_limits(args.slo)
         trace = read_trace(args.trace)
-        trace = trace.first_requests(
-            DEFAULT_REQUESTS if args.requests is None else args.requests or len(trace.requests)
-        )
+        count = DEFAULT_REQUESTS if args.requests is None else args.requests or len(trace.requests)
+        trace = RequestTrace(trace.requests[:count], trace.name)
 
         from optimum_neuron.tools.tune.report import headline, print_report, to_json
         from optimum_neuron.tools.tune.tune import tune_artifact, tune_model

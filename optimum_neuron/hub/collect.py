@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from ..artifact.artifact import GRAPHS_FOLDER, Artifact, ArtifactError, is_graph_file, is_weight_file
-from ..artifact.schema import TEXT, listed, number, read_object, record, whole
+from ..artifact.schema import TEXT, listed, named, number, read_object, record, text, whole
 from ..export.export_command import adapter_names, export_command, printable_name
 from ..step.spec import GraphSpec
 from ..step.state_specs import StateSizes, byte_count
@@ -21,9 +21,9 @@ _COMPARISON = record(
     | dict.fromkeys(("difference", "bound"), number(0))
     | {"count": whole(0, 2**63 - 1)}
 )
-# The part of the document that people read; `neuron inspect --verify` reads and repeats all of it.
 _CERTIFICATE = record(
     {
+        "graphs": named(text("[0-9a-f]{64}")),
         "rules": record({"version": whole(1), "passed": listed(TEXT)}),
         "executed": record({"layers": whole(1), "all_layers": whole(1)}),
         "steps": record({"count": whole(1), "tokens": whole(1)}),
@@ -66,7 +66,7 @@ def read_facts(artifact: Artifact, measured: Measurements | None = None) -> Arti
         memory=(),
         weight_types=_weight_types(artifact),
         quantized=_quantized_weights(artifact),
-        certificate=_read_certificate(artifact),
+        certificate=read_certificate(artifact),
         lint=Linted(missing="it was not run"),
         exported_with=dict(manifest["versions"]),
         compiled_with=dict(manifest["target_data"].get("versions", {})),
@@ -132,7 +132,8 @@ def _quantized_weights(artifact: Artifact) -> tuple[Quantized, ...]:
     )
 
 
-def _read_certificate(artifact: Artifact) -> Certified | None:
+def read_certificate(artifact: Artifact) -> Certified | None:
+    """Return what an export with --certify recorded; None without it. Raise ArtifactError where it is malformed."""
     if CERTIFICATE_NAME not in artifact.manifest["files"]:
         return None
     path = artifact.path / CERTIFICATE_NAME
@@ -151,4 +152,5 @@ def _read_certificate(artifact: Artifact) -> Certified | None:
         rules=tuple(rules["passed"]),
         rules_version=rules["version"],
         comparisons=tuple(Compared(*(each[name] for name in fields)) for each in document["comparisons"]),
+        graphs=document["graphs"],
     )

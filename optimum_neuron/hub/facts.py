@@ -69,7 +69,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Certified:
-    """The part of a certificate that people read: the executed work, and its comparisons with the model."""
+    """A certificate: the executed work, its comparisons with the model, and the sha256 of each graph."""
 
     layers: int
     all_layers: int
@@ -78,6 +78,7 @@ class Certified:
     rules: tuple[str, ...]
     rules_version: int
     comparisons: tuple[Compared, ...]
+    graphs: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

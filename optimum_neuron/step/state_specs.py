@@ -36,6 +36,11 @@ def snapshot_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, 
     )
 
 
+def kept_states(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
+    """Return all state tensors, and where slots' states are copied to, if there are such places."""
+    return (*state_specs(config, model), *(snapshot_specs(config, model) if config.snapshot_places else ()))
+
+
 def _list_tensors(config: NeuronConfig, model: ModelSpec, *, by_token: bool) -> Iterator[TensorSpec]:
     for kind in KINDS:
         states = model.states_of(kind)

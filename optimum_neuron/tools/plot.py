@@ -30,8 +30,7 @@ def check_plot(path: Path | None) -> None:
     Raises:
         ImportError: matplotlib is missing.
         ValueError: matplotlib cannot write such a file.
-        FileExistsError: the file exists.
-        NotADirectoryError: the file would lie in no folder.
+        FileExistsError, NotADirectoryError: the file exists, or would lie in no folder.
     """
     if path is None:
         return
@@ -74,23 +73,19 @@ def draw_estimates(estimates: Sequence[Estimate], title: str, path: Path) -> Non
     labels = [f"{one.config.target} tp{one.config.tensor_parallel_size}" for one in rows]
     height = 1.8 + 0.25 * len(rows)
     with _new_figure(path, title, 3, 13, height, sharey=True, width_ratios=(2, 1, 1)) as axes:
-        _draw_memory(axes[0], rows)
+        memory, places, start = axes[0], range(len(rows)), [0.0] * len(rows)
+        for part, color in _PARTS.items():
+            sizes = [getattr(one.memory, part) / _GIB for one in rows]
+            memory.barh(places, sizes, left=start, color=color, label=part.replace("_", " "))
+            start = [before + size for before, size in zip(start, sizes, strict=True)]
+        limits = [one.hbm / _GIB for one in rows]
+        memory.plot(limits, places, "k|", markersize=11, markeredgewidth=1.6, label="device memory")
+        # Bars of what is far too large end at the edge: they would leave the others no room.
+        memory.set(xlim=(0, 1.5 * max(limits)), xlabel="GiB per core", title="Memory")
+        memory.set_yticks(places, labels)
+        _add_legend(memory)
         for panel, step in zip(axes[1:], ("decode", "prefill"), strict=True):
             _draw_speed(panel, rows, step)
-        axes[0].set_yticks(range(len(rows)), labels)
-
-
-def _draw_memory(panel: Any, rows: Sequence[Estimate]) -> None:
-    places, start = range(len(rows)), [0.0] * len(rows)
-    for part, color in _PARTS.items():
-        sizes = [getattr(one.memory, part) / _GIB for one in rows]
-        panel.barh(places, sizes, left=start, color=color, label=part.replace("_", " "))
-        start = [before + size for before, size in zip(start, sizes, strict=True)]
-    limits = [one.hbm / _GIB for one in rows]
-    panel.plot(limits, places, "k|", markersize=11, markeredgewidth=1.6, label="device memory")
-    # Bars of what is far too large end at the edge: they would leave the others no room.
-    panel.set(xlim=(0, 1.5 * max(limits)), xlabel="GiB per core", title="Memory")
-    _add_legend(panel)
 
 
 def _draw_speed(panel: Any, rows: Sequence[Estimate], step: str) -> None:

@@ -63,9 +63,7 @@ def _made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_documents_are_what_the_published_runs_give() -> None:
     for path, text in publish.documents(publish.PUBLISHED):
-        assert path.read_text(encoding="utf-8") == text, (
-            f"{path.name} is not what benchmark/published gives; run make results"
-        )
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is of other runs; run make results"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -150,24 +148,10 @@ def test_own_variants_are_shown_and_are_no_peers() -> None:
     assert row.lost() == {} and PEERS["optimum_neuron-plain"].label in next(iter(peers.tables(run))).numbers
 
 
-def test_a_command_is_published_without_the_places_of_its_machine() -> None:
-    words = [
-        "/x/python",
-        "-m",
-        "benchmark.peers",
-        "--json",
-        "/a/b.json",
-        "--rounds",
-        "3",
-        "--folder=/c",
-        "--peers",
-        "a",
-        "b",
-    ]
-    assert command_line(words) == "python -m benchmark.peers --rounds 3 --peers a b"
+def test_a_command_is_published_without_the_places_of_its_machine_and_a_table_is_markdown() -> None:
+    words = "/x/python -m benchmark.peers --json /a/b.json --rounds 3 --folder=/c --peers a b"
+    assert command_line(words.split()) == "python -m benchmark.peers --rounds 3 --peers a b"
 
-
-def test_a_table_is_the_same_in_markdown() -> None:
     table = Table("t", ("", "system"), ("ms",))
     table.add_row("a", "", "1.0")
     assert table.markdown().splitlines() == ["| | system | ms |", "| --- | --- | --: |", "| a | | 1.0 |"]

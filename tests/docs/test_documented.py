@@ -42,7 +42,6 @@ NOT_RUN = {
     "--repo org/compiled": "needs a repository on the Hub; tests/targets/cache has a Hub of its own",
     "optimum-cli neuron check": "needs the device that the artifact is for; tests/tools/check runs it on the CPU",
     "optimum-cli neuron push": "uploads to the Hub; tests/hub has a Hub of its own",
-    "--verify": "executes HLO, which needs torch-xla; tests/tools/certify does",
     "push_to_hub(": "uploads to the Hub; tests/hub has a Hub of its own",
     "--trace": "takes a record of requests; tests/tools/tune has some",
     "optimum-cli neuron generate HuggingFaceTB/": "exports anew, which takes long; tests/export/test_first_use.py does it with tiny checkpoints",

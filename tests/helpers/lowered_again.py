@@ -25,13 +25,11 @@ from optimum_neuron.targets.neuron.lowering.lower_all import rank_model
 from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
 from optimum_neuron.targets.neuron.sdk.hardware import chip_of
 from optimum_neuron.targets.neuron.sharding import shard_plan
-from optimum_neuron.tools.certify.comparison import Comparison, compare
-from optimum_neuron.tools.certify.expected import Expected, expect_results
+from optimum_neuron.tools.certify.comparison import Comparison, Expected, compare, expect_results
 from optimum_neuron.tools.certify.host_ranks import LoweredModule
-from optimum_neuron.tools.certify.parts import state_parts
-from optimum_neuron.tools.certify.reference import run_reference, state_scales
-from optimum_neuron.tools.certify.setup import Setup, record_config
-from optimum_neuron.tools.certify.trial import Trial
+from optimum_neuron.tools.certify.recording import record_config
+from optimum_neuron.tools.certify.reference import run_reference, state_parts, state_scales
+from optimum_neuron.tools.certify.setup import Setup, Trial
 
 
 @dataclasses.dataclass

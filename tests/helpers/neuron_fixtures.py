@@ -15,10 +15,19 @@ from helpers import export_tiny
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.hub.collect import read_certificate
+from optimum_neuron.hub.facts import Certified
 from optimum_neuron.step.features.codes.formats import weight_formats
 from optimum_neuron.targets.neuron.sharding import ShardPlan
+
+
+def certificate_of(folder: Path) -> Certified:
+    found = read_certificate(Artifact.open(folder))
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -115,7 +115,7 @@ class NeuronTarget:
             if artifact.config.tensor_parallel_size > 1:
                 raise ValueError(
                     f"{artifact.path} has graphs of {artifact.config.tensor_parallel_size} ranks, and target={artifact.target!r} generates "
-                    f"with one; `optimum-cli neuron inspect --verify` executes all of them, and tensor_parallel_size=1 exports for one"
+                    f"with one; an export with --certify executes all of them, and tensor_parallel_size=1 exports for one"
                 )
         if trust_native_code:
             artifact.verify()

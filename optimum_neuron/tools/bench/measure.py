@@ -21,21 +21,9 @@ from ...runtime.timing import measure_seconds
 from ...step.model_spec import ModelSpec
 
 
-PROMPT_LENGTHS = (128, 512, 2048)
-CONTEXT = 128
-
-
 @dataclass(frozen=True)
 class BenchPlan:
-    """Measurements to make.
-
-    Attributes:
-        prompt_lengths: tokens of prompts that run alone.
-        rows: numbers of requests that decode together.
-        context_length: tokens of each row before it decodes.
-        new_tokens: tokens that each row gets, the first one from its prompt.
-        repeat: counted runs of each measurement.
-    """
+    """Measurements to make: prompts that run alone, and rows that decode together after a context, each of them repeated."""
 
     prompt_lengths: tuple[int, ...]
     rows: tuple[int, ...]
@@ -52,11 +40,7 @@ def make_plan(
     new_tokens: int,
     repeat: int,
 ) -> BenchPlan:
-    """Return the plan for these options; None takes what the artifact's sizes hold.
-
-    Raises:
-        ValueError: an option does not fit the artifact, or leaves nothing to measure.
-    """
+    """Return the plan for these options; None takes what the artifact's sizes hold. Raise ValueError where one does not fit."""
     for name, value, least in (
         ("new-tokens", new_tokens, 2),
         ("repeat", repeat, 1),
@@ -65,12 +49,15 @@ def make_plan(
         if value is not None and value < least:
             raise ValueError(f"--{name} {value} must be at least {least}; raise it")
     most = max(1, sizes.sequence_length - new_tokens + 1)
-    context = min(CONTEXT, most) if context_length is None else context_length
+    context = min(128, most) if context_length is None else context_length
     if prompt_lengths is None:
-        prompt_lengths = [each for each in PROMPT_LENGTHS if each <= sizes.sequence_length] or [sizes.sequence_length]
+        prompt_lengths = [each for each in (128, 512, 2048) if each <= sizes.sequence_length] or [
+            sizes.sequence_length
+        ]
     if rows is None:
-        doubled = itertools.takewhile(lambda count: count < sizes.batch_size, (2**power for power in range(32)))
-        rows = [count for count in (*doubled, sizes.batch_size) if _can_hold(count, context, new_tokens, sizes)]
+        doubled = [2**power for power in range(sizes.batch_size.bit_length()) if 2**power < sizes.batch_size]
+        fitting = [count for count in (*doubled, sizes.batch_size) if _can_hold(count, context, new_tokens, sizes)]
+        rows = fitting or [1]  # so that its refusal is seen
     for name, values in (("prompt-lengths", prompt_lengths), ("batch", rows)):
         if not values or min(values) < 1:
             raise ValueError(f"--{name} {' '.join(map(str, values))} must be whole numbers of at least 1")
@@ -87,11 +74,10 @@ def make_plan(
 
 
 def _can_hold(rows: int, context: int, new_tokens: int, sizes: NeuronConfig) -> bool:
-    """Return whether the cache holds these rows; one row stays in the plan, so that its refusal is seen."""
     try:
         check_fits([range(context)] * rows, new_tokens, sizes)
     except ValueError:
-        return rows == 1
+        return False
     return True
 
 
@@ -105,19 +91,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Summarize at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt alone.
-
-    Attributes:
-        ttft_ms: time from the request to its first token.
-        tokens_per_second: tokens of the prompt over that time.
-        padding_share: share of the graphs' tokens that are padding.
-    """
+    """A prompt alone: time to its first token, its tokens over that time, and the padding of the graphs' tokens."""
 
     prompt_tokens: int
     ttft_ms: Spread
@@ -147,12 +126,7 @@ class Decode:
 
 
 class Bench:
-    """Measurements of one artifact's graphs.
-
-    Args:
-        runner: a runner that nothing else uses.
-        advance: called after each repetition, with its name.
-    """
+    """Measurements of one artifact's graphs, by a runner that nothing else uses; `advance` gets the name of each repetition."""
 
     def __init__(self, runner: GraphRunner, model: ModelSpec, advance: Callable[[str], None]) -> None:
         # Prompts first: then all rows decode together from their first step to their last.
@@ -169,7 +143,8 @@ class Bench:
         for number in range(repeat + 1):
             if number == 1:
                 before = counts.prompt_tokens, counts.padded_prompt_tokens
-            seconds.append(measure_seconds(lambda: self._serve_prompt(length)))
+            self._add_request(length, 1)
+            seconds.append(measure_seconds(self._finish_requests))
             self._advance(f"a prompt of {length:,} tokens")
         computed, padding = counts.prompt_tokens - before[0], counts.padded_prompt_tokens - before[1]
         return Prefill(
@@ -207,8 +182,7 @@ class Bench:
             idle_share=idle / (busy + idle),
         )
 
-    def _serve_prompt(self, length: int) -> None:
-        self._add_request(length, 1)
+    def _finish_requests(self) -> None:
         while self._engine.has_work:
             self._run_step()
 

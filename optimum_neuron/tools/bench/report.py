@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ... import progress
 from ...artifact.artifact import Artifact, is_weight_file
+from ...cli import make_table
 from ...generate import NeuronModelForCausalLM
-from ...step.state_specs import byte_count
+from ...step.state_specs import byte_count, kept_states
 from .machine import describe_machine, peak_bytes
 from .measure import Bench, BenchPlan, Decode, Prefill, Spread
 
@@ -22,15 +23,9 @@ if TYPE_CHECKING:
 
 # Version of the JSON: another number where a reader of the one before would misread it.
 FORMAT = 1
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes of the artifact's weights, of the cache and all other state, and of this process at its peak."""
-
-    weights_bytes: int
-    state_bytes: int
-    host_peak_bytes: int | None
+_MEMORY = {
+    "weights_bytes": "weights", "state_bytes": "cache and state", "host_peak_bytes": "the host at the peak",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,6 +37,7 @@ class BenchReport:
         config: its sizes and options.
         load_seconds: time from the folder to graphs that can run, without the imports of libraries.
         warm_up_seconds: time of the first run of each graph.
+        memory: bytes of the artifact's weights, of the cache and all other state, and of this process at its peak.
     """
 
     artifact: str
@@ -51,7 +47,7 @@ class BenchReport:
     repeat: int
     load_seconds: float
     warm_up_seconds: float
-    memory: MemoryUse
+    memory: dict[str, int | None]
     prefill: tuple[Prefill, ...]
     decode: tuple[Decode, ...]
 
@@ -88,7 +84,7 @@ def run_bench(
             bench.measure_decode(rows, plan.context_length, plan.new_tokens, plan.repeat) for rows in plan.rows
         )
     weights = sum(entry["size"] for name, entry in artifact.manifest["files"].items() if is_weight_file(name))
-    state = byte_count(artifact.states()) + byte_count(artifact.snapshots())
+    state = byte_count(kept_states(artifact.config, artifact.model))
     return BenchReport(
         artifact=str(artifact.path),
         config=artifact.config.to_dict(),
@@ -97,7 +93,7 @@ def run_bench(
         repeat=plan.repeat,
         load_seconds=loaded - start,
         warm_up_seconds=warm - loaded,
-        memory=MemoryUse(weights, state, peak_bytes()),
+        memory={"weights_bytes": weights, "state_bytes": state, "host_peak_bytes": peak_bytes()},
         prefill=prefill,
         decode=decode,
     )
@@ -105,8 +101,6 @@ def run_bench(
 
 def print_report(report: BenchReport, terminal: Console) -> None:
     """Print the tables."""
-    from rich.table import Table
-
     machine, config, memory = report.machine, report.config, report.memory
     terminal.print(
         f"{report.artifact}: {config['target']}, {config['dtype']}, {config['batch_size']} rows of {config['sequence_length']:,} tokens, "
@@ -115,27 +109,20 @@ def print_report(report: BenchReport, terminal: Console) -> None:
         f"{machine['torch']}, transformers {machine['transformers']}, optimum-neuron-runtime {machine['optimum_neuron']}",
         soft_wrap=True,
     )
-    prompts = Table("prompt tokens", "tok/s", "TTFT, ms", "padding", title="Prefill, a prompt alone")
+    prompts = make_table("Prefill, a prompt alone", (), ("prompt tokens", "tok/s", "TTFT, ms", "padding"))
     for row in report.prefill:
         speed, ttft = _spread_text(row.tokens_per_second), _spread_text(row.ttft_ms)
         prompts.add_row(f"{row.prompt_tokens:,}", speed, ttft, f"{row.padding_share:.0%}")
-    rows = Table("rows", "tok/s", "step, ms", "ITL p50, ms", "ITL p99, ms", "idle rows")
-    rows.title = f"Decode, after {report.decode[0].context_tokens:,} tokens a row"
+    title = f"Decode, after {report.decode[0].context_tokens:,} tokens a row"
+    rows = make_table(title, (), ("rows", "tok/s", "step, ms", "ITL p50, ms", "ITL p99, ms", "idle rows"))
     for each in report.decode:
         numbers = (f"{each.tokens_per_second:,.1f}", _spread_text(each.step_ms))
         latencies = (f"{each.itl_p50_ms:,.2f}", f"{each.itl_p99_ms:,.2f}")
         rows.add_row(str(each.rows), *numbers, *latencies, f"{each.idle_share:.0%}")
-    for table in (prompts, rows):
-        table.title_justify = "left"
-        for column in table.columns:
-            column.justify, column.no_wrap = "right", True
-        terminal.print(table)
-    peak = (
-        "" if memory.host_peak_bytes is None else f", {memory.host_peak_bytes / 1e6:,.0f} MB of the host at the peak"
-    )
+    terminal.print(prompts, rows, sep="\n")
+    sizes = [f"{size / 1e6:,.0f} MB of {_MEMORY[name]}" for name, size in memory.items() if size is not None]
     terminal.print(
-        f"loaded in {report.load_seconds:.2f} s, warm in {report.warm_up_seconds:.2f} s; {memory.weights_bytes / 1e6:,.0f} MB of "
-        f"weights, {memory.state_bytes / 1e6:,.0f} MB of cache and state{peak}\n"
+        f"loaded in {report.load_seconds:.2f} s, warm in {report.warm_up_seconds:.2f} s; {', '.join(sizes)}\n"
         f"medians of {report.repeat} (least to most), after one that is not counted",
         soft_wrap=True,
     )

@@ -33,4 +33,4 @@ def certify_export(model: PreTrainedModel, job: CompileJob) -> None:
     from .certify import make_certificate
 
     with progress.stage("Comparing executed graphs with the eager step"):
-        make_certificate(model, job).write(job.folder)
+        make_certificate(model, job)

@@ -2,20 +2,25 @@
 """Lowered modules, executed by XLA on this machine's CPU: all ranks at once, each on a device of XLA's, with collectives.
 
 XLA's CPU client has as many devices as CPU_NUM_DEVICES says when it starts, so several ranks need a process of their own.
+
+In bfloat16 a wrong window edge may cost less than rounding does. Widened to float32, a module has to agree with the model where
+rounding is 2**16 times smaller. All but the types, and so all that can be wired wrongly, is the compiled module's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -29,6 +34,8 @@ from ...targets.neuron.graphs.io import CHOSEN, GraphIO
 _TIMEOUT = 3600.0  # seconds
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _ROOT = Path(__file__).parents[3]
+_NARROW = {"bfloat16": "bf16s", "float16": "f16s"}
+_FLOAT32 = hlo.ELEMENT_TYPES["float32"]
 
 
 class LoweredModule(NamedTuple):
@@ -40,11 +47,7 @@ class LoweredModule(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphRun:
-    """One run of a module: its inputs by name, the same for all ranks.
-
-    Attributes:
-        states: states that are written before the run, on all ranks.
-    """
+    """One run of a module: its inputs, and states that are written before it; the same on all ranks."""
 
     graph: str
     inputs: Mapping[str, Tensor]
@@ -60,14 +63,7 @@ RankTensors = Iterable[tuple[str, Tensor]]
 def execute_ranks(
     modules: Mapping[str, LoweredModule], tensors: Sequence[RankTensors], runs: Sequence[GraphRun]
 ) -> RankResults:
-    """Run modules one after the other.
-
-    Args:
-        tensors: weights and states by rank.
-
-    Raises:
-        RuntimeError: XLA refuses a module, or a rank waits for ever.
-    """
+    """Run modules one after the other; raise RuntimeError where XLA refuses one, or a rank waits for ever."""
     # It brings transformers, which a process of ranks does without.
     from ...targets.neuron.lowering.kernel_calls import by_reference
 
@@ -139,11 +135,7 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 class RankGroup:
-    """Programs, and per rank its weights and states on a device of XLA's.
-
-    Args:
-        modules: modules without calls of kernels.
-    """
+    """Programs without calls of kernels, and per rank its weights and states on a device of XLA's."""
 
     def __init__(self, modules: Mapping[str, LoweredModule], tensors: Sequence[RankTensors]) -> None:
         os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -154,7 +146,14 @@ class RankGroup:
             name: xla_builder.computation_from_module_proto(name, number_channels(module.hlo))
             for name, module in modules.items()
         }
-        self._aliases = {name: _aliased_states(module) for name, module in modules.items()}
+        # By result, the parameter that gives it its memory, as on a device.
+        self._aliases = {
+            name: {
+                entry.output_shape_index[0]: module.io.inputs[entry.parameter_number].name
+                for entry in hlo.parse(module.hlo).input_output_alias.entries
+            }
+            for name, module in modules.items()
+        }
         needed = {each.name for module in modules.values() for each in module.io.inputs if each.role != "input"}
         self._devices = [f"xla:{rank}" for rank in range(len(tensors))]
         self._bound = [
@@ -205,12 +204,6 @@ class RankGroup:
         return outputs
 
 
-def _aliased_states(module: LoweredModule) -> dict[int, str]:
-    """Return by result the parameter that gives it its memory, as on a device."""
-    entries = hlo.parse(module.hlo).input_output_alias.entries
-    return {entry.output_shape_index[0]: module.io.inputs[entry.parameter_number].name for entry in entries}
-
-
 def number_channels(data: bytes) -> bytes:
     """Give each collective a channel: XLA else uses its own number of the module, which differs between ranks."""
     module = hlo.parse(data)
@@ -218,6 +211,52 @@ def number_channels(data: bytes) -> bytes:
     for channel, instruction in enumerate(collectives, start=1):
         instruction.channel_id = channel
     return hlo.serialize(module) if collectives else data
+
+
+def widen_module(lowered: LoweredModule) -> LoweredModule:
+    """Return a module with float32 for 16-bit numbers, and its description; raise ValueError where it reads their bits."""
+    module = hlo.parse(lowered.hlo)
+    for computation in module.computations:
+        _widen_program(computation.program_shape)
+        shapes = {each.id: each.shape for each in computation.instructions}
+        narrow = {number for number, shape in shapes.items() if hlo.dtype_name(shape) in _NARROW}
+        for instruction in computation.instructions:
+            if instruction.opcode == "bitcast-convert" and instruction.operand_ids[0] in narrow:
+                raise ValueError(
+                    f"{instruction.name} looks at the bits of a 16-bit number; convert it to float32 first"
+                )
+            if instruction.HasField("literal"):
+                _widen_literal(instruction.literal)
+            _widen_shape(instruction.shape)
+    _widen_program(module.host_program_shape)
+    wide = hlo.serialize(module)
+    io = lowered.io
+    inputs = tuple(replace(each, dtype="float32") if each.dtype in _NARROW else each for each in io.inputs)
+    outputs = tuple(replace(each, dtype="float32") if each.dtype in _NARROW else each for each in io.outputs)
+    digest = hashlib.sha256(wide).hexdigest()
+    return LoweredModule(wide, replace(io, inputs=inputs, outputs=outputs, hlo_sha256=digest))
+
+
+def _widen_program(program: Any) -> None:
+    for shape in (*program.parameters, program.result):
+        _widen_shape(shape)
+
+
+def _widen_shape(shape: Any) -> None:
+    if hlo.dtype_name(shape) in _NARROW:
+        shape.element_type = _FLOAT32
+    for inner in shape.tuple_shapes:
+        _widen_shape(inner)
+
+
+def _widen_literal(literal: Any) -> None:
+    name = hlo.dtype_name(literal.shape)
+    if name in _NARROW:
+        field = _NARROW[name]
+        numbers = torch.frombuffer(bytearray(getattr(literal, field)), dtype=getattr(torch, name))
+        literal.ClearField(field)
+        literal.f32s.extend(numbers.float().tolist())
+    _widen_shape(literal.shape)
 
 
 def main(folder: Path) -> None:

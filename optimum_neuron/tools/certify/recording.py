@@ -7,8 +7,7 @@ may see and must not see; a prompt as long as the context would cost thousands o
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...step.spec import CHUNK, DECODE, GREEDY, PROMPT, GraphSpec, SamplingParams, TensorSpec
+from ...config import NeuronConfig
+from ...step.model_spec import ModelSpec
+from ...step.spec import CHUNK, DECODE, GREEDY, PROMPT, GraphSpec, SamplingParams, TensorSpec, graph_specs
 from ...targets.neuron.graphs.io import COPY_SLOT, KEEP_STATE, RESTORE_STATE
-from ...targets.neuron.graphs.state_graphs import COPY_INPUTS
+from ...targets.neuron.graphs.state_graphs import COPY_INPUTS, copy_graphs
 from .random_blocks import RandomBlocks, gathered_spec
 
 
@@ -79,8 +80,14 @@ def chosen_tokens(step: RecordedStep) -> Tensor:
     return step.inputs[_DECODE_IDS][:, 0].contiguous()
 
 
+def record_config(config: NeuronConfig, spec: ModelSpec) -> tuple[RecordedStep, ...]:
+    """Return the steps that are executed at a config's sizes."""
+    ids, copies = min(spec.num_embeddings, spec.vocab_size), {graph.name for graph in copy_graphs(config, spec)}
+    return record_steps(graph_specs(config), ids, copies, config.snapshot_places)
+
+
 def record_steps(
-    graphs: Sequence[GraphSpec], token_ids: int, copies: Collection[str], snapshots: int
+    graphs: Sequence[GraphSpec], token_ids: int, copies: Collection[str], places: int
 ) -> tuple[RecordedStep, ...]:
     """Return the steps of all graphs, in the order in which they run.
 
@@ -91,7 +98,7 @@ def record_steps(
     Args:
         token_ids: number of ids that the model takes.
         copies: names of the graphs that copy slots and states.
-        snapshots: places for snapshots of states.
+        places: places for copies of states.
     """
     writer = _StepWriter(token_ids, graphs[0].batch_size)
     steps = [step for number, spec in enumerate(graphs) for step in writer.write_graph(spec, number)]
@@ -105,7 +112,7 @@ def record_steps(
         # After the first column that is not copied, so that it stays as it is.
         steps.append(writer.write_step(decoding, {last: min(length + 1, context - 1)}, {}))
     if KEEP_STATE in copies:
-        place, position = snapshots - 1, context // 2
+        place, position = places - 1, context // 2
         steps += [_copy_step(0, place, 1, KEEP_STATE), writer.write_step(decoding, {0: position}, {})]
         # Nothing moves by these two.
         steps += [_copy_step(0, place, 0, KEEP_STATE), _copy_step(place, 0, 0, RESTORE_STATE)]
@@ -114,11 +121,7 @@ def record_steps(
 
 
 def state_history(specs: Sequence[TensorSpec], scales: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what slots hold before the first step, exact in every type; whole numbers are -1, which stands for none.
-
-    Args:
-        scales: by state, the power of two that is about its largest number.
-    """
+    """Yield what slots hold at first: -1, or numbers up to a scale's power of two that are exact in every type."""
     for number, spec in enumerate(specs):
         dtype = getattr(torch, spec.dtype)
         if not dtype.is_floating_point:
@@ -129,18 +132,6 @@ def state_history(specs: Sequence[TensorSpec], scales: Mapping[str, int]) -> Ite
         )
         step = 2.0 ** (scales[spec.name] - _LARGEST_LEVEL.bit_length())
         yield spec.name, (torch.from_numpy(levels).float() * step).to(dtype)
-
-
-def digest_steps(steps: Sequence[RecordedStep]) -> str:
-    """Return sha256 of all that graphs get."""
-    found = hashlib.sha256()
-    for step in steps:
-        found.update(step.graph.encode())
-        for name, tensor in step.graph_inputs().items():
-            found.update(name.encode() + tensor.numpy().tobytes())
-        if step.kept is not None:
-            found.update(step.kept.numpy().tobytes())
-    return found.hexdigest()
 
 
 class _StepWriter:
@@ -160,7 +151,6 @@ class _StepWriter:
                 yield self.write_step(spec, self._decode_positions(spec, turn, set()), {})
             return
         for turn, pieces in enumerate(_cut_prompts(spec, one, other)):
-            pieces = _fit_blocks(spec, pieces)
             busy = {piece.slot for piece in pieces}
             decode = self._decode_positions(spec, turn, busy) if spec.has_decode else {}
             yield self.write_step(spec, decode, dict(enumerate(pieces)))
@@ -195,14 +185,10 @@ class _StepWriter:
         chunks: Mapping[int, _RowPiece],
         blocks: RandomBlocks | None = None,
     ) -> RecordedStep:
-        """Return a step from the positions of slots that decode and the pieces of chunk rows.
-
-        Args:
-            blocks: blocks of the rows; None: any.
-        """
+        """Return a step from the positions of slots that decode and the pieces of chunk rows; without `blocks` it takes any."""
         if blocks is None and spec.kv_block_size is not None:
             blocks = RandomBlocks(spec, self._places)
-            blocks.give_chunks(_slot_ends(list(chunks.values())))
+            blocks.give_chunks(_slot_ends(chunks.values()))
             blocks.give_decodes(decode)
         decode = decode if blocks is None else blocks.positions
         inputs = {each.name: self._draw_input(each) for each in spec.inputs()}
@@ -226,22 +212,22 @@ class _StepWriter:
                 self._lengths[piece.slot] = piece.end
         prompt = tuple(row * spec.chunk_size + place for row, piece in chunks.items() for place in range(piece.tokens))
         rows = {DECODE: tuple(decode), CHUNK: tuple(chunks), PROMPT: prompt}
-        kept = self._draw_kept(inputs) if spec.on_device_sampling else None
+        kept = None
+        if spec.on_device_sampling:
+            kept = torch.from_numpy(self._random.integers(0, self._token_ids, self._slots, dtype=np.int32))
+            if _DECODE_IDS in inputs:
+                inputs[_DECODE_IDS][_FROM_SLOTS, 0] = kept[_FROM_SLOTS]
         if blocks is None:
             return RecordedStep(spec.name, inputs, rows, tuple(written), kept)
         blocks.write_inputs(inputs, spec)
         other = gathered_spec(spec)
-        by_table = {each.name: _copy_input(inputs, each) for each in other.inputs()}
+        by_table = {each.name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in other.inputs()}
+        for name, each in by_table.items():
+            if name in inputs and inputs[name].shape == each.shape:
+                each.copy_(inputs[name])
         blocks.write_inputs(by_table, other)
         places = tuple(blocks.place_token(*place) for place in written)
         return RecordedStep(spec.name, inputs, rows, places, kept, by_table)
-
-    def _draw_kept(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Draw the slots' tokens, and give them to the decode rows that take them."""
-        kept = torch.from_numpy(self._random.integers(0, self._token_ids, self._slots, dtype=np.int32))
-        if _DECODE_IDS in inputs:
-            inputs[_DECODE_IDS][_FROM_SLOTS, 0] = kept[_FROM_SLOTS]
-        return kept
 
     def _draw_input(self, spec: TensorSpec) -> Tensor:
         name = spec.name.split(".")[1]
@@ -262,31 +248,21 @@ def _cut_prompts(spec: GraphSpec, one: int, other: int) -> list[list[_RowPiece]]
     texts += [_RowPiece(one, texts[-1].end, size), _RowPiece(other, context - size, size), _RowPiece(other, 0, 1)]
     kept = [piece for piece in texts if piece.end <= context]
     together = rows if rows <= 2 else rows - 1  # the last of many rows idles
-    return [kept[index : index + together] for index in range(0, len(kept), together)]
+    steps = [kept[index : index + together] for index in range(0, len(kept), together)]
+    length = spec.kv_block_size
+    if length is not None:
+        for pieces in steps:
+            while sum(-(-end // length) for end in _slot_ends(pieces).values()) > spec.kv_blocks:
+                pieces.pop()
+    return steps
 
 
-def _fit_blocks(spec: GraphSpec, pieces: list[_RowPiece]) -> list[_RowPiece]:
-    if spec.kv_block_size is None:
-        return pieces
-    while sum(-(-end // spec.kv_block_size) for end in _slot_ends(pieces).values()) > spec.kv_blocks:
-        pieces = pieces[:-1]
-    return pieces
-
-
-def _slot_ends(pieces: Sequence[_RowPiece]) -> dict[int, int]:
+def _slot_ends(pieces: Iterable[_RowPiece]) -> dict[int, int]:
     """Return by slot its number of tokens when the last of its pieces is written."""
     ends: dict[int, int] = {}
     for piece in pieces:
         ends[piece.slot] = max(ends.get(piece.slot, 0), piece.end)
     return ends
-
-
-def _copy_input(inputs: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
-    """Return an input of this shape, with the numbers of another of its name and shape."""
-    found = inputs.get(spec.name)
-    if found is not None and tuple(found.shape) == spec.shape:
-        return found.clone()
-    return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
 
 
 def _copy_step(source: int, destination: int, length: int, graph: str = COPY_SLOT) -> RecordedStep:

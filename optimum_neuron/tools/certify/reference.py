@@ -1,33 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded steps, run by the eager target: their results, and the tokens that rounding may choose."""
+"""Recorded steps, run by the eager target: their results, the tokens that rounding may choose, and the part of states on a rank."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...arrays import to_numpy, to_torch
 from ...parity.conditions import shaken
+from ...step.attention import kv_cache
+from ...step.attention.coded_states import LARGEST_CODE, Stored
 from ...step.attention.kv_cache import KVCache
+from ...step.attention.state import KeyValueState
+from ...step.features.convolution.state import ConvolutionState
+from ...step.features.recurrence.state import RecurrentState
 from ...step.model_spec import ModelSpec
 from ...step.ops import EAGER_OPS
 from ...step.spec import GraphSpec, SamplingParams, TensorSpec
 from ...step.state_specs import BY_TOKEN
 from ...step.step import StepModule
 from ...targets.eager import EagerExecutable
-from ...targets.neuron.graphs.io import CACHE, COPIES, COPY_SLOT, KEEP_STATE, SNAPSHOTS
-from .code_steps import write_moved
+from ...targets.neuron.graphs.io import CACHE, COPIES, COPY_SLOT, KEEP_STATE, cut_dim
+from ...targets.neuron.sharding.plan import ShardPlan
+from ...targets.neuron.sharding.rules import PADDING
 from .random_blocks import gathered_spec
 from .recording import RecordedStep, drawn_name, state_history
 
 
 _TEMPERATURE = SamplingParams._fields.index("temperature")
+Places = tuple[tuple[int, ...], ...]
+# By state, without its namespace, and rank: the head or channel in each of the rank's places, or PADDING. States that every rank
+# has whole are missing.
+StateParts = Mapping[str, Places]
 # Tried places of a uniform number, in parts of how far rounding moves it.
 _PLACES = (-1.0, -0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -38,11 +48,6 @@ class SamplerCall:
 
     logits: Tensor
     others: tuple[Any, ...]
-
-    def at_temperature_0(self) -> SamplerCall:
-        """Return the same call with greedy rows."""
-        params, *rest = self.others
-        return SamplerCall(self.logits, (torch.zeros_like(params), *rest))
 
     def accepted_tokens(self, row: int, bound: float) -> tuple[int, ...]:
         """Return the tokens that a row's sampler may choose where each logit is off by up to `bound`.
@@ -64,19 +69,12 @@ class SamplerCall:
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """Results of recorded steps.
+    """Results of recorded steps."""
 
-    Attributes:
-        logits: by number of the step and name of the output, `[rows, vocab]`.
-        choices: the same of the outputs that are tokens.
-        states: at the end, by name; snapshots are among them.
-        trash: by name of a state, the number of its last rows that take padding.
-    """
-
-    logits: dict[tuple[int, str], Tensor]
-    choices: dict[tuple[int, str], SamplerCall]
-    states: dict[str, Tensor]
-    trash: dict[str, int]
+    logits: dict[tuple[int, str], Tensor]  # by number of the step and name of the output, `[rows, vocab]`
+    choices: dict[tuple[int, str], SamplerCall]  # the same of the outputs that are tokens
+    states: dict[str, Tensor]  # at the end, by name, with the copies that slots keep
+    trash: dict[str, int]  # by name of a state, the number of its last rows that take padding
 
 
 @torch.no_grad()
@@ -93,12 +91,12 @@ def run_reference(
     """Run the eager target over a history of its own.
 
     Args:
-        states: all states, with snapshots of them.
+        states: all states, with the copies that slots keep.
         shake: move each module's results by a unit in their last place, and one code of each head of coded keys and values.
     """
     cache = KVCache(each for each in states if each.name.startswith(CACHE))
-    places = [each for each in states if each.name.startswith(SNAPSHOTS)]
-    snapshots = {each.name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in places}
+    copies = [each for each in states if not each.name.startswith(CACHE)]
+    kept = {each.name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in copies}
     calls: list[SamplerCall] = []
 
     def sample(logits: Tensor, *others: Any) -> Tensor:
@@ -108,11 +106,11 @@ def run_reference(
     ops = replace(EAGER_OPS, sample=sample, write_cache=write_moved if shake else EAGER_OPS.write_cache)
     modules = {each.name: StepModule(model, cache, gathered_spec(each), ops).eval() for each in graphs}
     executable = EagerExecutable(
-        modules, cache, {name.removeprefix(SNAPSHOTS): to_numpy(each) for name, each in snapshots.items()}
+        modules, cache, {name.partition(".")[2]: to_numpy(each) for name, each in kept.items()}
     )
     for name, state in state_history(states, scales):
-        if name in snapshots:
-            snapshots[name].copy_(state)
+        if name in kept:
+            kept[name].copy_(state)
         else:
             executable.write_state(name, to_numpy(state))
     logits: dict[tuple[int, str], Tensor] = {}
@@ -130,14 +128,18 @@ def run_reference(
                 if output.name.endswith(".tokens"):
                     # The step chooses the largest of each row, and a sampler of its own draws.
                     choice = next(sampled)
-                    choices[number, output.name] = choice.at_temperature_0()
+                    params, *others = choice.others
+                    choices[number, output.name] = SamplerCall(choice.logits, (torch.zeros_like(params), *others))
                     choices[number, drawn_name(output.name)] = choice
                 else:
                     logits[number, output.name] = to_torch(result).clone()
-    read = {each.name: to_torch(executable.read_state(each.name)) for each in states if each.name not in snapshots}
-    return ReferenceRun(
-        logits, choices, snapshots | read, {each.name: _trash_rows(each, graphs[0]) for each in states}
-    )
+    found = kept | {each.name: to_torch(executable.read_state(each.name)) for each in states if each.name not in kept}
+    trash = dict.fromkeys(kept, 0)
+    for each in states:
+        if each.name not in kept:
+            has_blocks = graphs[0].kv_block_size is not None and each.name.startswith(BY_TOKEN)
+            trash[each.name] = each.shape[0] - (graphs[0].kv_blocks if has_blocks else graphs[0].batch_size)
+    return ReferenceRun(logits, choices, found, trash)
 
 
 def _run_copy(executable: EagerExecutable, step: RecordedStep) -> None:
@@ -150,12 +152,24 @@ def _run_copy(executable: EagerExecutable, step: RecordedStep) -> None:
         executable.restore_state(source, destination)
 
 
-def _trash_rows(state: TensorSpec, graph: GraphSpec) -> int:
-    """Return the number of a state's last blocks or rows that no row may have; snapshots have none."""
-    if state.name.startswith(SNAPSHOTS):
-        return 0
-    has_blocks = graph.kv_block_size is not None and state.name.startswith(BY_TOKEN)
-    return state.shape[0] - (graph.kv_blocks if has_blocks else graph.batch_size)
+def write_moved(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+    """Write as `kv_cache.write_tokens` does, with one code of each token's head replaced by the next one towards zero."""
+
+    def write_codes(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+        kv_cache.write_tokens(cache, _move_codes(states) if states.dtype in LARGEST_CODE else states, blocks, columns)
+
+    kv_cache.write_rounded(write_codes, cache, states, blocks, columns)
+
+
+def _move_codes(codes: Tensor) -> Tensor:
+    heads = codes.contiguous().view(-1, codes.shape[-1])
+    chosen = torch.nn.functional.one_hot(torch.arange(len(heads)) % heads.shape[-1], heads.shape[-1]).bool()
+    bits = heads.view(torch.uint8)
+    if codes.dtype == torch.int8:
+        moved = (heads + torch.where(heads > 0, -1, 1)).to(torch.int8).view(torch.uint8)
+    else:
+        moved = torch.where(bits % 128 == 0, bits + 1, bits - 1)
+    return torch.where(chosen, moved, bits).view(codes.dtype).view(codes.shape)
 
 
 @torch.no_grad()
@@ -174,3 +188,68 @@ def state_scales(
     largest = {name: float(state.abs().max()) for name, state in live.items()}
     # A state without numbers in that step, as an anchor, gets the smallest.
     return {name: max(-20, min(20, round(math.log2(size or 2.0**-20)))) for name, size in largest.items()}
+
+
+def state_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> StateParts:
+    """Return the parts by the plan of a model with numbered layers."""
+    return dict(_head_parts(plan, spec, model)) | dict(_recurrence_parts(plan, spec, model))
+
+
+def places_of(parts: StateParts | None, name: str, rank: int) -> tuple[int, ...] | None:
+    """Return the rank's places of a state, or of copies of it; None where it has all of it."""
+    found = None if parts is None else parts.get(name.rpartition(".")[2])
+    return None if found is None else found[rank]
+
+
+def _layer_numbers(names: Mapping[str, object] | set[str], model: nn.Module) -> dict[int, str]:
+    return {cast(int, model.get_submodule(name).layer_idx): name for name in names}
+
+
+def _head_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, Places]]:
+    shared = _layer_numbers(plan.attention, model)
+    for layer in spec.states_of(KeyValueState):
+        if layer.layer_idx not in shared:
+            continue
+        layout = plan.attention[shared[layer.layer_idx]].layout
+        slots, count = layout.key_value, layout.local_key_value
+        parts = tuple(slots[rank * count : (rank + 1) * count] for rank in range(plan.world_size))
+        for role in ("key", "value", "keyscale", "valuescale"):
+            yield f"{role}_{layer.layer_idx}", parts
+
+
+def _recurrence_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, Places]]:
+    """Yield the parts of convolutions, which are equal or follow their recurrence's heads, and of recurrences."""
+    ranks = range(plan.world_size)
+    convolutions, recurrences = (_layer_numbers(each, model) for each in (set(plan.convolutions), plan.recurrences))
+    for each in spec.states_of(ConvolutionState):
+        name, layer = f"conv_{each.layer_idx}_{each.index}", recurrences.get(each.layer_idx)
+        channels = [None if layer is None else plan.channels(layer, each.index, rank) for rank in ranks]
+        if None not in channels:
+            yield name, tuple(own for own in channels if own is not None)
+        elif each.layer_idx in convolutions:
+            count = each.channels // plan.world_size
+            yield name, tuple(tuple(range(rank * count, (rank + 1) * count)) for rank in ranks)
+    for state in spec.states_of(RecurrentState):
+        if state.layer_idx in recurrences:
+            shared = plan.recurrences[recurrences[state.layer_idx]]
+            heads, inputs = (tuple(tuple(of(rank)) for rank in ranks) for of in (shared.heads_of, shared.inputs_of))
+            number = f"{state.layer_idx}_{state.index}"
+            yield from ((f"{role}_{number}", heads) for role in ("state", "anchor"))
+            yield f"tail_{number}", inputs
+
+
+def take_part(state: Tensor, places: tuple[int, ...] | None) -> Tensor:
+    """Return a rank's heads or channels of a state, zeros where it holds padding; all of it without `places`."""
+    if places is None:
+        return state
+    dim = cut_dim(state.shape)
+    taken = state.index_select(dim, torch.tensor([max(place, 0) for place in places]))
+    kept = torch.tensor([place != PADDING for place in places]).view(-1, *[1] * (state.dim() - 1 - dim))
+    return torch.where(kept, taken, torch.zeros((), dtype=state.dtype))
+
+
+def real_heads(places: tuple[int, ...] | None) -> list[int] | None:
+    """Return the places of a rank that hold a head; None where all do."""
+    if places is None or PADDING not in places:
+        return None
+    return [place for place, head in enumerate(places) if head != PADDING]

@@ -1,49 +1,155 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trial with all that its execution takes, from an artifact's folder: steps, modules, and each rank's weights and history."""
+"""The executed part of a model with all that its execution takes: steps, modules, and each rank's weights and history.
+
+The part is the whole model where that is little work, else its first layers, with the artifact's own weights. Layers of one kind
+(step/tracing/alike.py) are the same code at the same shapes. So the first ones of each kind are lowered again, by the code that
+lowered the artifact's graphs, as a model of so many layers. Slots and columns are fewer too.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...artifact.artifact import GRAPHS_FOLDER
-from ...artifact.skeleton import empty_model
+from ...artifact.quantization import read_formats, write_formats
+from ...artifact.skeleton import empty_model, read_config
 from ...artifact.weights import named_tensors, rank_weights_name
-from ...config import NeuronConfig
+from ...config import SMALLEST_BLOCK, NeuronConfig
 from ...step.model_spec import ModelSpec
 from ...step.sampling.buffers import slots_of_rows
 from ...step.spec import LOGPROBS, GraphSpec, TensorSpec, graph_specs
-from ...step.state_specs import state_specs
+from ...step.state_specs import kept_states
+from ...step.tracing.alike import kinds_of_layers
 from ...targets.neuron.graphs.io import CHOSEN, HLO_SUFFIX, SCORES, read_graph_io, read_hlo
-from ...targets.neuron.graphs.state_graphs import copy_graphs, score_graphs, slots_input, snapshot_states
+from ...targets.neuron.graphs.state_graphs import copy_graphs, score_graphs, slots_input
 from ...targets.neuron.lowering.lower_all import lower_all
 from ...targets.neuron.lowering.split_tokens import is_split
 from ...targets.neuron.sharding import shard_plan
-from .host_ranks import GraphRun, LoweredModule, RankResults, execute_ranks
-from .parts import StateParts, places_of, state_parts, take_part
-from .recording import RecordedStep, chosen_tokens, drawn_name, record_steps, state_history
-from .trial import Trial
-from .widened import widen_module
+from .host_ranks import GraphRun, LoweredModule, RankResults, execute_ranks, widen_module
+from .recording import RecordedStep, chosen_tokens, drawn_name, record_config, state_history
+from .reference import StateParts, places_of, state_parts, take_part
+
+
+# Products of the linear layers; more would take longer than to lower the graphs.
+LARGEST_WORK = 2e10
+LARGEST_STATES = 1 << 28  # bytes
+_FEWEST_LAYERS, _FEW_SLOTS, _FEW_COLUMNS, _SHORT_CHUNK, _FEW_SNAPSHOTS = 2, 4, 512, 128, 2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model that is executed.
+
+    Attributes:
+        folder: folder with its config.json.
+        config: config of its graphs; they compute experts in the form of the artifact's, which follow `artifact_config`.
+        layers: number of its layers, of `all_layers`.
+    """
+
+    folder: Path
+    config: NeuronConfig
+    artifact_config: NeuronConfig
+    layers: int
+    all_layers: int
+
+    @property
+    def is_whole(self) -> bool:
+        """True where it is the artifact's own model, so that the artifact's own modules are executed."""
+        return self.layers == self.all_layers
+
+
+def choose_trial(
+    folder: Path,
+    config: NeuronConfig,
+    spec: ModelSpec,
+    steps: Sequence[RecordedStep],
+    scratch: Path,
+    *,
+    trust_remote_code: bool,
+) -> Trial:
+    """Return the whole model, or one of fewer layers with a config.json in `scratch`; `steps` are those of the whole model."""
+    model = empty_model(folder, config.dtype, trust_remote_code=trust_remote_code)
+    count = _count_layers(read_config(folder, trust_remote_code=trust_remote_code))
+    parameters = sum(tensor.numel() for tensor in named_tensors(model).values())
+    tokens = sum(len(step.written) for step in steps)
+    state_bytes = sum(4 * math.prod(each.shape) for each in kept_states(config, spec))
+    whole = Trial(folder, config, config, count, count)
+    if parameters * tokens <= LARGEST_WORK and state_bytes <= LARGEST_STATES:
+        return whole
+    kinds = [kind for kind in kinds_of_layers(model) if len(kind.layers) == count]
+    covered = sum(len(kind.members) for kind in kinds) == count
+    layers = max(_FEWEST_LAYERS, *(kind.members[0] + 1 for kind in kinds)) if covered else count
+    if layers >= count:
+        return whole
+    small = smaller_config(config)
+    write_trial(folder, layers, small.sequence_length, scratch, trust_remote_code=trust_remote_code)
+    return Trial(scratch, small, config, layers, count)
+
+
+def write_trial(folder: Path, layers: int, columns: int, scratch: Path, *, trust_remote_code: bool) -> None:
+    """Write the config.json of a model of the first layers, the modeling code that it names, and its weights' formats.
+
+    A window that is longer than the columns becomes one that is shorter, so that its edge is tried.
+    """
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    count = _count_layers(config)
+    text = cast(Any, config.get_text_config(decoder=True))
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == count:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    window = getattr(text, "sliding_window", None)
+    if isinstance(window, int) and window >= columns:
+        text.sliding_window = columns // 2
+    config.save_pretrained(scratch)
+    for path in folder.glob("*.py"):
+        (scratch / path.name).write_bytes(path.read_bytes())
+    formats = read_formats(folder)
+    if formats:
+        model = empty_model(scratch, "float32", trust_remote_code=trust_remote_code)
+        names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+        write_formats({name: each for name, each in formats.items() if name in names}, scratch)
+
+
+def _count_layers(config: PreTrainedConfig) -> int:
+    return int(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0))
+
+
+def smaller_config(config: NeuronConfig) -> NeuronConfig:
+    """Return few slots, columns and tokens per chunk; every kind of graph stays, and so does an equal split of tokens."""
+    ranks = config.tensor_parallel_size
+    few = min(config.batch_size, max(_FEW_SLOTS, config.ctx_batch_size))
+    slots = few + (config.batch_size - few) % ranks
+    length = min(config.sequence_length, max(_FEW_COLUMNS, 2 * slots))
+    short = min(config.prefill_chunk_size, _SHORT_CHUNK, (length - slots) // config.ctx_batch_size)
+    chunk = short - (short - config.prefill_chunk_size) % ranks
+    return replace(
+        config,
+        batch_size=slots,
+        sequence_length=length,
+        prefill_chunk_size=chunk if chunk > 0 else short,
+        prefill_chunk_buckets=(),
+        context_buckets=(length,),
+        kv_block_size=None if config.kv_block_size is None else SMALLEST_BLOCK,
+        kv_cache_tokens=None,
+        state_snapshots=min(config.snapshot_places, _FEW_SNAPSHOTS),
+        state_snapshot_interval=None,
+    )
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A trial that is ready to be executed.
-
-    Attributes:
-        folder: folder with the artifact's weights.
-        tied: alias to stored name.
-        parts: heads and channels of each rank; None for a single rank.
-    """
+    """A trial that is ready to be executed; `folder` has the weights, `parts` what each rank holds of states."""
 
     folder: Path
     trial: Trial
@@ -62,14 +168,13 @@ class Setup:
         return graph_specs(self.trial.config)
 
     def state_specs(self, dtype: str) -> tuple[TensorSpec, ...]:
-        """Return the states of the whole model in a type, with snapshots of them."""
-        config = dataclasses.replace(self.trial.config, dtype=dtype)
-        return (*state_specs(config, self.spec), *snapshot_states(config, self.spec))
+        """Return the states of the whole model in a type, with the copies that slots keep."""
+        return kept_states(replace(self.trial.config, dtype=dtype), self.spec)
 
     def execute_steps(self, dtype: str, scales: Mapping[str, int]) -> RankResults:
         """Run all steps on all ranks, in the artifact's type, or with widened modules in float32."""
         wide = dtype != self.trial.config.dtype
-        modules = {name: LoweredModule(*widen_module(*each)) if wide else each for name, each in self.modules.items()}
+        modules = {name: widen_module(each) if wide else each for name, each in self.modules.items()}
         whole = dict(state_history(self.state_specs(dtype), scales))
         tensors = [chain(self._weights(rank, wide=wide), self._states(rank, whole)) for rank in range(self.ranks)]
         runs = [list(self._graph_runs(step)) for step in self.steps]
@@ -118,25 +223,10 @@ def _group_by_step(results: list[dict[str, Tensor]], counts: Sequence[int]) -> l
     return [*steps, next(rest)]
 
 
-def record_config(config: NeuronConfig, spec: ModelSpec) -> tuple[RecordedStep, ...]:
-    """Return the steps that are executed at a config's sizes."""
-    ids = min(spec.num_embeddings, spec.vocab_size)
-    copies = {graph.name for graph in copy_graphs(config, spec)}
-    return record_steps(graph_specs(config), ids, copies, config.snapshot_places)
-
-
 def make_setup(
     folder: Path, trial: Trial, spec: ModelSpec, tied: Mapping[str, str], *, trust_remote_code: bool
 ) -> Setup:
-    """Read an artifact's modules, or lower those of its first layers.
-
-    Args:
-        folder: the artifact, or the folder that becomes it, with graphs and weights.
-        spec: spec of the artifact's whole model.
-
-    Raises:
-        ValueError: the first layers cannot be lowered, or not be shared by so many ranks.
-    """
+    """Read an artifact's modules, or lower those of its first layers; raise ValueError where they cannot be lowered or shared."""
     config = trial.config
     model = empty_model(trial.folder, config.dtype, trust_remote_code=trust_remote_code)
     if trial.is_whole:
@@ -147,7 +237,8 @@ def make_setup(
         paths = {name: folder / GRAPHS_FOLDER / (name + HLO_SUFFIX) for name in names}
         modules = {name: LoweredModule(read_hlo(path), read_graph_io(path)) for name, path in paths.items()}
     else:
-        kept, tensors = _first_layers(spec, trial.layers), named_tensors(model)
+        kept = replace(spec, states=tuple(each for each in spec.states if each.layer_idx < trial.layers))
+        tensors = named_tensors(model)
         tied = {alias: stored for alias, stored in tied.items() if alias in tensors and stored in tensors}
         lowered = lower_all(
             trial.folder,
@@ -162,11 +253,6 @@ def make_setup(
     if config.tensor_parallel_size > 1:
         parts = state_parts(shard_plan(cast(PreTrainedModel, model), config.tensor_parallel_size), kept, model)
     return Setup(folder, trial, kept, tied, modules, record_config(config, kept), parts)
-
-
-def _first_layers(spec: ModelSpec, layers: int) -> ModelSpec:
-    """Return the spec of a model's first layers."""
-    return dataclasses.replace(spec, states=tuple(each for each in spec.states if each.layer_idx < layers))
 
 
 def split_kinds(folder: Path, config: NeuronConfig) -> frozenset[str]:

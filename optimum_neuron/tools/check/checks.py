@@ -10,10 +10,11 @@ import json
 import shutil
 import subprocess
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from threading import Timer
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,6 +22,7 @@ from ...artifact.artifact import Artifact
 from ...artifact.filesystem import file_sha256
 from ...artifact.find import is_from_hub
 from ...config import HLO_TARGETS, NEURON_TARGETS
+from ...hub.collect import read_certificate
 from ...runtime.golden import GOLDEN_NAME, Golden
 from ...runtime.profile import Profile
 from ...runtime.runner import GraphRunner
@@ -34,12 +36,67 @@ from ...targets.neuron.sdk.stacks import check_reading
 from ...targets.rank_options import IN_ENVIRONMENT, RankOptions
 from ..certify import CERTIFICATE_NAME, NOT_CERTIFIED, is_certified
 from . import step_checks
-from .report import CheckError, CheckReport
+from .step_checks import CheckError
 
 
 MONITOR = "neuron-monitor"
 # Seconds that it may take for its first report.
 MONITOR_LIMIT_S = 60.0
+# The remedy of each check, in the order in which they run.
+REMEDIES = {
+    "compiler": "install neuronx-cc from AWS's Neuron repository, or report the operators that it does not list",
+    "certificate": "the graphs are not those that the export executed: export the model again with --certify",
+    "load": "check neuron-ls, NEURON_RT_VISIBLE_CORES and that the SDK is the one that compiled the artifact",
+    "golden": "export with --dtype float32 to separate rounding from a fault, then with one layer fewer each time to find it",
+    "chunks": "a graph is not deterministic or its scatter is wrong: report it with the JSON of this check",
+    "neighbours": "a row reads another row's cache: report it with the JSON of this check",
+    "slot copy": "the copy_slot graph is wrong: turn off prefix reuse and report it with the JSON of this check",
+    "snapshots": "the graphs keep_state and restore_state are wrong: turn off prefix reuse and report it with the JSON of this check",
+    "token ids": "the embedding or the choice of a token is wrong at the vocabulary's edge: report it with the JSON of this check",
+    "latency": "compare with optimum-cli neuron estimate; a graph far above it wants other compiler flags",
+    "memory": "compare with optimum-cli neuron estimate; install aws-neuronx-tools for neuron-monitor",
+}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check: its measured values, or the fault and its remedy, or the reason to skip it."""
+
+    name: str
+    status: Literal["passed", "failed", "skipped"]
+    seconds: float = 0.0
+    values: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    remedy: str = ""
+
+
+@dataclass
+class CheckReport:
+    """All results, and the facts that they depend on."""
+
+    facts: dict[str, Any]
+    results: list[CheckResult] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(result.status != "failed" for result in self.results)
+
+    def run_check(self, name: str, check: Callable[[], dict[str, Any]], skipped: str = "") -> bool:
+        """Run a check, unless there is a reason to skip it; return whether it passed."""
+        if skipped:
+            self.results.append(CheckResult(name, "skipped", problem=skipped))
+            return False
+        start = time.perf_counter()
+        try:
+            result = CheckResult(name, "passed", values=check())
+        except Exception as error:  # whatever a device or a driver raises is a finding of this report
+            result = CheckResult(name, "failed", problem=f"{type(error).__name__}: {error}", remedy=REMEDIES[name])
+        self.results.append(replace(result, seconds=time.perf_counter() - start))
+        return result.status == "passed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON."""
+        return {"passed": self.passed, **asdict(self)}
 
 
 def check_artifact(
@@ -84,6 +141,8 @@ def check_artifact(
     copies = {graph.name for graph in copy_graphs(artifact.config, artifact.model)}
     no_columns = "" if COPY_SLOT in copies else "no graph copies keys and values"
     no_snapshots = "" if KEEP_STATE in copies else "the artifact keeps no snapshots of state"
+    no_device = "" if artifact.target in NEURON_TARGETS else f"target {artifact.target} has no device"
+    no_monitor = "" if shutil.which(MONITOR) else f"there is no {MONITOR} on PATH; it is part of aws-neuronx-tools"
     for name, check, skipped in (
         ("golden", lambda runner: step_checks.check_golden(golden, artifact, runner), ""),
         ("chunks", lambda runner: step_checks.check_chunks(artifact, runner), ""),
@@ -92,7 +151,7 @@ def check_artifact(
         ("snapshots", lambda runner: step_checks.check_snapshots(artifact, runner), no_snapshots),
         ("token ids", lambda runner: step_checks.check_token_ids(artifact, runner), ""),
         ("latency", lambda runner: step_checks.measure_latency(runner, runs), ""),
-        ("memory", lambda runner: _measure_memory(), _missing_monitor(artifact.target)),
+        ("memory", lambda runner: _measure_memory(), no_device or no_monitor),
     ):
         report.run_check(name, partial(check, *runners), skipped if loaded else "the artifact was not loaded")
     return report
@@ -128,12 +187,12 @@ def _check_compiler(artifact: Artifact) -> dict[str, Any]:
 
 
 def _check_certificate(artifact: Artifact) -> dict[str, Any]:
-    """Compare the graphs' digests with those that the export executed; `inspect --verify` executes them again."""
+    """Compare the graphs' digests with those that the export executed."""
     from ..certify.certify import hlo_files
-    from ..certify.document import Certificate
 
     artifact.verify([CERTIFICATE_NAME])
-    certificate = Certificate.read(artifact.path)
+    certificate = read_certificate(artifact)
+    assert certificate is not None
     found = {path.stem: file_sha256(path) for path in hlo_files(artifact.path)}
     others = sorted(name for name in found | certificate.graphs if found.get(name) != certificate.graphs.get(name))
     if others:
@@ -151,15 +210,6 @@ def _load_graphs(
     runners.append(open_runner(artifact, executable, profile=profile))
     loaded = time.perf_counter() - start
     return {"load s": round(loaded, 2), "first runs s": round(measure_seconds(runners[0].warm_up), 2)}
-
-
-def _missing_monitor(target: str) -> str:
-    """Return why device memory cannot be measured; empty where it can."""
-    if target not in NEURON_TARGETS:
-        return f"target {target} has no device"
-    if shutil.which(MONITOR) is None:
-        return f"there is no {MONITOR} on PATH; it is part of aws-neuronx-tools"
-    return ""
 
 
 def _measure_memory() -> dict[str, Any]:

@@ -20,11 +20,14 @@ from ...runtime.step_tensors import DecodeRows
 from ...runtime.timing import measure_seconds
 from ...step.spec import GREEDY, GraphSpec
 from ...step.state_specs import BY_TOKEN, slot_state_specs
-from .report import CheckError
 
 
 # Largest difference of a logit to the host's, relative to the largest logit, by type: rounding of a whole model.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+
+
+class CheckError(Exception):
+    """A wrong result that a check found."""
 
 
 def prefill(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> np.ndarray:
@@ -150,8 +153,7 @@ def measure_latency(runner: GraphRunner, runs: int) -> dict[str, Any]:
     """Return milliseconds per step of every graph, at the end of its context, with all rows in use that the cache holds."""
     medians = {}
     for graph in runner.family:
-        lengths = _full_lengths(graph, runner.config)
-        chunks, decode = _full_step(graph, lengths)
+        lengths, chunks, decode = _full_step(graph, runner.config)
         times = []
         for _ in range(runs):
             runner.reserve_slots([graph.context_length] * len(lengths))
@@ -173,20 +175,18 @@ def _count_fitting(lengths: Sequence[int], config: NeuronConfig, most: int) -> i
     return int(np.searchsorted(np.cumsum([config.blocks_of(length) for length in lengths]), most, side="right"))
 
 
-def _full_lengths(graph: GraphSpec, config: NeuronConfig) -> list[int]:
-    """Return tokens of each slot before a step that ends at the graph's context; chunk rows have the first slots."""
+def _full_step(graph: GraphSpec, config: NeuronConfig) -> tuple[list[int], list[PromptPiece], DecodeRows | None]:
+    """Return a step that ends at the graph's context, and tokens of each slot before it; chunk rows have the first slots."""
     chunk_rows = graph.ctx_batch_size if graph.has_chunk else 0
     rows = graph.batch_size if graph.has_decode else chunk_rows
+    fitting = _count_fitting([graph.context_length] * rows, config, graph.blocks_in_place or config.kv_blocks)
+    rows, chunk_rows = min(rows, fitting), min(chunk_rows, fitting)
     lengths = [graph.context_length - (graph.chunk_size if slot < chunk_rows else 1) for slot in range(rows)]
-    return lengths[: _count_fitting([graph.context_length] * rows, config, graph.blocks_in_place or config.kv_blocks)]
-
-
-def _full_step(graph: GraphSpec, lengths: Sequence[int]) -> tuple[list[PromptPiece], DecodeRows | None]:
-    chunk_rows = min(graph.ctx_batch_size if graph.has_chunk else 0, len(lengths))
     chunks = [PromptPiece(slot, np.zeros(graph.chunk_size, dtype=np.int32)) for slot in range(chunk_rows)]
     if not graph.has_decode:
-        return chunks, None
+        return lengths, chunks, None
     slots = np.arange(graph.batch_size)
-    active = (slots >= chunk_rows) & (slots < len(lengths))
+    active = (slots >= chunk_rows) & (slots < rows)
     sampling = np.tile(np.asarray(GREEDY, dtype=np.float32), (len(slots), 1))
-    return chunks, DecodeRows(np.zeros_like(slots, dtype=np.int32), active, sampling, np.zeros(len(slots), np.float32))
+    decode = DecodeRows(np.zeros_like(slots, dtype=np.int32), active, sampling, np.zeros(len(slots), np.float32))
+    return lengths, chunks, decode

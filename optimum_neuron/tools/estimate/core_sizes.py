@@ -15,10 +15,8 @@ from ...step.features.convolution.state import ConvolutionState
 from ...step.features.recurrence.state import RecurrentState
 from ...step.model_spec import ModelSpec
 from ...targets.neuron.operators.expert_forms import ExpertLayer
-from ...targets.neuron.sharding import ShardPlan, shard_plan
-from ...targets.neuron.sharding.plan import ShardedRecurrence
-from .layer_kinds import LayerKinds, whole_model
-from .model_sizes import Kind, ModelSizes, WeightSize
+from ...targets.neuron.sharding import shard_plan
+from .model_sizes import Kind, LayerKinds, ModelSizes, WeightSize
 
 
 _RANK_BYTES = 4  # each rank's own number, int32, is a weight
@@ -28,13 +26,7 @@ _STATE_BYTES = 4  # number of a recurrence's state, float32 in every model
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Routed experts on a core, in all layers that are alike.
-
-    Attributes:
-        layer: experts of one layer.
-        layers: number of such layers.
-        bytes: size of their weights, all layers together.
-    """
+    """Routed experts on a core, in so many layers that are alike; `bytes` are of all of them."""
 
     layer: ExpertLayer
     layers: int
@@ -59,10 +51,6 @@ class AttentionSizes:
     kv_heads: int
     key_dim: int
     value_dim: int
-
-    @property
-    def token_elements(self) -> int:
-        return self.layers * self.kv_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +85,16 @@ class CoreSizes:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values in all attention layers."""
-        elements = sum(layer.token_elements for layer in self.attention)
-        scales = sum(2 * layer.layers * layer.kv_heads for layer in self.attention)
-        return elements + _SCALE_BYTES * scales if self.cache_has_codes else elements * self.itemsize
+        total = 0
+        for each in self.attention:
+            elements = each.key_dim + each.value_dim
+            of_head = elements + 2 * _SCALE_BYTES if self.cache_has_codes else elements * self.itemsize
+            total += each.layers * each.kv_heads * of_head
+        return total
 
     @property
     def heads(self) -> int:
         return sum(layer.layers * layer.heads for layer in self.attention)
-
-    @property
-    def depth(self) -> int:
-        return self.spec.depth
 
     @property
     def state_bytes(self) -> int:
@@ -123,11 +110,14 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
     local = [replace(weight, shape=shapes[weight.name]) for weight in sizes.weights]
     params: dict[Kind, int] = defaultdict(int)
     sizes_of: dict[Kind, int] = defaultdict(int)
+    widths: dict[str, int] = defaultdict(int)
     for weight in local:
         size = math.prod(weight.shape) * weight.itemsize
         params[weight.kind] += weight.count
         sizes_of[weight.kind] += size
         sizes_of["table"] += size * weight.also_table
+        if weight.kind == "linear":
+            widths[weight.block] += sum(weight.shape) + (weight.values - 1) * weight.shape[-1]
     alike = Counter(
         (count, layer.kv_heads, layer.key_dim, layer.value_dim)
         for layer, count in zip(spec.states_of(KeyValueState), heads, strict=True)
@@ -139,7 +129,7 @@ def core_sizes(sizes: ModelSizes, tensor_parallel_size: int) -> CoreSizes:
         head_params=params["head"],
         experts=tuple(_find_experts(local, sizes)),
         attention=tuple(AttentionSizes(layers, *key) for key, layers in alike.items()),
-        block_width=_block_width(local),
+        block_width=max(widths.values(), default=0),
         spec=spec,
         local_vocab=params["head"] // sizes.hidden_size or sizes.spec.vocab_size,
         hidden_size=sizes.hidden_size,
@@ -179,19 +169,15 @@ def _expert_layer(block: list[WeightSize], sizes: ModelSizes) -> ExpertLayer:
     )
 
 
-def _block_width(weights: list[WeightSize]) -> int:
-    widths: dict[str, int] = defaultdict(int)
-    for weight in weights:
-        if weight.kind == "linear":
-            widths[weight.block] += sum(weight.shape) + (weight.values - 1) * weight.shape[-1]
-    return max(widths.values(), default=0)
-
-
 def _core_shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ...]], ModelSpec, list[int]]:
     """Return each tensor's shape on a core, the core's spec, and its query heads by attention layer."""
     if cores == 1:
         return {weight.name: weight.shape for weight in sizes.weights}, sizes.spec, list(sizes.heads)
-    kinds, plan = _shard_model(sizes, cores)
+    try:
+        # One layer of each kind takes a tenth of the time; the whole model where that is refused, for its reason.
+        kinds, plan = sizes.kinds, shard_plan(sizes.kinds.model, cores)
+    except ValueError:
+        kinds, plan = LayerKinds(sizes.model, "", ()), shard_plan(sizes.model, cores)
     shorts = [(kinds.short_name(name), module) for name, module in sizes.model.named_modules()]
     layouts = {module.layer_idx: plan.attention[short].layout for short, module in shorts if short in plan.attention}
     convolutions = {module.layer_idx for short, module in shorts if short in plan.convolutions}
@@ -201,34 +187,18 @@ def _core_shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ..
         layout = layouts.get(layer.layer_idx)  # None: every core computes all heads
         layers.append(replace(layer, kv_heads=layout.local_key_value) if layout else layer)
         heads.append(layout.local_query if layout else count)
-    convolved = (
-        replace(state, channels=_core_channels(plan, recurrent.get(state.layer_idx), state, convolutions))
-        for state in sizes.spec.states_of(ConvolutionState)
-    )
-    recurrences = (
-        _core_heads(plan.recurrences[recurrent[state.layer_idx]], state) if state.layer_idx in recurrent else state
-        for state in sizes.spec.states_of(RecurrentState)
-    )
+    convolved = list[ConvolutionState]()
+    for state in sizes.spec.states_of(ConvolutionState):
+        # Channels of the core's heads of a recurrence, or an equal share.
+        name = recurrent.get(state.layer_idx)
+        own = None if name is None else plan.channels(name, state.index, 0)
+        count = state.channels // (cores if state.layer_idx in convolutions else 1) if own is None else len(own)
+        convolved.append(replace(state, channels=count))
+    recurrences = list[RecurrentState]()
+    for kept in sizes.spec.states_of(RecurrentState):
+        shared = plan.recurrences.get(recurrent.get(kept.layer_idx, ""))
+        part = shared and replace(kept, heads=len(shared.heads_of(0)), width=len(shared.inputs_of(0)))
+        recurrences.append(part or kept)
     whole = (s for s in sizes.spec.states if not isinstance(s, KeyValueState | ConvolutionState | RecurrentState))
     spec = replace(sizes.spec, states=(*layers, *convolved, *recurrences, *whole))
     return {weight.name: plan.local_shape(kinds.short_name(weight.name)) for weight in sizes.weights}, spec, heads
-
-
-def _core_channels(plan: ShardPlan, layer: str | None, state: ConvolutionState, shared: set[int]) -> int:
-    """Count a core's channels of a convolution: those of its heads of a recurrence, or an equal share."""
-    own = None if layer is None else plan.channels(layer, state.index, 0)
-    if own is not None:
-        return len(own)
-    return state.channels // plan.world_size if state.layer_idx in shared else state.channels
-
-
-def _core_heads(shared: ShardedRecurrence, state: RecurrentState) -> RecurrentState:
-    return replace(state, heads=len(shared.heads_of(0)), width=len(shared.inputs_of(0)))
-
-
-def _shard_model(sizes: ModelSizes, cores: int) -> tuple[LayerKinds, ShardPlan]:
-    """Plan one layer of each kind, which takes a tenth of the time; the whole model where that is refused, for its reason."""
-    try:
-        return sizes.kinds, shard_plan(sizes.kinds.model, cores)
-    except ValueError:
-        return whole_model(sizes.model), shard_plan(sizes.model, cores)

@@ -74,12 +74,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class EstimateReport:
-    """Estimates of one model, by target and tensor parallel size.
-
-    Attributes:
-        context_length: tokens in the cache when speeds are taken.
-        notes: sentences about assumptions and omissions.
-    """
+    """Estimates of one model by target and tensor parallel size, at `context_length` tokens in the cache; notes are sentences."""
 
     model: str
     sizes: ModelSizes
@@ -112,13 +107,15 @@ def estimate_model(
         TypeError, ValueError: a size is out of range, a target is no Neuron device, or the model cannot be exported.
         FileNotFoundError: there is no such model.
     """
-    options = _with_artifact(Path(model).expanduser(), options)
-    targets, without = _with_types(dict.fromkeys(resolve_neuron_target(target) for target in targets), options)
+    path, given = Path(model).expanduser(), dict(options)
+    if (path / MANIFEST_NAME).is_file():
+        exported = Artifact.open(path, with_graphs=False).config.to_dict()
+        names = _INHERITED if options.keys() - {"dtype"} else _INHERITED + _FOLLOWING
+        given = {name: exported[name] for name in names} | given
+    targets, without = _with_types(dict.fromkeys(resolve_neuron_target(target) for target in targets), given)
     # Wrong sizes are refused before torch is imported.
-    config = NeuronConfig.from_dict(
-        options
-        | {"target": targets[0], "tensor_parallel_size": 1 if tensor_parallel_size is None else tensor_parallel_size}
-    )
+    cores = 1 if tensor_parallel_size is None else tensor_parallel_size
+    config = NeuronConfig.from_dict(given | {"target": targets[0], "tensor_parallel_size": cores})
     groups, notes = _core_groups(targets, tensor_parallel_size)
     context = config.sequence_length if context_length is None else context_length
     if not 1 <= context <= config.sequence_length:
@@ -132,7 +129,7 @@ def estimate_model(
     found = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
     sizes, assumed = measure_checkpoint(found, config)
     check_states(sizes.model, sizes.spec, config)
-    estimates, refused = _estimates(sizes, options | {"dtype": sizes.dtype}, groups, context)
+    estimates, refused = _estimates(sizes, given | {"dtype": sizes.dtype}, groups, context)
     return EstimateReport(model, sizes, context, estimates, (*assumed, *without, *notes, *refused))
 
 
@@ -144,14 +141,6 @@ def _with_types(targets: Iterable[str], options: Mapping[str, Any]) -> tuple[lis
     if len(left) == len(asked):
         return asked, []
     return [target for target in asked if target not in left], [f"{target} has no fp8." for target in left]
-
-
-def _with_artifact(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    if not (path / MANIFEST_NAME).is_file():
-        return dict(options)
-    exported = Artifact.open(path, with_graphs=False).config.to_dict()
-    names = _INHERITED if options.keys() - {"dtype"} else _INHERITED + _FOLLOWING
-    return {name: exported[name] for name in names} | dict(options)
 
 
 def _core_groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[str, Any]], list[str]]:
@@ -173,10 +162,9 @@ def _core_groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[st
 
 
 def measure_checkpoint(checkpoint: Checkpoint, config: NeuronConfig) -> tuple[ModelSizes, list[str]]:
-    """Return a checkpoint's sizes, in the config's type and quantization, and sentences about assumptions.
+    """Return a checkpoint's sizes in the config's type and quantization, and sentences about assumptions.
 
-    Raises:
-        ValueError: the model cannot be exported, or is not made for texts of this length.
+    Raise ValueError where it cannot be exported, or is not made for texts of this length.
     """
     from ...artifact.quantization import read_formats
     from ...checkpoints.quantize.quantize import formats_of
@@ -231,12 +219,9 @@ def _estimates(
             "The model's tensor parallel plan leaves its attention whole: every core has all of its heads and their cache."
         )
     recurrences = sizes.spec.states_of(RecurrentState)
-    whole = [
-        str(cores)
-        for cores, share in shares.items()
-        if cores > 1 and share.spec.states_of(RecurrentState) == recurrences
-    ]
-    if whole and recurrences:
+    alike = (cores for cores, share in shares.items() if share.spec.states_of(RecurrentState) == recurrences)
+    whole = [str(cores) for cores in alike if cores > 1 and recurrences]
+    if whole:
         notes.append(
             f"On {', '.join(whole)} cores layers with recurrences are whole on every core, and so are the states that slots keep of them."
         )

@@ -26,7 +26,7 @@ from ...step.features.codes.modules import QuantizedEmbedding, QuantizedLinear
 from ...step.features.codes.weight import PACKED
 from ...step.interface import ATTENTION_NAME, with_attention
 from ...step.model_spec import ModelSpec
-from .layer_kinds import LayerKinds, one_of_each_kind
+from ...targets.neuron.sharding.trace import data_free_copy, no_data
 
 
 Kind = Literal["table", "head", "linear", "experts", "other"]
@@ -62,29 +62,18 @@ class WeightSize:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A whole model, as its config decides it.
+    """A whole model, as its config decides it."""
 
-    Attributes:
-        spec: spec of an export.
-        heads: query heads by attention layer, in the order of the states with keys.
-        keeps_logits: whether logits are computed for the chosen tokens only.
-        longest: `max_position_embeddings`, if the model has such a limit.
-        parameters: parameters of the plain model.
-        model: the model without data, with quantized weights where graphs take such.
-        kinds: the model with one layer of each kind.
-    """
-
-    name: str
     dtype: str
     weights: tuple[WeightSize, ...]
-    spec: ModelSpec
-    heads: tuple[int, ...]
+    spec: ModelSpec  # spec of an export
+    heads: tuple[int, ...]  # query heads by attention layer, in the order of the states with keys
     hidden_size: int
-    keeps_logits: bool
-    longest: int | None
-    parameters: int
-    model: PreTrainedModel
-    kinds: LayerKinds
+    keeps_logits: bool  # whether logits are computed for the chosen tokens only
+    longest: int | None  # `max_position_embeddings`, if the model has such a limit
+    parameters: int  # parameters of the plain model
+    model: PreTrainedModel  # the model without data, with quantized weights where graphs take such
+    kinds: LayerKinds  # the model with one layer of each kind
 
     @property
     def has_experts(self) -> bool:
@@ -134,7 +123,6 @@ def measure_model(
         probe, spec = _probe_model(model)
     text_config = model_config.get_text_config(decoder=True)
     return ModelSizes(
-        name=name,
         dtype=dtype,
         weights=tuple(_list_weights(model, wanted, probe.per_token)),
         spec=spec,
@@ -149,47 +137,42 @@ def measure_model(
 
 
 def _probe_model(model: PreTrainedModel) -> tuple[_CallProbe, ModelSpec]:
-    probe = _CallProbe(model)
+    probe = _CallProbe()
+    hooks = [model.register_forward_pre_hook(probe.wrap_backend, with_kwargs=True)]
+    routed = [module for module in model.modules() if _count_experts(module)]
+    hooks += [module.register_forward_pre_hook(probe.note_routes, with_kwargs=True) for module in routed]
     try:
-        return probe, inspect_model(model)
+        spec = inspect_model(model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"{type(model).__name__} decides by the values of tensors what it computes, and so cannot be a graph of fixed "
             f"shapes: {first_line(error)}"
         ) from error
-    finally:
-        probe.remove_hooks()
+    for hook in hooks:  # which copies of the model would keep
+        hook.remove()
+    return probe, spec
 
 
 class _CallProbe:
-    """Hooks that note the calls of a running model's layers: query heads, and the number of experts that see a token."""
+    """Notes on the calls of a running model's layers: query heads, and the number of experts that see a token."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self) -> None:
         self.heads: list[int] = []
         self.per_token: dict[nn.Module, int] = {}
         self.recorder: AttentionBackend | None = None
-        self._hooks = [model.register_forward_pre_hook(self._wrap_backend, with_kwargs=True)]
-        for module in model.modules():
-            if _count_experts(module):
-                self._hooks.append(module.register_forward_pre_hook(self._note_routes, with_kwargs=True))
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks, which copies of the model would keep."""
-        for hook in self._hooks:
-            hook.remove()
 
     def attend(self, call: AttentionCall) -> Tensor:
         assert self.recorder is not None
         self.heads.append(call.query.shape[1])
         return self.recorder.attend(call)
 
-    def _wrap_backend(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def wrap_backend(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if "attention_backend" not in kwargs:  # the model takes none: its config has the heads
             return args, kwargs
         self.recorder = kwargs["attention_backend"]
         return args, kwargs | {"attention_backend": self}
 
-    def _note_routes(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def note_routes(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note the indices of each token's experts; experts that get none run for every token."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and not value.is_floating_point():
@@ -258,3 +241,47 @@ def _weight_kind(module: nn.Module, tensor: Tensor, head: Tensor | None, experts
     if experts and tensor.dim() > 0 and tensor.shape[0] == experts:
         return "experts"
     return "linear" if isinstance(tensor, nn.Parameter) and tensor.dim() > 1 else "other"
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """A model's short copy without data, or itself; the path of its layers; and by layer of the model, the copy's of its kind."""
+
+    model: PreTrainedModel
+    path: str
+    places: tuple[int, ...]
+
+    def short_name(self, name: str) -> str:
+        """Return the copy's name for a module or tensor of the model; `name` may begin outside of it."""
+        before, separator, inside = name.partition(f"{self.path}.")
+        place, dot, rest = inside.partition(".")
+        return f"{before}{self.path}.{self.places[int(place)]}{dot}{rest}" if self.places and separator else name
+
+
+def one_of_each_kind(model: PreTrainedModel) -> LayerKinds:
+    """Shorten a model with one list of layers. Layers are alike by modules, tensors and types in the config."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    with no_data():
+        short = data_free_copy(model)
+    found = [
+        (name, each) for name, each in short.named_modules() if isinstance(each, nn.ModuleList) and len(each) == count
+    ]
+    if len(found) != 1:
+        return LayerKinds(model, "", ())
+    path, layers = found[0]
+    config = short.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or [None] * count
+    kinds = []
+    for place, layer in enumerate(layers):
+        modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+        tensors = (*layer.named_parameters(), *layer.named_buffers())
+        shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
+        kinds.append((types[place], modules, shapes))
+    distinct = list(dict.fromkeys(kinds))
+    kept = [kinds.index(kind) for kind in distinct]
+    parent, _, attribute = path.rpartition(".")
+    setattr(short.get_submodule(parent), attribute, nn.ModuleList([layers[place] for place in kept]))
+    config.num_hidden_layers = len(kept)
+    if types[0] is not None and not isinstance(getattr(type(config), "layer_types", None), property):
+        config.layer_types = [types[place] for place in kept]
+    return LayerKinds(short, path, tuple(distinct.index(kind) for kind in kinds))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from math import floor, log10
@@ -57,25 +56,22 @@ def _memory_table(report: EstimateReport) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     for _, group in groupby(report.estimates, lambda one: one.config.target):
         for one in group:
-            table.add_row(*_memory_cells(one), style=None if one.fits else "dim")
+            memory = one.memory
+            sizes = (memory.weights, memory.kv_cache, memory.activations, memory.reserve, memory.total)
+            table.add_row(
+                one.config.target,
+                str(one.config.tensor_parallel_size),
+                *(_gib_text(size / GIB) for size in sizes),
+                f"{one.hbm / GIB:.0f}",
+                "yes" if one.fits else "no",
+                *(f"{most:,}" if most else "-" for most in (one.largest_batch, one.longest_sequence)),
+                style=None if one.fits else "dim",
+            )
         table.add_section()
     return table
 
 
-def _memory_cells(one: Estimate) -> Iterator[str]:
-    memory = one.memory
-    yield one.config.target
-    yield str(one.config.tensor_parallel_size)
-    for size in (memory.weights, memory.kv_cache, memory.activations, memory.reserve, memory.total):
-        yield _gib_text(size)
-    yield f"{one.hbm / GIB:.0f}"
-    yield "yes" if one.fits else "no"
-    for most in (one.largest_batch, one.longest_sequence):
-        yield f"{most:,}" if most else "-"
-
-
-def _gib_text(size: int) -> str:
-    gib = size / GIB
+def _gib_text(gib: float) -> str:
     return f"{gib / 1e3:,.0f} k" if gib >= 1e4 else f"{gib:,.{2 if gib < 100 else 0}f}"
 
 
@@ -88,7 +84,14 @@ def _speed_table(report: EstimateReport) -> Table:
     fitting = [one for one in report.estimates if one.fits]
     for _, group in groupby(fitting, lambda one: one.config.target):
         for one in group:
-            table.add_row(*_speed_cells(one))
+            rates = [span for speed in (one.decode, one.prefill) for span in (speed.rates, (speed.peak_rate,) * 2)]
+            table.add_row(
+                one.config.target,
+                str(one.config.tensor_parallel_size) + ("" if _is_measured(one) else "?"),
+                _span_text(one.decode.low_s * 1e3, one.decode.high_s * 1e3),
+                *(_span_text(*span) for span in rates),
+                one.hosts[0].size,
+            )
         table.add_section()
     return table
 
@@ -102,16 +105,6 @@ def _make_table(title: str) -> Table:
     return table
 
 
-def _speed_cells(one: Estimate) -> Iterator[str]:
-    yield one.config.target
-    yield str(one.config.tensor_parallel_size) + ("" if _is_measured(one) else "?")
-    yield _span_text(one.decode.low_s * 1e3, one.decode.high_s * 1e3)
-    for speed in (one.decode, one.prefill):
-        yield _span_text(*speed.rates)
-        yield _span_text(speed.peak_rate, speed.peak_rate)
-    yield one.hosts[0].size
-
-
 def _is_measured(one: Estimate) -> bool:
     least, most = MEASURED_CORES
     return least <= one.config.tensor_parallel_size <= most
@@ -120,13 +113,11 @@ def _is_measured(one: Estimate) -> bool:
 def _span_text(low: float, high: float) -> str:
     """Return both ends with two digits that count, or one end where they are the same; thousands as k, millions as M."""
     unit, scale = next((unit, scale) for unit, scale in ((" M", 1e6), (" k", 1e3), ("", 0)) if high >= 10 * scale)
-    ends = dict.fromkeys(_two_digits(end / (scale or 1)) for end in (low, high))
+    ends: dict[str, None] = {}
+    for end in (low / (scale or 1), high / (scale or 1)):
+        places = 1 - floor(log10(end))
+        ends[f"{round(end, places):,.{max(places, 0)}f}"] = None
     return "-".join(ends) + unit
-
-
-def _two_digits(value: float) -> str:
-    places = 1 - floor(log10(value))
-    return f"{round(value, places):,.{max(places, 0)}f}"
 
 
 def write_sentences(report: EstimateReport) -> list[str]:
@@ -142,13 +133,14 @@ def write_sentences(report: EstimateReport) -> list[str]:
         f"Weights and cache are exact. Graphs take {GRAPH_RESERVE // MIB} MiB each for their code, which is a guess on the "
         f"safe side."
     )
-    kept = _state_sizes(report)
+    kept = StateSizes.measure(state_specs(report.estimates[0].config, report.sizes.spec))
     if kept.per_slot:
         tokens = (
             f", as {round(kept.per_slot / kept.per_token):,} tokens of keys and values do" if kept.per_token else ""
         )
         lines.append(
-            f"KV holds what layers keep by slot: {_mib_text(kept.per_slot)} MiB of each, whatever its length{tokens}."
+            f"KV holds what layers keep by slot: {kept.per_slot / MIB:,.{3 if kept.per_slot < MIB else 1}f} MiB of each, whatever its "
+            f"length{tokens}."
         )
         if snapshots := report.estimates[0].config.snapshot_places:
             lines.append(f"KV also holds as much for each of state_snapshots={snapshots}.")
@@ -162,14 +154,6 @@ def write_sentences(report: EstimateReport) -> list[str]:
             least, most = MEASURED_CORES
             lines.append(f"tp?: no run on fewer than {least} cores or more than {most} was published.")
     return lines
-
-
-def _state_sizes(report: EstimateReport) -> StateSizes:
-    return StateSizes.measure(state_specs(report.estimates[0].config, report.sizes.spec))
-
-
-def _mib_text(size: int) -> str:
-    return f"{size / MIB:,.{3 if size < MIB else 1}f}"
 
 
 def _host_to_rent(fitting: list[Estimate]) -> str:
@@ -222,7 +206,8 @@ def _nearest_text(report: EstimateReport) -> str:
 
 def to_json(report: EstimateReport) -> dict[str, Any]:
     """Return everything, in bytes, seconds and tokens per second."""
-    sizes, kept = report.sizes, _state_sizes(report)
+    sizes = report.sizes
+    kept = StateSizes.measure(state_specs(report.estimates[0].config, sizes.spec))
     return {
         "model": report.model,
         "parameters": sizes.parameters,
@@ -231,21 +216,20 @@ def to_json(report: EstimateReport) -> dict[str, Any]:
         "context_length": report.context_length,
         "cache_bytes_per_token": kept.per_token,
         "state_bytes_per_slot": kept.per_slot,
-        "estimates": [_estimate_json(one) for one in report.estimates],
+        "estimates": [
+            {
+                "config": one.config.to_dict(),
+                "fits": one.fits,
+                "memory": asdict(one.memory) | {"total": one.memory.total, "hbm": one.hbm},
+                "largest_batch": one.largest_batch,
+                "longest_sequence": one.longest_sequence,
+                "decode": _speed_json(one.decode),
+                "prefill": _speed_json(one.prefill),
+                "hosts": {host.name: {"cores": host.cores, "copies": one.copies_on(host)} for host in one.hosts},
+            }
+            for one in report.estimates
+        ],
         "notes": write_sentences(report),
-    }
-
-
-def _estimate_json(one: Estimate) -> dict[str, Any]:
-    return {
-        "config": one.config.to_dict(),
-        "fits": one.fits,
-        "memory": asdict(one.memory) | {"total": one.memory.total, "hbm": one.hbm},
-        "largest_batch": one.largest_batch,
-        "longest_sequence": one.longest_sequence,
-        "decode": _speed_json(one.decode),
-        "prefill": _speed_json(one.prefill),
-        "hosts": {host.name: {"cores": host.cores, "copies": one.copies_on(host)} for host in one.hosts},
     }
 
 

@@ -18,9 +18,8 @@ import torch
 
 from ...config import NeuronConfig
 from ...step.features.recurrence.state import RecurrentState
-from ...step.spec import GraphSpec, TensorSpec, graph_specs
-from ...step.state_specs import state_specs
-from ...targets.neuron.graphs.state_graphs import snapshot_states
+from ...step.spec import GraphSpec, graph_specs
+from ...step.state_specs import kept_states
 from ...targets.neuron.operators import attention
 from ...targets.neuron.operators.expert_forms import TILE_ROWS, ExpertLayer, all_experts, choose, work
 from ...targets.neuron.sdk.hardware import MIB, Chip
@@ -56,10 +55,7 @@ class CoreMemory:
 
 
 def core_memory(sizes: CoreSizes, config: NeuronConfig, chip: Chip) -> CoreMemory:
-    """Return the bytes that a core needs, whatever it has.
-
-    Activations are those of the graph that needs most, in whole scratch pages. Every graph takes a reserve of its own.
-    """
+    """Return the bytes that a core needs: activations in whole scratch pages, and a reserve of every graph."""
     graphs = graph_specs(config)
     live = max(live_bytes(sizes, graph, chip, config.scan_block) for graph in graphs)
     return CoreMemory(
@@ -113,14 +109,13 @@ def _last_fitting(values: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def cache_bytes(sizes: CoreSizes, config: NeuronConfig) -> int:
-    """Return the bytes of a core's states: keys and values of its heads, other states, one row more for padding, and snapshots."""
-    states = (*state_specs(config, sizes.spec), *snapshot_states(config, sizes.spec))
-    return sum(math.prod(state.shape) * _state_itemsize(state, config, sizes) for state in states)
-
-
-def _state_itemsize(state: TensorSpec, config: NeuronConfig, sizes: CoreSizes) -> int:
-    """Return the itemsize of a state, of which some have the model's type, which a config may leave open."""
-    return sizes.itemsize if state.dtype == config.dtype else getattr(torch, state.dtype).itemsize
+    """Return the bytes of a core's states, with one row more for padding, and of copies that slots keep."""
+    total = 0
+    for state in kept_states(config, sizes.spec):
+        # The model's type, which a config may leave open.
+        itemsize = sizes.itemsize if state.dtype == config.dtype else getattr(torch, state.dtype).itemsize
+        total += math.prod(state.shape) * itemsize
+    return total
 
 
 def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip, scan_block: int | None) -> int:
@@ -135,20 +130,20 @@ def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip, scan_block: int |
     groups = row_groups(graph)
     tokens = sum(group.tokens for group in groups)
     hidden = tokens * sizes.hidden_size * (2 * sizes.itemsize + 4)
-    block = max(tokens * sizes.block_width, *(_expert_elements(each.layer, tokens, chip) for each in sizes.experts), 0)
+    # Experts: in whole tiles of rows, and the most of all smaller steps, so that a larger step never needs less.
+    tiles = (*range(1, min(tokens, TILE_ROWS) + 1), *range(2 * TILE_ROWS, tokens + TILE_ROWS, TILE_ROWS))
+    routed = (_most_elements(each.layer, end, chip) for each in sizes.experts for end in tiles)
+    block = max(tokens * sizes.block_width, max(routed, default=0))
+    # The head's result, once more in float32, and once more for the whole vocabulary where graphs return that.
+    few = sizes.keeps_logits and not graph.scores_prompts
+    logits = (sum(group.rows for group in groups) if few else tokens) * sizes.local_vocab * (sizes.itemsize + 4)
+    logits += sum(math.prod(spec.shape) * 4 for spec in graph.outputs(sizes.spec.vocab_size))
     return hidden + max(
         block * sizes.itemsize,
         _attention_bytes(sizes, graph, groups),
         _recurrence_bytes(sizes, groups, scan_block or 1),
-        _logits_bytes(sizes, graph, tokens),
+        logits,
     )
-
-
-def _expert_elements(layer: ExpertLayer, tokens: int, chip: Chip) -> int:
-    """Return the most that a step of up to so many tokens has, in whole tiles of rows: so a larger step never needs less."""
-    few = range(1, min(tokens, TILE_ROWS) + 1)
-    more = range(2 * TILE_ROWS, tokens + TILE_ROWS, TILE_ROWS)
-    return max(_most_elements(layer, end, chip) for end in (*few, *more))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -161,16 +156,11 @@ def _most_elements(layer: ExpertLayer, end: int, chip: Chip) -> int:
 
 
 class GraphRows(NamedTuple):
-    """A row group of a step: decode rows read the cache in place, chunk rows gather their slots' rows of it.
-
-    Attributes:
-        length: tokens of a row.
-        columns: columns of the cache that a row reads on average; of blocks in place, its share of them.
-    """
+    """A row group of a step: decode rows read the cache in place, chunk rows gather their slots' rows of it."""
 
     rows: int
-    length: int
-    columns: float
+    length: int  # tokens of a row
+    columns: float  # columns of the cache that a row reads on average; of blocks in place, its share of them
     gathered: bool
 
     @property
@@ -228,11 +218,3 @@ def _recurrence_bytes(sizes: CoreSizes, groups: list[GraphRows], block: int) -> 
             numbers += window * (each.width + of_token)
         most = max(most, 4 * numbers)
     return most
-
-
-def _logits_bytes(sizes: CoreSizes, graph: GraphSpec, tokens: int) -> int:
-    """Count the head's result, once more in float32, and once more for the whole vocabulary where graphs return that."""
-    few = sizes.keeps_logits and not graph.scores_prompts
-    rows = sum(group.rows for group in row_groups(graph)) if few else tokens
-    local = rows * sizes.local_vocab * (sizes.itemsize + 4)
-    return local + sum(math.prod(spec.shape) * 4 for spec in graph.outputs(sizes.spec.vocab_size))

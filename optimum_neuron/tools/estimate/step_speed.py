@@ -101,7 +101,7 @@ def step_work(sizes: CoreSizes, rows: int, length: int, context_length: float, c
         cache=cache_bytes_moved(sizes, rows, context_length) / chip.core_bandwidth,
         products=products / chip.core_flops(sizes.dtype),
         scores=scores / chip.core_bandwidth,
-        latencies=sizes.depth * (1 + math.log2(cores)),
+        latencies=sizes.spec.depth * (1 + math.log2(cores)),
     )
 
 

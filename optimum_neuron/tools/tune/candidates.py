@@ -14,8 +14,6 @@ from ...engine.policy import Policy, resolve_policy
 from ...export.export_command import option_words
 
 
-# Requests that `serve` lets wait for a slot by default.
-DEFAULT_QUEUE = 128
 POLICIES = ("mixed", "alternate")
 BUCKETS = ("none", "quarters", "halves")
 _SMALLEST_CONTEXT = 256
@@ -64,11 +62,7 @@ class SizeGrid:
         return cls((4, 8, 16), (32, 64, 128, 256), (1,), ("none",), POLICIES)
 
     def replace_axes(self, words: Sequence[str]) -> SizeGrid:
-        """Return a grid with axes given as `batch=4,8`.
-
-        Raises:
-            ValueError: an axis or a value is unknown, or an axis is given twice.
-        """
+        """Return a grid with axes given as `batch=4,8`; raise ValueError where one is unknown or given twice."""
         found: dict[str, tuple[Any, ...]] = {}
         axes = tuple(vars(self))
         for word in words:
@@ -81,14 +75,7 @@ class SizeGrid:
         return SizeGrid(**{**vars(self), **found})
 
     def make_candidates(self, fixed: Mapping[str, Any]) -> tuple[list[Candidate], list[str]]:
-        """Return all that can be exported, and the reasons why others cannot.
-
-        Args:
-            fixed: options of a NeuronConfig that all have, sequence_length and target among them.
-
-        Raises:
-            ValueError: none can.
-        """
+        """Return all that can be exported with fixed options, and why others cannot; raise ValueError if none can."""
         found, refused = dict[Candidate, None](), list[str]()
         for batch, chunk, ctx, buckets, policy in product(self.batch, self.chunk, self.ctx, self.buckets, self.policy):
             options = {
@@ -129,11 +116,7 @@ def _context_buckets(buckets: str, length: int) -> tuple[int, ...]:
 
 
 def export_words(model: str, config: NeuronConfig, output: str, others: Sequence[str] = ()) -> str:
-    """Return the command line that exports a config.
-
-    Args:
-        others: words that name the model more closely, such as a revision.
-    """
+    """Return the command line that exports a config; `others` name the model more closely."""
     words = ["optimum-cli", "export", "neuron", "--model", model, *others, *option_words(config)]
     return shlex.join([*words, output])
 
@@ -141,6 +124,6 @@ def export_words(model: str, config: NeuronConfig, output: str, others: Sequence
 def serve_words(output: str, longest_queue: int) -> str:
     """Return the command line that serves it by the simulated scheduler, with room for all requests of the trace."""
     words = ["optimum-cli", "neuron", "serve", output, "--backend", "engine"]
-    if longest_queue > DEFAULT_QUEUE:
+    if longest_queue > 128:  # which `serve` lets wait by default
         words += ["--max-queue", str(longest_queue)]
     return shlex.join(words)

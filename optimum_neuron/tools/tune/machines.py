@@ -26,7 +26,7 @@ from ..estimate.step_speed import graph_work
 from .candidates import Candidate
 from .measure import STAGES, MeasuredSteps, measure_steps
 from .search import Machine
-from .step_clock import StepClock
+from .simulate import StepClock
 
 
 # Runs of one step are unsteady where their middle halves are wider than this, on average.
@@ -43,21 +43,18 @@ class _MeasuredExport:
 
     artifact: Artifact
     measured: MeasuredSteps
-    seconds_per_graph: float | None
+    seconds_per_graph: float = 0.0
 
 
 class CpuMachine(Machine):
-    """This CPU. One export, measured, serves all candidates that can have its graphs.
-
-    Args:
-        exports: measured exports.
-    """
+    """This CPU. One measured export serves all candidates that can have its graphs."""
 
     is_measured = True
 
     def __init__(self, exports: Iterable[_MeasuredExport]) -> None:
         self._found = {_export_key(each.artifact.config): each for each in exports}
         found = [each.measured for each in self._found.values()]
+        self.reuses_prefixes = all(each.artifact.model.reuses_prefixes for each in self._found.values())
         spread = sum(each.spread for each in found) / len(found)
         graphs = sum(len(each.artifact.graphs) for each in self._found.values())
         unsteady = f"Runs of one step differed by {spread:.0%}: something else used the cores; measure again when it is quiet."
@@ -71,21 +68,17 @@ class CpuMachine(Machine):
     @classmethod
     def from_artifact(cls, artifact: Artifact) -> CpuMachine:
         """Measure an artifact that is there already."""
-        return cls([_measure_artifact(artifact, None)])
+        return cls([_measure_artifact(artifact)])
 
     @classmethod
     def from_candidates(
         cls, export: Callable[[Path, NeuronConfig], Any], candidates: Iterable[Candidate]
     ) -> CpuMachine:
-        """Export and measure what candidates need.
-
-        Args:
-            export: makes an artifact of a config in a folder: `export_model` with the model's options.
-        """
+        """Export and measure what candidates need; `export` makes an artifact of a config in a folder."""
         groups: dict[tuple[int, ...], list[NeuronConfig]] = {}
         for candidate in candidates:
             groups.setdefault(_export_key(candidate.config), []).append(candidate.config)
-        return cls(_measure_export(export, _join_configs(configs)) for configs in groups.values())
+        return cls(_measure_export(export, configs) for configs in groups.values())
 
     def memory(self, config: NeuronConfig) -> tuple[int, int]:
         artifact, room = self._found[_export_key(config)].artifact, available_memory()
@@ -93,48 +86,39 @@ class CpuMachine(Machine):
         return needed, needed if room is None else room
 
     def compile_minutes(self, config: NeuronConfig) -> float:
-        seconds = self._found[_export_key(config)].seconds_per_graph
-        return 0.0 if seconds is None else seconds * len(graph_specs(config)) / 60
-
-    def snapshot_places(self, config: NeuronConfig) -> int | None:
-        reuses = self._found[_export_key(config)].artifact.model.reuses_prefixes
-        return None if reuses else config.snapshot_places
+        return self._found[_export_key(config)].seconds_per_graph * len(graph_specs(config)) / 60
 
     def step_clock(self, config: NeuronConfig) -> StepClock:
         return self._found[_export_key(config)].measured.clock
 
 
-def _measure_export(export: Callable[[Path, NeuronConfig], Any], config: NeuronConfig) -> _MeasuredExport:
-    with tempfile.TemporaryDirectory(prefix="optimum-neuron-tune-") as folder:
-        path = Path(folder) / "artifact"
-        seconds = measure_seconds(lambda: export(path, config))
-        artifact = Artifact.open(path)
-        return _measure_artifact(artifact, seconds / len(artifact.graphs))
-
-
-def _measure_artifact(artifact: Artifact, seconds_per_graph: float | None) -> _MeasuredExport:
-    model = NeuronModelForCausalLM.from_pretrained(artifact.path)
-    title = f"Measuring {len(artifact.graphs)} graphs of {artifact.config.batch_size} rows"
-    with progress.stage(title, STAGES) as advance:
-        measured = measure_steps(artifact, model.runner.executable, advance)
-    return _MeasuredExport(artifact, measured, seconds_per_graph)
-
-
-def _export_key(config: NeuronConfig) -> tuple[int, ...]:
-    """Return the sizes that all graphs of one artifact share."""
-    return config.batch_size, config.ctx_batch_size, config.sequence_length
-
-
-def _join_configs(configs: Sequence[NeuronConfig]) -> NeuronConfig:
-    """Return one artifact with all graphs: on a CPU those of shorter contexts compute the same as those of the longest."""
+def _measure_export(export: Callable[[Path, NeuronConfig], Any], configs: Sequence[NeuronConfig]) -> _MeasuredExport:
+    """Export all graphs as one: on a CPU those of shorter contexts compute the same as those of the longest."""
     sizes = sorted({config.prefill_chunk_size for config in configs})
-    return replace(
+    config = replace(
         configs[0],
         prefill_chunk_size=sizes[-1],
         prefill_chunk_buckets=tuple(sizes[:-1]),
         context_buckets=(configs[0].sequence_length,),
         mixed_step=any(config.mixed_step for config in configs),
     )
+    with tempfile.TemporaryDirectory(prefix="optimum-neuron-tune-") as folder:
+        path = Path(folder) / "artifact"
+        seconds = measure_seconds(lambda: export(path, config))
+        measured = _measure_artifact(Artifact.open(path))
+        return replace(measured, seconds_per_graph=seconds / len(measured.artifact.graphs))
+
+
+def _measure_artifact(artifact: Artifact) -> _MeasuredExport:
+    model = NeuronModelForCausalLM.from_pretrained(artifact.path)
+    title = f"Measuring {len(artifact.graphs)} graphs of {artifact.config.batch_size} rows"
+    with progress.stage(title, STAGES) as advance:
+        return _MeasuredExport(artifact, measure_steps(artifact, model.runner.executable, advance))
+
+
+def _export_key(config: NeuronConfig) -> tuple[int, ...]:
+    """Return the sizes that all graphs of one artifact share."""
+    return config.batch_size, config.ctx_batch_size, config.sequence_length
 
 
 def graph_minutes(graph: GraphSpec, minutes: float | None) -> float:
@@ -147,13 +131,7 @@ def graph_minutes(graph: GraphSpec, minutes: float | None) -> float:
 
 
 class DeviceMachine(Machine):
-    """Cores of one chip that share one model, as `estimate` knows them.
-
-    Args:
-        sizes: each core's share of the model.
-        minutes: time to compile a graph; None: as `graph_minutes` predicts it.
-        notes: further sentences of `about`.
-    """
+    """Cores of one chip that share one model, as `estimate` knows them; `minutes` compile a graph, and None predicts them."""
 
     is_measured = False
 
@@ -161,17 +139,14 @@ class DeviceMachine(Machine):
         self, sizes: CoreSizes, target: str, cores: int, minutes: float | None = None, notes: Sequence[str] = ()
     ) -> None:
         self._sizes, self._cores, self._minutes = sizes, cores, minutes
-        self._chip = CHIPS[target]
-        compile_time = (
-            f"Compile times are {minutes:g} minutes a graph, as you say, one after the other."
-            if minutes is not None
-            else "Compile times are a guess through one published pair (37 minutes for 1,024 tokens, 84 for 2,048), one graph after "
-            "the other: give --graph-minutes where you know better."
-        )
+        self._chip, self.reuses_prefixes = CHIPS[target], sizes.spec.reuses_prefixes
         self.about = (
             f"Step times are predicted from published runs, not measured on a device: a decode step may take {DECODE.low:g} to "
             f"{DECODE.high:g} times as long, a chunk {PREFILL.low:g} to {PREFILL.high:g} times.",
-            compile_time,
+            "Compile times are a guess through one published pair (37 minutes for 1,024 tokens, 84 for 2,048), one graph after "
+            "the other: give --graph-minutes where you know better."
+            if minutes is None
+            else f"Compile times are {minutes:g} minutes a graph, as you say, one after the other.",
             "The host and copies of shared prefixes are not counted.",
             *notes,
         )
@@ -181,9 +156,6 @@ class DeviceMachine(Machine):
 
     def compile_minutes(self, config: NeuronConfig) -> float:
         return sum(graph_minutes(graph, self._minutes) for graph in graph_specs(config))
-
-    def snapshot_places(self, config: NeuronConfig) -> int | None:
-        return None if self._sizes.spec.reuses_prefixes else config.snapshot_places
 
     def step_clock(self, config: NeuronConfig) -> StepClock:
         return StepClock(

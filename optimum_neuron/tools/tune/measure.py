@@ -20,7 +20,7 @@ from ...runtime.step_tensors import DecodeRows
 from ...runtime.timing import TimedRunner, measure_seconds
 from ...step.spec import GraphSpec
 from ...targets import Executable
-from .step_clock import ChunkCurves, CpuClock, Curve
+from .simulate import ChunkCurves, CpuClock, Curve
 
 
 # Rounds over all steps, and in each of them runs of a step: at least so many, and more while they are short.
@@ -35,13 +35,7 @@ _HOST_STEPS, _HOST_RUNS = 24, 3
 
 
 class _TimedStep(NamedTuple):
-    """A step that is measured.
-
-    Attributes:
-        rows: decode rows, each of which sees `columns` of the cache, its own included.
-        tokens: tokens of a prompt after `start` others, in the slot after those rows, or in the last one.
-        outputs: whether an output is needed.
-    """
+    """A measured step: rows that see `columns`, and tokens of a prompt after `start` others, in the next slot."""
 
     graph: GraphSpec
     rows: int = 0
@@ -52,12 +46,7 @@ class _TimedStep(NamedTuple):
 
 
 class MeasuredSteps(NamedTuple):
-    """Times of steps.
-
-    Attributes:
-        runs: number of runs of all steps together.
-        spread: the middle half of a step's runs over their median, on average.
-    """
+    """A clock, the number of all runs, and their spread: the middle half of a step's runs over their median, on average."""
 
     clock: CpuClock
     runs: int
@@ -65,14 +54,7 @@ class MeasuredSteps(NamedTuple):
 
 
 def measure_steps(artifact: Artifact, executable: Executable, advance: Callable[[str], None]) -> MeasuredSteps:
-    """Measure all graphs of an artifact of the cpu target.
-
-    Args:
-        advance: called `STAGES` times.
-
-    Raises:
-        ValueError: the cache has blocks.
-    """
+    """Measure all graphs of the cpu target in `STAGES`; raise ValueError where the cache has blocks."""
     config = artifact.config
     if config.kv_block_size is not None:
         raise ValueError(
@@ -96,11 +78,7 @@ def measure_steps(artifact: Artifact, executable: Executable, advance: Callable[
 
 
 class _StepTimer:
-    """Times of a runner's steps, and the clock that follows from them.
-
-    Attributes:
-        times: seconds of each run of each step.
-    """
+    """The seconds of each run of each of a runner's steps, and the clock that follows from them."""
 
     def __init__(self, runner: TimedRunner, vocab_size: int) -> None:
         config = self._config = runner.config
@@ -177,10 +155,10 @@ class _StepTimer:
             self._medians(self._decode_step(count, seen) for count in self._rows) for seen in (self._few, self._many)
         )
         slopes = ((long - short) / (rows * max(self._many - self._few, 1))).clip(0)
-        column = _curve(self._rows, slopes)
+        column = Curve(self._rows, slopes)
         woken, turned = self._time_changes()
         return CpuClock(
-            decode=_curve(self._rows, short - slopes * rows * self._few),
+            decode=Curve(self._rows, short - slopes * rows * self._few),
             decode_column=column,
             chunks={size: self._chunk_curves(size, column) for size in self._config.chunk_sizes},
             host=host,
@@ -212,27 +190,23 @@ class _StepTimer:
         mixed = None
         if self._config.mixed_step:
             seen = decode_column(rows) * (rows - 1) * self._few
-            mixed = _curve(tokens, self._medians(self._mixed_step(size, count) for count in tokens) - seen)
+            mixed = Curve(tokens, self._medians(self._mixed_step(size, count) for count in tokens) - seen)
         return ChunkCurves(
-            alone=_curve(tokens, alone),
+            alone=Curve(tokens, alone),
             mixed=mixed,
-            unread=_curve(tokens, (alone - silent).clip(0)),
-            column=_curve(tokens, ((after - alone) / (counts * (length - counts).clip(1))).clip(0)),
+            unread=Curve(tokens, (alone - silent).clip(0)),
+            column=Curve(tokens, ((after - alone) / (counts * (length - counts).clip(1))).clip(0)),
         )
-
-
-def _curve(places: tuple[int, ...], values: np.ndarray) -> Curve:
-    return Curve(places, tuple(values.tolist()))
 
 
 def _host_curve(runner: TimedRunner, vocab_size: int) -> Curve:
     """Return the engine's own seconds of a step, with one request and with as many as there are slots."""
     rows = sorted({1, runner.config.batch_size})
-    found = []
-    for count in rows:
-        rest = sorted(seconds for _ in range(_HOST_RUNS) for seconds in _engine_seconds(runner, count, vocab_size))
-        found.append(rest[len(rest) // 2])
-    return Curve(tuple(rows), tuple(found))
+    runs = [
+        [seconds for _ in range(_HOST_RUNS) for seconds in _engine_seconds(runner, count, vocab_size)]
+        for count in rows
+    ]
+    return Curve(rows, [statistics.median_high(each) for each in runs])
 
 
 def _engine_seconds(runner: TimedRunner, rows: int, vocab_size: int) -> Iterator[float]:
@@ -253,7 +227,5 @@ def _copy_seconds(runner: TimedRunner) -> float:
     length = runner.config.sequence_length - 1
     if runner.config.batch_size == 1 or runner.kept.needed or not length:
         return 0.0
-    times = []
-    for _ in range(LEAST_RUNS):
-        times.append(measure_seconds(lambda: runner.copy_block(0, 1, length)))
+    times = [measure_seconds(lambda: runner.copy_block(0, 1, length)) for _ in range(LEAST_RUNS)]
     return statistics.median(times) / length

@@ -9,11 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config import NeuronConfig
-from .answers import METRICS, PERCENTILES
+from ...cli import make_table
 from .candidates import export_words, serve_words
 from .search import CandidateResult
-from .slo import REMEDIES, time_text
+from .slo import METRICS, PERCENTILES, REMEDIES, time_text
 
 
 if TYPE_CHECKING:
@@ -31,7 +30,13 @@ def print_report(report: TuneReport, console: Console) -> None:
     console.print(headline(report), style="bold")
     console.print(_trace_text(report))
     console.print("", _candidates_table(report), "", _times_table(report), sep="\n")
-    console.print(_result_text(report.search.best))
+    best = report.search.best
+    console.print(
+        f"{best.figures.tok_s:,.1f} tokens and {best.figures.req_s:,.2f} requests a second, {best.goodput:,.2f} of them within all "
+        f"limits; {best.padded:.0%} of prompt tokens are padding, {best.rows_used:.0%} of decode rows are used, steps run for "
+        f"{best.busy:.0%} of the time. {best.graphs} graphs compile in {best.compile_minutes:,.1f} minutes and need "
+        f"{best.memory / 2**30:,.1f} GiB."
+    )
     console.print()
     for sentence in _source_notes(report):
         console.print(sentence)
@@ -72,18 +77,16 @@ def _trace_text(report: TuneReport) -> str:
 
 
 def _candidates_table(report: TuneReport) -> Table:
-    from rich.table import Table
-
     how = "measured on this CPU" if report.is_measured else "predicted, not measured on a device"
     title = f"Simulated by the engine's scheduler; step times {how}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for header in ("rows", "chunk", "contexts", "policy", "TTFT\np99", "ITL\np99", "tok/s", "kept", "min", ""):
-        table.add_column(header, justify="left" if header in ("policy", "") else "right", no_wrap=True)
+    headers = ("rows", "chunk", "contexts", "policy", "TTFT\np99", "ITL\np99", "tok/s", "kept", "min", "")
+    table = make_table(title, (), headers)
+    table.box = None
     for result in report.search.results[:SHOWN]:
         sizes, times = result.candidate.config, result.figures.times
         table.add_row(
             str(sizes.batch_size),
-            _chunk_text(sizes),
+            f"{'' if sizes.ctx_batch_size == 1 else f'{sizes.ctx_batch_size}x'}{sizes.prefill_chunk_size}",
             ",".join(map(str, sizes.context_buckets)),
             result.candidate.policy,
             time_text(times["ttft"][99]),
@@ -96,33 +99,15 @@ def _candidates_table(report: TuneReport) -> Table:
     return table
 
 
-def _chunk_text(sizes: NeuronConfig) -> str:
-    rows = "" if sizes.ctx_batch_size == 1 else f"{sizes.ctx_batch_size}x"
-    return f"{rows}{sizes.prefill_chunk_size}"
-
-
 def _times_table(report: TuneReport) -> Table:
-    from rich.table import Table
-
     best = report.search.best
-    table = Table(title="What users get of the first", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for percentile in PERCENTILES:
-        table.add_column(f"p{percentile}", justify="right")
+    table = make_table("What users get of the first", ("",), [f"p{percentile}" for percentile in PERCENTILES])
+    table.box = None
     for metric in METRICS:
         table.add_row(
             _NAMES[metric], *(time_text(best.figures.times[metric][percentile]) for percentile in PERCENTILES)
         )
     return table
-
-
-def _result_text(result: CandidateResult) -> str:
-    return (
-        f"{result.figures.tok_s:,.1f} tokens and {result.figures.req_s:,.2f} requests a second, {result.goodput:,.2f} of them within all "
-        f"limits; {result.padded:.0%} of prompt tokens are padding, {result.rows_used:.0%} of decode rows are used, steps run for "
-        f"{result.busy:.0%} of the time. {result.graphs} graphs compile in {result.compile_minutes:,.1f} minutes and need "
-        f"{result.memory / 2**30:,.1f} GiB."
-    )
 
 
 def _source_notes(report: TuneReport) -> Iterator[str]:
@@ -177,6 +162,6 @@ def _result_json(result: CandidateResult) -> dict[str, Any]:
         "meets": result.meets,
         "used": {f"{limit.metric}.p{limit.percentile:g}": share for limit, share in result.used.items()},
         "goodput": result.goodput,
-        **result.figures.to_dict(),
+        **asdict(result.figures),
         **shown,
     }

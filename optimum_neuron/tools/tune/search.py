@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,9 @@ from ...config import NeuronConfig
 from ...engine.policy import SchedulerOptions
 from ...engine.scheduler import Scheduler
 from ...step.spec import graph_specs
-from .answers import Figures
 from .candidates import Candidate
-from .simulate import simulate
-from .slo import Limit, Slo
-from .step_clock import StepClock
+from .simulate import StepClock, simulate
+from .slo import Figures, Limit, Slo
 from .trace import RequestTrace
 
 
@@ -32,10 +30,12 @@ class Machine(ABC):
     Attributes:
         is_measured: whether times were measured on it, or are predicted.
         about: sentences about the sources of times, and what they leave out.
+        reuses_prefixes: whether the model's prefixes are reused without copies of slots' states.
     """
 
     is_measured: bool
     about: Sequence[str]
+    reuses_prefixes: bool
 
     @abstractmethod
     def memory(self, config: NeuronConfig) -> tuple[int, int]:
@@ -46,39 +46,26 @@ class Machine(ABC):
         """Return the minutes that compiling all graphs takes, one after the other."""
 
     @abstractmethod
-    def snapshot_places(self, config: NeuronConfig) -> int | None:
-        """Return the `snapshots` of a `Scheduler`."""
-
-    @abstractmethod
     def step_clock(self, config: NeuronConfig) -> StepClock:
         """Return the times of a config's steps."""
 
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """One candidate, simulated.
-
-    Attributes:
-        used: share of each limit that was taken; above 1 it was missed.
-        attainment: share of requests that kept all limits each.
-        padded: share of the computed prompt tokens that were padding.
-        rows_used: share of the decode rows of steps that advanced a request.
-        busy: share of the time in which a step ran.
-        steps: number of steps by kind.
-    """
+    """One candidate, simulated."""
 
     candidate: Candidate
     figures: Figures
-    used: dict[Limit, float]
-    attainment: float
+    used: dict[Limit, float]  # share of each limit that was taken; above 1 it was missed
+    attainment: float  # share of requests that kept all limits each
     graphs: int
     compile_minutes: float
     memory: int
-    padded: float
-    rows_used: float
-    busy: float
+    padded: float  # share of the computed prompt tokens that were padding
+    rows_used: float  # share of the decode rows of steps that advanced a request
+    busy: float  # share of the time in which a step ran
     longest_queue: int
-    steps: dict[str, int]
+    steps: dict[str, int]  # number of steps by kind
 
     @property
     def meets(self) -> bool:
@@ -124,24 +111,25 @@ def search_sizes(
     compile_budget: float | None = None,
     advance: Callable[[str], None] = lambda description: None,
 ) -> Search:
-    """Simulate all candidates that fit.
-
-    Args:
-        compile_budget: minutes; None: any.
-        advance: called with each candidate that is done, simulated or not.
-
-    Raises:
-        ValueError: no candidate fits into memory, or into the budget.
-    """
-    fitting, pruned = _find_fitting(candidates, machine, compile_budget)
-    for _ in pruned:
-        advance("left out")
-    prompts = trace.draw_prompts()
-    results = []
-    for candidate in fitting:
-        results.append(_simulate_candidate(candidate, machine, trace, slo, prompts))
+    """Simulate all candidates that fit; raise ValueError where none fits into memory, or into the budget of minutes."""
+    results, pruned, prompts = list[CandidateResult](), list[Pruned](), trace.draw_prompts()
+    for candidate in candidates:
+        needed, there = machine.memory(candidate.config)
+        minutes = machine.compile_minutes(candidate.config)
+        if needed > there:
+            why = f"needs {needed / 2**30:,.1f} GiB of {there / 2**30:,.1f} GiB of memory"
+            pruned.append(Pruned(candidate, why))
+        elif compile_budget is not None and minutes > compile_budget:
+            pruned.append(Pruned(candidate, f"takes {minutes:,.1f} of {compile_budget:g} minutes to compile"))
+        else:
+            results.append(_simulate_candidate(candidate, machine, trace, slo, prompts))
         advance(str(candidate))
-    return Search(tuple(rank_results(results)), tuple(pruned))
+    if not results:
+        raise ValueError(
+            f"none of {len(pruned)} candidates can be exported: {pruned[0].candidate} {pruned[0].why}; search smaller sizes, or raise "
+            f"--compile-budget or --tensor-parallel-size"
+        )
+    return Search(tuple(_rank_results(results)), tuple(pruned))
 
 
 def _simulate_candidate(
@@ -150,7 +138,8 @@ def _simulate_candidate(
     config = candidate.config
     # As `serve` has them; where no two prompts start alike, reuse changes no step, and is not looked for.
     options = SchedulerOptions(prefix_reuse=trace.shares_prefixes)
-    scheduler = Scheduler(config, options, snapshots=machine.snapshot_places(config))
+    places = None if machine.reuses_prefixes else config.snapshot_places
+    scheduler = Scheduler(config, options, snapshots=places)
     simulation = simulate(scheduler, machine.step_clock(config).draw_times(), trace, prompts)
     answers, counted = list(simulation.answers.values()), simulation.statistics
     return CandidateResult(
@@ -169,14 +158,13 @@ def _simulate_candidate(
     )
 
 
-def rank_results(results: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Sort results, the best first.
+def _rank_results(results: Sequence[CandidateResult]) -> list[CandidateResult]:
+    """Sort results, the best first; equals stay in their order.
 
     Those that meet all limits come by throughput, then by room below the limits, then by minutes of compiling; after them
-    those that miss one, by how far. Equals stay in their order.
+    those that miss one, by how far.
     """
-    found = list(results)
-    most = max((result.figures.tok_s for result in found), default=1.0)
+    most = max(result.figures.tok_s for result in results)
 
     def sort_key(result: CandidateResult) -> tuple[float, ...]:
         if not result.meets:
@@ -184,27 +172,4 @@ def rank_results(results: Iterable[CandidateResult]) -> list[CandidateResult]:
         throughput = round(result.figures.tok_s / most / THROUGHPUT_STEP)
         return 0.0, -throughput, round(result.worst / LIMIT_STEP), result.compile_minutes
 
-    return sorted(found, key=sort_key)
-
-
-def _find_fitting(
-    candidates: Sequence[Candidate], machine: Machine, budget: float | None
-) -> tuple[list[Candidate], list[Pruned]]:
-    fitting, pruned = [], []
-    for candidate in candidates:
-        needed, there = machine.memory(candidate.config)
-        if needed > there:
-            why = f"needs {needed / 2**30:,.1f} GiB of {there / 2**30:,.1f} GiB of memory"
-        elif budget is not None and (minutes := machine.compile_minutes(candidate.config)) > budget:
-            why = f"takes {minutes:,.1f} of {budget:g} minutes to compile"
-        else:
-            fitting.append(candidate)
-            continue
-        pruned.append(Pruned(candidate, why))
-    if not fitting:
-        nearest = pruned[0]
-        raise ValueError(
-            f"none of {len(pruned)} candidates can be exported: {nearest.candidate} {nearest.why}; search smaller sizes, or raise "
-            f"--compile-budget or --tensor-parallel-size"
-        )
-    return fitting, pruned
+    return sorted(results, key=sort_key)

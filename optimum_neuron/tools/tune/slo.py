@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Service level objectives: limits as `ttft=2s,itl=50ms`, and the share of them that answers take. Needs no torch."""
+"""Times of the tokens of requests, their summary, and limits of them as `ttft=2s,itl=50ms`. Needs no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from math import nan
 
 import numpy as np
 
-from .answers import Answer, join_values
 
-
+PERCENTILES = (50, 90, 99)
+METRICS = ("ttft", "itl", "e2e", "queue")
 # Metrics that have limits, and the change that helps where one is missed.
 REMEDIES = {
     "ttft": "more replicas, a larger chunk or more rows",
@@ -22,6 +23,56 @@ REMEDIES = {
 DEFAULT_PERCENTILE = 99.0
 _UNITS = {"ms": 1e-3, "s": 1.0}
 _LIMIT = re.compile(r"([a-z0-9]+)(?:\.p(\d+(?:\.\d+)?))?=(\d+(?:\.\d+)?|\.\d+)(ms|s)")
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request: when it was sent, its first step began (NaN before), and each token came, in seconds of one clock."""
+
+    arrival: float
+    begun: float = nan
+    times: array[float] = field(default_factory=lambda: array("d"))
+
+    def metric_values(self, metric: str) -> np.ndarray:
+        """Return its values of one of METRICS, in seconds: several pauses for "itl", none where it has no token yet."""
+        if metric == "itl":
+            return np.diff(np.asarray(self.times))
+        begun, times = self.begun, self.times
+        ends = {"ttft": times[:1], "e2e": times[-1:], "queue": [] if np.isnan(begun) else [begun]}
+        return np.asarray(ends[metric]) - self.arrival
+
+
+def join_values(answers: Collection[Answer], metric: str) -> np.ndarray:
+    """Return a metric's values of all requests, in seconds."""
+    return np.concatenate([np.array([]), *(answer.metric_values(metric) for answer in answers)])
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Latencies and throughput that users got.
+
+    Attributes:
+        times: seconds by metric and percentile; NaN where no request has a value.
+        tok_s, req_s: tokens and requests per second, from the first arrival to the last token.
+        requests: number of requests.
+    """
+
+    times: dict[str, dict[int, float]]
+    tok_s: float
+    req_s: float
+    requests: int
+
+    @classmethod
+    def from_answers(cls, answers: Sequence[Answer]) -> Figures:
+        """Summarize requests that were all answered."""
+        times = {}
+        for metric in METRICS:
+            values = join_values(answers, metric)
+            found = np.percentile(values, PERCENTILES) if values.size else np.full(len(PERCENTILES), nan)
+            times[metric] = dict(zip(PERCENTILES, found.tolist(), strict=True))
+        seconds = max(answer.times[-1] for answer in answers) - min(answer.arrival for answer in answers)
+        tokens = sum(len(answer.times) for answer in answers)
+        return cls(times, tokens / seconds, len(answers) / seconds, len(answers))
 
 
 @dataclass(frozen=True)
@@ -55,11 +106,7 @@ class Slo:
 
     @classmethod
     def parse_limits(cls, text: str) -> Slo:
-        """Parse limits separated by commas: `metric[.pPERCENTILE]=NUMBER(s|ms)`.
-
-        Raises:
-            ValueError: one is malformed, or two are for the same percentile.
-        """
+        """Parse limits `metric[.pPERCENTILE]=NUMBER(s|ms)` with commas; raise ValueError where one is malformed, or given twice."""
         limits = list[Limit]()
         for part in text.split(","):
             limit = _parse_limit(part.strip())

@@ -20,14 +20,7 @@ from .trace import RequestTrace
 
 @dataclass(frozen=True)
 class TuneReport:
-    """The result of a search.
-
-    Attributes:
-        model: the model as it was named, or the artifact's folder.
-        model_words: words of the export's command line that name the model more closely.
-        grid: the compared sizes; None: an artifact's own.
-        refused: reasons why combinations of the grid cannot be exported.
-    """
+    """The result of a search: the model with further words of its export's command, and the grid, if any."""
 
     model: str
     model_words: tuple[str, ...]

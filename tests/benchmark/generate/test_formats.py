@@ -16,7 +16,7 @@ from benchmark.generate import formats
 from optimum_neuron.kernels.host.instruction_sets import CPU_VARIABLE, choose_instruction_set, list_instruction_sets
 
 
-def test_a_ratio_is_of_one_round_and_a_slower_format_is_marked() -> None:
+def test_a_ratio_is_of_one_round_a_slower_format_is_marked_and_an_unknown_set_is_refused() -> None:
     times: formats.Times = {
         ("plain", None): {"1": [2.0, 8.0, 4.0]},
         ("int8", "int8"): {"1": [1.0, 2.0, 4.0]},
@@ -24,9 +24,6 @@ def test_a_ratio_is_of_one_round_and_a_slower_format_is_marked() -> None:
     }
     found = [(each["ms"], each["times_plain"], each["lost"]) for each in formats.summarize("avx2", times)]
     assert found == [(4.0, 1.0, False), (2.0, 2.0, False), (8.0, 0.5, True)]
-
-
-def test_an_instruction_set_that_the_machine_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--instruction-sets mmx is none of this machine's; choose of .*baseline"):
         formats.chosen_sets(["mmx"])
 

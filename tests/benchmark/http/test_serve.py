@@ -30,21 +30,12 @@ def report(**rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def test_numbers_are_medians_of_rounds_and_failed_requests_are_counted() -> None:
-    rounds = [
-        results.numbers_of(client_result(scale)) | {"failed": failed} for scale, failed in ((1, 0), (3, 2), (2, 1))
-    ]
+    given = ((1, 0), (3, 2), (2, 1))
+    rounds = [results.numbers_of(client_result(scale)) | {"failed": failed} for scale, failed in given]
     found = report(optimum_neuron=rounds)["numbers"]["1 req/s"]["optimum_neuron"]
-    assert (found["itl_p50_ms"], found["itl_p99_ms"], found["itl_max_ms"], found["ttft_p50_ms"]) == (
-        100,
-        198,
-        200,
-        100,
-    )
-    assert found["output_tok_s"] == 15 and found["failed"] == 3
+    expected = {"itl_p50_ms": 100, "itl_p99_ms": 198, "itl_max_ms": 200, "ttft_p50_ms": 100, "output_tok_s": 15}
+    assert found.items() >= (expected | {"failed": 3}).items()
     assert results.numbers_of(client_result(errors=["", "closed"], completed=1))["failed"] == 1
-
-
-def test_a_load_of_which_every_request_failed_is_an_error_with_the_clients_reason() -> None:
     broken = client_result(errors=["Traceback\nConnectionResetError: gone", "x"], completed=0)
     with pytest.raises(RuntimeError, match="all 2 requests failed: ConnectionResetError: gone"):
         results.numbers_of(broken)
@@ -73,9 +64,7 @@ def test_a_load_has_its_share_of_long_prompts_at_random_places_and_no_two_prompt
     assert all(1500 <= length <= 2000 or 50 <= length <= 100 for length in lengths)
     assert len({one["output_length"] for one in requests}) > 10
     assert [one["hash_ids"] for one in requests] == [[number] for number in range(40)]
-
-
-def test_requests_come_at_their_rate_from_the_start_on_and_all_systems_get_the_same_ones() -> None:
+    # They come at their rate from the start on, and all systems get the same ones.
     requests = draw_requests(Load(4000, 2.0), seed=3)
     times = [one["timestamp"] for one in requests]
     assert times[0] == 0 and times == sorted(times) and times[-1] == pytest.approx(2000, rel=0.1)
@@ -105,7 +94,7 @@ def words(server: RunningServer) -> list[str]:
     return list(server._command)
 
 
-def test_systems_differ_in_what_is_compared_only(tmp_path: Path) -> None:
+def test_systems_differ_in_what_is_compared_only_and_need_vllm(tmp_path: Path) -> None:
     ours, incumbent = serve.our_server(tmp_path, tmp_path), serve.all_chunks_server(tmp_path, 4008, tmp_path)
     assert [word for word in words(incumbent) if word not in words(ours)] == ["--max-num-batched-tokens", "4008"]
     assert incumbent._environment == ours._environment
@@ -115,8 +104,5 @@ def test_systems_differ_in_what_is_compared_only(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libiomp5.so").touch()
     assert serve.vllm_cpu_server(*place)._environment["LD_PRELOAD"] == str(tmp_path / "lib" / "libiomp5.so")
-
-
-def test_an_interpreter_without_vllm_is_refused_with_the_remedy() -> None:
     with pytest.raises(ImportError, match=r"has no no-such-package; run `make bench-vllm`"):
         serve.version_of(Path(sys.executable), "no-such-package")

@@ -29,13 +29,8 @@ from benchmark.peers.workers.stepping import SteppingRuntime, spare_steps
 
 ROOT = Path(__file__).resolve().parents[3]
 PREFILL, DECODE, SERVE = CASES = (Case("prefill", 1, 8, 1), Case("decode", 2, 8, 3), Case("serve", 2))
-LOADING: dict[str, Any] = {
-    "checkpoint": "",
-    "folder": "",
-    "precision": "float32",
-    "threads": 1,
-    "sizes": {"batches": [1, 2], "length": 64},
-}
+SIZES = {"batches": [1, 2], "length": 64}
+LOADING: dict[str, Any] = {"checkpoint": "", "folder": "", "precision": "float32", "threads": 1, "sizes": SIZES}
 
 
 def start(way: str, folder: Path, limit_s: float = 60.0) -> Worker:
@@ -76,23 +71,17 @@ SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=8, linear_weights=1000, he
     ("together", "order"),
     [
         # Each case goes round all peers; another begins each round.
-        (
-            True,
-            "a: start, b: start, b: start, a: start, a: p, b: p, b: p, a: p, a: d, b: d, b: d, a: d, a: s, b: s, b: s, a: s",
-        ),
+        (True, "a+ b+ b+ a+ ap bp bp ap ad bd bd ad as bs bs as"),
         # A peer starts and takes all cases before the next.
-        (
-            False,
-            "a: start, a: p, a: d, a: s, b: start, b: p, b: d, b: s, b: start, b: p, b: d, b: s, a: start, a: p, a: d, a: s",
-        ),
+        (False, "a+ ap ad as b+ bp bd bs b+ bp bd bs a+ ap ad as"),
     ],
 )
 def test_all_peers_take_turns(together: bool, order: str, tmp_path: Path) -> None:
     taken: list[str] = []
     running = runner(tmp_path, "a", "b", advance=taken.append)
     running.run_rounds(2, together=together)
-    names = {case.figure: case.kind[0] for case in CASES} | {"start": "start"}
-    assert ", ".join(f"{peer}: {names[what]}" for peer, what in (each.split(": ") for each in taken)) == order
+    names = {case.figure: case.kind[0] for case in CASES} | {"start": "+"}
+    assert " ".join(f"{peer}{names[what]}" for peer, what in (each.split(": ") for each in taken)) == order
     assert not running._workers
 
 
@@ -115,7 +104,7 @@ def test_every_row_of_every_case_fits() -> None:
 
 def test_a_worker_answers_whatever_its_libraries_print(tmp_path: Path) -> None:
     worker = start("well", tmp_path)
-    arguments = {"checkpoint": "", "folder": "", "sizes": LOADING["sizes"]}
+    arguments = {"checkpoint": "", "folder": "", "sizes": SIZES}
     assert worker.versions == {"fake": "1"}
     assert worker.ask("convert", precision="int8", **arguments) == {"seconds": 2.0}
     with pytest.raises(UnsupportedError, match="no int4"):
@@ -141,43 +130,46 @@ def test_all_figures_come_from_the_rounds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
-        ("no import", r"start: no import ended with exit code 1: ImportError: no such runtime"),
-        ("no load", r"start: no load failed: RuntimeError: the file is broken"),
-        ("dies", r"decode x 2, ms/step: dies ended with exit code 3: fatal Error: out of memory"),
-        (
-            "no requests",
-            r"2 requests, new tok/s: rows of a batch begin and end together: it does not serve requests of mixed lengths",
-        ),
+        ("short", "2 requests, new tok/s: short gave "),
+        ("no import", "start: no import ended with exit code 1: ImportError: no such runtime"),
+        ("no load", "start: no load failed: RuntimeError: the file is broken"),
+        ("dies", "decode x 2, ms/step: dies ended with exit code 3: fatal Error: out of memory"),
+        ("no requests", "2 requests, new tok/s: rows of a batch begin and end together: it does not serve requests of mixed lengths"),
     ],
-)
+)  # fmt: skip
 def test_a_peer_that_fails_is_named_and_the_others_are_measured(way: str, reason: str, tmp_path: Path) -> None:
     group = measured(tmp_path, way, "well")
-    assert group.reasons == {way: [reason]}
+    assert group.reasons.keys() == {way} and group.reasons[way][0].startswith(reason)
     assert all("well" in group.values[case.figure] for case in CASES)
     assert all(len(values) == 2 for values in group.values[DECODE.figure].values())
     assert way not in group.values.get(SERVE.figure, {})
 
 
-def test_a_peer_that_gives_other_numbers_of_tokens_has_no_figure(tmp_path: Path) -> None:
-    group = measured(tmp_path, "short", rounds=1)
-    assert "short gave" in group.reasons["short"][0] and SERVE.figure not in group.values
-
-
-def test_a_peer_that_hangs_is_ended(tmp_path: Path) -> None:
-    worker = start("hangs", tmp_path, limit_s=3.0)
-    with pytest.raises(WorkerError, match=r"hangs did not answer in 3 s") as failed:
+def test_a_peer_that_hangs_is_ended_and_an_answer_that_is_no_json_is_an_error(tmp_path: Path) -> None:
+    worker = start("hangs", tmp_path, limit_s=1.0)
+    with pytest.raises(WorkerError, match=r"hangs did not answer in 1 s") as failed:
         worker.ask("generate", prompts=[[1]], new_tokens=1)
     assert not failed.value.alive
     worker.close()
-
-
-def test_an_answer_that_is_no_json_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"odd answered b'hello', which is no JSON object"):
         Worker("odd", [sys.executable, "-c", "print('hello')"], os.environ, tmp_path / "odd.log")
 
 
-def test_what_does_not_install_is_named_with_its_reason_and_tried_again(tmp_path: Path) -> None:
-    peer = Peer("lost", "lost", ("lost",), FLOATS, Environment((str(tmp_path / "nothing.whl"),)))
+INSTALLER = """#!/bin/sh
+[ "$2" = venv ] && mkdir -p "$3/bin" && exec cp "$0" "$3/bin/python"
+echo "ERROR: $4 is no wheel"
+exit 1
+"""
+
+
+def test_what_does_not_install_is_named_with_its_reason_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installer = tmp_path / "python"
+    installer.write_text(INSTALLER)
+    installer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(installer))
+    peer = Peer("lost", "lost", ("lost",), FLOATS, Environment(("nothing.whl",)))
     for _ in range(2):
         with pytest.raises(UnavailableError, match=r"^not installed: .*nothing\.whl.* \(see .*lost\.log\)"):
             python_of(peer, tmp_path, avx2=False)
@@ -221,12 +213,10 @@ def test_a_decode_step_is_held_to_the_rate_of_memory_right_before_it(tmp_path: P
     assert group.share(DECODE.figure, "good", limits, SHAPE) == pytest.approx(bytes_read / 2e9 / 0.01)
 
 
-def test_of_two_measurements_each_limit_is_the_higher() -> None:
+def test_of_two_measurements_each_limit_is_the_higher_and_tokens_agree_up_to_the_first_other_one() -> None:
     first, second = Limits(2.0, {"float32": 1.0, "bfloat16": 5.0}), Limits(1.0, {"float32": 3.0, "bfloat16": 4.0})
     assert first.best(second) == second.best(first) == Limits(2.0, {"float32": 3.0, "bfloat16": 5.0})
 
-
-def test_tokens_agree_up_to_the_first_other_one() -> None:
     assert agreed([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == pytest.approx(6 / 8)
 
 
@@ -286,25 +276,19 @@ def test_a_run_is_shown_with_its_reasons_notes_and_limits(capsys: pytest.Capture
     assert "Won, a-model, float32: 2 of 2 rows." in shown
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--threads", "4096"], "--threads 4096 is more than the"),
-        (["--peers", "ollama"], "invalid choice: 'ollama'"),
-        (["--rounds", "0"], "'0' is not a whole number of at least 1"),
-        (["--instruction-set", "sse"], "invalid choice: 'sse'"),
-    ],
-)
-def test_bad_options_are_refused(
-    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_bad_options_are_refused_quick_asks_for_less_and_named_options_win(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["peers", *options])
-    with pytest.raises(SystemExit):
-        peers.parse_arguments()
-    assert message in capsys.readouterr().err
-
-
-def test_quick_asks_for_less_and_named_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, message in (
+        ("--threads 4096", "--threads 4096 is more than the"),
+        ("--peers ollama", "invalid choice: 'ollama'"),
+        ("--rounds 0", "'0' is not a whole number of at least 1"),
+        ("--instruction-set sse", "invalid choice: 'sse'"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["peers", *options.split()])
+        with pytest.raises(SystemExit):
+            peers.parse_arguments()
+        assert message in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["peers", "--quick", "--rounds", "7", "--batches", "8", "1", "8"])
     args = peers.parse_arguments()
     assert (args.rounds, args.batches, args.models) == (7, [1, 8], ["smollm2-135m"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import TINY_SIZES
 from transformers import NemotronHConfig
 
 from benchmark.recurrent import __main__ as recurrent
@@ -45,19 +46,8 @@ def test_parts_are_medians_of_all_runs_but_the_first() -> None:
 def test_it_runs_and_float32_tokens_are_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = NemotronHConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        layers_block_type=["linear_attention", "full_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        mamba_num_heads=4,
-        mamba_head_dim=32,
-        ssm_state_size=8,
-        n_groups=2,
-    )
+    layers = {"layers_block_type": ["linear_attention", "full_attention"], "ssm_state_size": 8, "n_groups": 2}
+    tiny = NemotronHConfig(**TINY_SIZES | layers, mamba_num_heads=4, mamba_head_dim=32)
     assert shapes.CONFIGS.keys() == SHAPES.keys()
     monkeypatch.setitem(shapes.CONFIGS, "nemotron-h", lambda quick: tiny)
     monkeypatch.setattr(recurrent, "NEW_TOKENS", 4)

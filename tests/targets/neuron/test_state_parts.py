@@ -9,7 +9,7 @@ import torch
 
 from optimum_neuron.targets.neuron.run.load_plan import join_states, split_state
 from optimum_neuron.targets.neuron.sharding.rules import PADDING
-from optimum_neuron.tools.certify.parts import real_heads, take_part
+from optimum_neuron.tools.certify.reference import real_heads, take_part
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((3, 4, 5, 2), 1), ((3, 2, 4), 2)])

@@ -16,6 +16,7 @@ from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.spec import GraphSpec
 from optimum_neuron.tools.bench.measure import Bench, make_plan
+from optimum_neuron.tools.plot import check_plot
 
 
 def test_each_measurement_runs_what_it_says(
@@ -50,9 +51,8 @@ def test_default_sizes_fit_the_artifact() -> None:
     plan = make_plan(tiny_config(), None, None, None, 8, 3)
     assert (plan.prompt_lengths, plan.rows, plan.context_length) == ((64,), (1, 2, 3), 57)
     few = tiny_config(batch_size=4, sequence_length=256, context_buckets=(256,), kv_block_size=64, kv_cache_tokens=512)
-    assert make_plan(few, None, None, None, 8, 3).rows == (1, 2), (
-        "four rows of 135 tokens take 12 blocks, and there are 8"
-    )
+    # Four rows of 135 tokens take 12 blocks, and there are 8.
+    assert make_plan(few, None, None, None, 8, 3).rows == (1, 2)
     with pytest.raises(ValueError, match="kv_cache_tokens=512"):
         make_plan(few, None, [4], None, 8, 3)
 
@@ -85,3 +85,14 @@ def test_a_report_is_printed_written_and_drawn(
     names = [*report, *report["machine"], *report["memory"], *report["prefill"][0], *report["decode"][0]]
     assert [name for name in names if f"`{name}`" not in page] == []
     assert drawn.read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_a_picture_needs_matplotlib_and_replaces_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.png"
+    check_plot(path)
+    path.touch()
+    with pytest.raises(FileExistsError, match=r"--plot .*x.png exists already"):
+        check_plot(path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"--plot x.png needs matplotlib.*pip install matplotlib"):
+        check_plot(Path("x.png"))

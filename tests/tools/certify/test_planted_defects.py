@@ -12,12 +12,11 @@ import pytest
 import torch
 from lowered_again import Case, make_case, places, wrap
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from optimum_neuron.artifact.weights import rank_weights_name
 from optimum_neuron.step import step as step_module
-from optimum_neuron.step.attention import kv_cache
 from optimum_neuron.step.attention.rows import AttentionRows
 from optimum_neuron.step.sampling.buffers import ChosenTokens, Scores
 from optimum_neuron.targets.neuron.graphs import hlo
@@ -63,10 +62,6 @@ def _window_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _missing_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap(monkeypatch, nn.Linear, "forward", lambda _, linear, x: nn.functional.linear(x, linear.weight))
-
-
 def _position_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     wrap(
         monkeypatch,
@@ -74,18 +69,6 @@ def _position_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         "forward",
         lambda original, module, x, position_ids: original(module, x, position_ids + 1),
     )
-
-
-def _rope_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(original: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        cos, sin = original(*args)
-        return cos * 1.001, sin * 1.001
-
-    wrap(monkeypatch, Qwen2RotaryEmbedding, "forward", forward)
-
-
-def _swapped_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap(monkeypatch, kv_cache, "whole_or_nan", lambda original, key, value: original(value, key))
 
 
 def _stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,13 +79,6 @@ def _stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
 def _wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     def indices(original: Any, positions: Tensor, actual: Tensor, slots: Tensor, trash: int, offset: int) -> Any:
         return original(positions, actual, slots if offset == 0 else 2 - slots, trash, offset)
-
-    wrap(monkeypatch, step_module, "write_indices", indices)
-
-
-def _padding_in_a_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    def indices(original: Any, positions: Tensor, actual: Tensor, slots: Tensor, trash: int, offset: int) -> Any:
-        return original(positions, actual, slots, trash - 1, offset)
 
     wrap(monkeypatch, step_module, "write_indices", indices)
 
@@ -134,15 +110,6 @@ def _token_of_another_slot(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.where(input_ids < 0, self.tokens.flip(0)[:, None], input_ids)
 
     wrap(monkeypatch, ChosenTokens, "fill_ids", fill)
-
-
-def _token_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap(
-        monkeypatch,
-        ChosenTokens,
-        "fill_ids",
-        lambda original, self, input_ids: input_ids.clamp(min=0) + self.tokens[:, None] * 0,
-    )
 
 
 def _first_row_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,27 +144,13 @@ def _wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-PLANTED: dict[str, Plant] = {
-    "mask edge": _mask_edge,
-    "window edge": _window_edge,
-    "missing bias": _missing_bias,
-    "position off by one": _position_off_by_one,
-    "rope scaling": _rope_scaling,
-    "swapped keys and values": _swapped_keys_and_values,
-    "stale state": _stale_state,
-    "chunk row in a wrong slot": _wrong_slot,
-    "padding in a live slot": _padding_in_a_live_slot,
-    "dtype cut": _dtype_cut,
-    "wrong row for the head": _wrong_output_row,
-    "sampler without temperature": _sampler_without_temperature,
-    "scores of another row": _scores_of_another_row,
-    "token of another slot": _token_of_another_slot,
-    "token that is not taken": _token_that_is_not_taken,
-    "first row of a prompt": _first_row_of_a_prompt,
-    "idle row keeps a token": _idle_row_keeps,
-    "sampler keeps the largest": _sampler_keeps_the_largest,
-    "wrong norm": _wrong_norm,
-}
+PLANTED: tuple[Plant, ...] = (
+    _mask_edge, _window_edge, _position_off_by_one, _wrong_norm, _stale_state, _wrong_slot, _dtype_cut, _wrong_output_row,
+    _sampler_without_temperature, _scores_of_another_row, _token_of_another_slot, _first_row_of_a_prompt, _idle_row_keeps,
+    _sampler_keeps_the_largest,
+)  # fmt: skip
+# One of attention, of states, of a type, of a sampler and of tokens left for later; the others by the full profile.
+QUICK = (_mask_edge, _stale_state, _dtype_cut, _sampler_without_temperature, _token_of_another_slot)
 
 
 def test_a_sound_lowering_holds(one_rank: Case, sound: dict[str, LoweredModule]) -> None:
@@ -211,15 +164,11 @@ def test_a_sound_lowering_holds(one_rank: Case, sound: dict[str, LoweredModule])
     assert all(each.difference <= each.bound / 3 for each in comparisons)
 
 
-# One of attention, of states, of a type, of a sampler and of tokens left for later; the others by the full profile.
-QUICK = ("mask edge", "stale state", "dtype cut", "sampler without temperature", "token of another slot")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in PLANTED]
+    "plant", [pytest.param(each, marks=[] if each in QUICK else [pytest.mark.full]) for each in PLANTED]
 )
-def test_a_planted_defect_is_found(name: str, one_rank: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    PLANTED[name](monkeypatch)
+def test_a_planted_defect_is_found(plant: Plant, one_rank: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
     assert places(one_rank.compare(one_rank.lower("mixed")))
 
 
@@ -250,16 +199,20 @@ def test_a_transposed_weight_is_found(one_rank: Case, sound: dict[str, LoweredMo
     assert places(_with_weights(one_rank, [tensors], [rank_weights_name(0, 1)], tmp_path).compare(sound))
 
 
-def test_swapped_memory_of_two_states_is_found(one_rank: Case, sound: dict[str, LoweredModule]) -> None:
-    def swap(module: Any) -> None:
-        one, other = module.input_output_alias.entries[:2]
-        one.parameter_number, other.parameter_number = other.parameter_number, one.parameter_number
-
-    assert places(one_rank.compare(_changed(sound, swap)))
+def _swap_memory(module: Any) -> None:
+    one, other = module.input_output_alias.entries[:2]
+    one.parameter_number, other.parameter_number = other.parameter_number, one.parameter_number
 
 
-def test_a_state_that_is_not_written_back_is_found(one_rank: Case, sound: dict[str, LoweredModule]) -> None:
-    assert places(one_rank.compare(_changed(sound, lambda module: module.input_output_alias.entries.pop())))
+def _keep_old_state(module: Any) -> None:
+    module.input_output_alias.entries.pop()
+
+
+@pytest.mark.parametrize("change", [_swap_memory, _keep_old_state])
+def test_a_state_in_wrong_memory_is_found(
+    change: Callable[[Any], None], one_rank: Case, sound: dict[str, LoweredModule]
+) -> None:
+    assert places(one_rank.compare(_changed(sound, change)))
 
 
 def test_a_copy_of_one_column_too_many_is_found(
@@ -281,11 +234,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(scope="module")
 def sound_ranks(two_ranks: Case) -> dict[str, LoweredModule]:
-    return two_ranks.lower("mixed")
-
-
-def test_sound_ranks_hold(two_ranks: Case, sound_ranks: dict[str, LoweredModule]) -> None:
-    assert places(two_ranks.compare(sound_ranks)) == []
+    modules = two_ranks.lower("mixed")
+    assert places(two_ranks.compare(modules)) == []
+    return modules
 
 
 def test_a_dropped_collective_is_found(two_ranks: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,27 +288,7 @@ def _unsummed(module: Any) -> None:
         scatter.slice_dimensions.add(start=0, limit=size, stride=1)
 
 
-def _split_by_columns(module: Any) -> None:
-    """A rank has a part of every token's numbers, and takes it for all of some tokens."""
-    entry = hlo.entry(module)
-    scatter = _instructions(module, "reduce-scatter")[1]
-    place = [each.id for each in entry.instructions].index(scatter.id)
-    wrong = type(scatter).FromString(scatter.SerializeToString())
-    wrong.id, wrong.dimensions[:] = 1 + max(each.id for each in module.computations), [2]  # which come last
-    _, tokens, width = scatter.shape.dimensions
-    wrong.shape.dimensions[:] = [1, 2 * tokens, width // 2]
-    wrong.name = f"reduce-scatter.{wrong.id}"
-    scatter.opcode, scatter.operand_ids[:] = "reshape", [wrong.id]
-    for field in ("replica_groups", "called_computation_ids", "dimensions"):
-        scatter.ClearField(field)
-    listed = [type(each).FromString(each.SerializeToString()) for each in entry.instructions]
-    del entry.instructions[:]
-    entry.instructions.extend([*listed[:place], wrong, *listed[place:]])
-
-
-@pytest.mark.parametrize(
-    "change", [_unsummed, *(pytest.param(each, marks=pytest.mark.full) for each in (_ungathered, _split_by_columns))]
-)
+@pytest.mark.parametrize("change", [_unsummed, pytest.param(_ungathered, marks=pytest.mark.full)])
 def test_a_wrong_exchange_of_split_tokens_is_found(
     change: Callable[[Any], None], two_ranks: Case, split_ranks: dict[str, LoweredModule]
 ) -> None:
@@ -368,10 +299,7 @@ def test_a_wrong_exchange_of_split_tokens_is_found(
     "weight",
     [
         "gate_proj-up_proj.weight",
-        *(
-            pytest.param(each, marks=pytest.mark.full)
-            for each in ("o_proj.weight", "q_proj.bias", "tensor_parallel_rank")
-        ),
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("o_proj.weight", "tensor_parallel_rank")),
     ],
 )
 def test_a_wrong_split_is_found(

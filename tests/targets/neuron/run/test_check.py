@@ -28,7 +28,8 @@ from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
 from optimum_neuron.tools.check import step_checks
-from optimum_neuron.tools.check.report import REMEDIES, CheckError
+from optimum_neuron.tools.check.checks import REMEDIES
+from optimum_neuron.tools.check.step_checks import CheckError
 
 
 pytest_plugins = ("fakes.plugin",)

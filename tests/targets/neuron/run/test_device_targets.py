@@ -28,7 +28,7 @@ from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
 from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
 from optimum_neuron.targets.rank_options import RankOptions
-from optimum_neuron.tools.inspect.memory import collect_memory
+from optimum_neuron.tools.inspect.collect import collect_memory
 
 
 pytest_plugins = ("fakes.plugin",)

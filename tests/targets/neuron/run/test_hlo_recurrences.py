@@ -21,6 +21,7 @@ from helpers import (
     tiny_config,
     write_state,
 )
+from neuron_fixtures import certificate_of
 from recurrent import CONFIGS, model
 from torch import Tensor
 
@@ -33,8 +34,6 @@ from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import read_graph_io
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.tools.certify.document import Certificate
-from optimum_neuron.tools.certify.verify import verify_certificate
 
 
 # Of a recurrence; a step of these sizes has two chunk rows of as many tokens, in windows of two blocks each.
@@ -121,17 +120,12 @@ def test_graphs_are_what_compilers_take(kind: str, artifact: Callable[[str], Art
 @kinds
 def test_a_certificate_tells_of_all_that_slots_keep(kind: str, artifact: Callable[[str], Artifact]) -> None:
     made = artifact(kind)
-    found = {each.subject for each in Certificate.read(made.path).comparisons}
+    found = {each.subject for each in certificate_of(made.path).comparisons}
     kept = {each.name.removeprefix("kv_cache.").split("_")[0] for each in state_specs(made.config, made.model)}
     assert {"state", "anchor", "tail", "scanned"} <= kept
     assert {f"states: {name}" for name in kept} <= found
     for graph in made.graphs:
         assert any(subject.startswith(graph.name) for subject in found)
-
-
-def test_a_certificate_is_repeated(artifact: Callable[[str], Artifact]) -> None:
-    lines = verify_certificate(artifact(QUICK), trust_remote_code=False)
-    assert lines and all(line.holds for line in lines)
 
 
 @kinds

@@ -10,6 +10,7 @@ from typing import Any
 import compressing
 import pytest
 from helpers import artifact_runner, eager_runner, export_tiny, generate, load_model, random_tokens, tiny_config
+from neuron_fixtures import certificate_of
 from selecting import make_checkpoint
 
 from optimum_neuron.artifact.artifact import Artifact
@@ -17,7 +18,6 @@ from optimum_neuron.config import HLO_TARGETS
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.graphs.io import read_graph_io
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.tools.certify.document import Certificate
 
 
 KINDS = ("deepseek_v4", "minimax_m3_vl_text", "qwen4_exp_text")
@@ -61,7 +61,7 @@ def test_graphs_are_what_compilers_take(kind: str, artifact: Callable[[str], Art
 @kinds
 def test_a_certificate_tells_of_all_that_slots_keep(kind: str, artifact: Callable[[str], Artifact]) -> None:
     made = artifact(kind)
-    found = {each.subject for each in Certificate.read(made.path).comparisons if each.holds}
+    found = {each.subject for each in certificate_of(made.path).comparisons}
     kept = {each.name.removeprefix("kv_cache.").split("_")[0] for each in state_specs(made.config, made.model)}
     assert {"deepseek_v4": {"buffer", "group"}, "qwen4_exp_text": {"index", "state"}}.get(kind, {"index"}) < kept
     assert {f"states: {name}" for name in kept} <= found

@@ -23,6 +23,7 @@ from helpers import (
     tiny_config,
     write_state,
 )
+from lowered_again import Case, places
 from recurrent import SERVED, model
 from torch import Tensor
 from transformers import LogitsProcessorList
@@ -39,13 +40,10 @@ from optimum_neuron.targets.neuron.graphs.state_graphs import copy_graphs
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering.graph_modules import StateCopy
 from optimum_neuron.targets.neuron.lowering.lower import lower_state_graph
-from optimum_neuron.tools.certify.comparison import compare
-from optimum_neuron.tools.certify.document import Certificate
+from optimum_neuron.tools.certify.certify import expect_type
 from optimum_neuron.tools.certify.host_ranks import LoweredModule
-from optimum_neuron.tools.certify.setup import Setup, make_setup
-from optimum_neuron.tools.certify.trial import Trial
-from optimum_neuron.tools.check.report import CheckError
-from optimum_neuron.tools.check.step_checks import check_slot_copy, check_snapshots
+from optimum_neuron.tools.certify.setup import Trial, make_setup
+from optimum_neuron.tools.check.step_checks import CheckError, check_slot_copy, check_snapshots
 
 
 CHUNK, PLACE = 8, 1
@@ -204,18 +202,13 @@ def test_an_artifact_of_before_computes_prompts_whole(
 
 
 @pytest.fixture(scope="module")
-def certified(recurrent_artifact: Callable[[str], Path]) -> Setup:
-    path = recurrent_artifact(QUICK)
-    artifact, certificate = Artifact.open(path), Certificate.read(path)
-    trial = Trial(path, certificate.config, artifact.config, certificate.layers, certificate.all_layers)
-    return make_setup(path, trial, artifact.model, artifact.tied_weights, trust_remote_code=False)
-
-
-def differing(setup: Setup, folder: Path, **modules: LoweredModule) -> list[str]:
-    certificate = Certificate.read(folder)
-    changed = Setup(**{**vars(setup), "modules": {**setup.modules, **modules}})
-    found = (compare(each, changed.execute_steps(each.dtype, certificate.scales)) for each in certificate.expected)
-    return [each.subject for comparisons in found for each in comparisons if not each.holds]
+def certified(recurrent_artifact: Callable[[str], Path]) -> Case:
+    artifact = Artifact.open(recurrent_artifact(QUICK))
+    config, layers = artifact.config, artifact.model.depth
+    trial = Trial(artifact.path, config, config, layers, layers)
+    setup = make_setup(artifact.path, trial, artifact.model, artifact.tied_weights, trust_remote_code=False)
+    scales, expected = expect_type(model(QUICK), setup, "float32", {}, trust_remote_code=False)
+    return Case(setup, expected, scales)
 
 
 DEFECTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
@@ -230,14 +223,14 @@ DEFECTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 def test_a_graph_that_copies_wrongly_is_found(
     defect: str,
     graph: str,
-    certified: Setup,
+    certified: Case,
     recurrent_artifact: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path, forward = recurrent_artifact(QUICK), StateCopy.forward
-    artifact = Artifact.open(path)
-    assert differing(certified, path) == []
+    artifact, forward = Artifact.open(recurrent_artifact(QUICK)), StateCopy.forward
+    assert places(certified.compare(certified.setup.modules)) == []
     monkeypatch.setattr(StateCopy, "forward", lambda self, *inputs: forward(self, *DEFECTS[defect](*inputs)))
     copies = {each.name: each for each in copy_graphs(artifact.config, artifact.model)}
     lowered = lower_state_graph(copies[graph])
-    assert differing(certified, path, **{graph: LoweredModule(lowered.hlo, lowered.io)})
+    modules = {**certified.setup.modules, graph: LoweredModule(lowered.hlo, lowered.io)}
+    assert places(certified.compare(modules))

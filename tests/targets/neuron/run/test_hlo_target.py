@@ -214,7 +214,7 @@ def test_graphs_of_several_ranks_are_not_loaded_as_one(sharp_checkpoints: dict[s
     folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", tensor_parallel_size=2)
     for trusted in (True, False):
         with pytest.raises(
-            ValueError, match=r"has graphs of 2 ranks, and target='hlo' generates with one; .* --verify"
+            ValueError, match=r"has graphs of 2 ranks, and target='hlo' generates with one; .* --certify"
         ):
             artifact_runner(folder, trust_native_code=trusted)
 

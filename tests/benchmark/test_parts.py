@@ -1,16 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that benchmarks start: when they are ready, what is left of them, and how they end."""
+"""Parts that benchmarks share: the limits of a machine, artifacts that are used again, commands that fail, and servers."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+import optimum_neuron
+from benchmark import machine, newcomer
+from benchmark.model import _fingerprint, serving_config
 from benchmark.server import RunningServer
+
+
+@pytest.mark.parametrize(("seconds", "tries"), [(0.001, machine.REPEATS), (2.0, 3), (60.0, 1)])
+def test_what_takes_long_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, seconds: float, tries: int) -> None:
+    calls: list[None] = []
+    ticks = count()
+    # Asked before and after each try.
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(ticks) * seconds)
+    assert machine._fastest(lambda: calls.append(None)) == pytest.approx(seconds)
+    assert len(calls) == tries
+
+
+def test_an_artifact_of_other_sources_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimum_neuron, "__file__", str(tmp_path / "__init__.py"))
+    config, found = serving_config(2, 100, 16, "float32"), set[str]()
+    assert config.sequence_length == 256
+    for name in ("kernel.py", "kernel.cpp", "kernel.h"):
+        (tmp_path / name).write_text("one")
+        found |= {_fingerprint("model", config), _fingerprint("model", config), _fingerprint("another", config)}
+    (tmp_path / "kernel.h").write_text("two")
+    assert len(found | {_fingerprint("model", config)}) == 7
+
+
+def test_a_step_that_fails_is_reported_with_the_end_of_what_it_printed(tmp_path: Path) -> None:
+    code = "import sys; sys.stderr.write('no such package'); sys.exit(3)"
+    with pytest.raises(RuntimeError, match=r"ended with 3: no such package"):
+        newcomer.run_command((sys.executable, "-c", code), tmp_path, {})
 
 
 # Answers /health, and leaves the pid of a child that would outlive it.
