@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/installed-torch-$(TORCH)-transformers-$(subst *,newest,$(TR
 TESTS_ON_OLDEST_TORCH := $(addprefix tests/targets/neuron/,compile kernels lint lowering run sdk) \
   tests/tools/certify tests/step/test_graphs.py tests/step/sampling/test_sampling.py tests/targets/test_targets.py tests/generate/test_modeling.py
 # what depends on the kernels' instruction set; tests/kernels tries each that the machine has
-TESTS_ON_AVX2 := tests/step/test_mixed_step.py tests/step/test_isolation.py tests/targets/test_targets.py \
+TESTS_ON_AVX2 := tests/step/test_mixed_step.py tests/targets/test_targets.py \
   tests/targets/cpu tests/kernels
 # Tests in as many processes as there are cores, up to 4; conftest.py says which ones compute with more than one thread.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --durations 15 --durations-min 10

@@ -20,7 +20,7 @@ from optimum_neuron import NeuronModelForCausalLM, export_model
 from optimum_neuron.command_options import add_declared, read_declared
 from optimum_neuron.config import DTYPES, NEURON_TARGETS, TARGETS, ExportOptions, NeuronConfig
 from optimum_neuron.config.option import Options
-from optimum_neuron.export.export_command import option_words
+from optimum_neuron.export.first_use import option_words
 from optimum_neuron.step.spec import graph_specs
 
 
@@ -292,7 +292,7 @@ def test_values_that_contradict_each_other_are_both_named(options: dict[str, Any
     ],
 )  # fmt: skip
 def test_there_are_two_snapshots_for_each_row_and_none_in_devices(options: dict[str, Any], places: int) -> None:
-    assert NeuronConfig(batch_size=3, **options).snapshot_places == places
+    assert NeuronConfig(batch_size=3, **options).state_places == places
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any
 from ..config import NeuronConfig
 from ..step.model_spec import ModelSpec
 from ..step.spec import GraphSpec, TensorSpec, graph_specs
-from ..step.state_specs import snapshot_specs, state_specs
+from ..step.state_specs import kept_state_specs, state_specs
 from .filesystem import file_sha256
 from .manifest import check_manifest, config_of
 from .schema import read_object, shown
@@ -100,7 +100,7 @@ class Artifact:
 
     def snapshots(self) -> tuple[TensorSpec, ...]:
         """Return places for copies of slots' states; none where slots keep only keys and values."""
-        return snapshot_specs(self.config, self.model)
+        return kept_state_specs(self.config, self.model)
 
     def file(self, name: str) -> Path:
         if name not in self.manifest["files"]:

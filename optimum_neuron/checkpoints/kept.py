@@ -16,8 +16,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .. import progress
-from ..step.features.codes.expert_weights import is_experts, plain_weights, replace_weights
-from ..step.features.codes.modules import can_be_looked_up, replace_embedding, replace_linear
+from ..step.features.codes.modules import (
+    can_be_looked_up,
+    is_experts,
+    plain_weights,
+    replace_embedding,
+    replace_linear,
+    replace_weights,
+)
 from ..step.features.codes.weight import QuantizedWeight
 from ..step.one_thread import one_thread
 from .formats.format import CheckpointFormat

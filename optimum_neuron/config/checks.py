@@ -167,8 +167,8 @@ def check_blocks(config: GraphSizes) -> None:
         )
 
 
-def check_snapshots(config: GraphSizes) -> None:
-    if config.state_snapshot_interval is not None and not config.snapshot_places:
+def check_kept_states(config: GraphSizes) -> None:
+    if config.state_snapshot_interval is not None and not config.state_places:
         asked = config.state_snapshots == 0
         why = "; leave out one" if asked else f", the default of target={config.target!r}; give both"
         raise ValueError(

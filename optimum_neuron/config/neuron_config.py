@@ -50,7 +50,7 @@ class NeuronConfig(GraphSizes):
         checks.check_quantization(self)
         checks.check_types(self)
         checks.check_blocks(self)
-        checks.check_snapshots(self)
+        checks.check_kept_states(self)
         if self.prefill_chunk_size is None:
             self._set(prefill_chunk_size=self._default_chunk_size())
         checks.check_size("prefill_chunk_size", self.prefill_chunk_size)

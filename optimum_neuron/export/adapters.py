@@ -33,13 +33,7 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter on the local disk; made by `find_adapters`.
-
-    Attributes:
-        source: the name that the user gave.
-        peft_type: PEFT's name of the method, as LORA.
-        base: the name of the model that it was trained on, if it is known.
-    """
+    """An adapter on the local disk; made by `find_adapters`. `source` is the user's name of it, `base` that of the model it was trained on."""
 
     folder: Path
     source: str
@@ -57,42 +51,33 @@ class PeftAdapter:
             )
 
     def record(self) -> dict[str, Any]:
-        """Return the adapter's record in the manifest."""
         digests = {name: file_sha256(self.folder / name) for name in (CONFIG_NAME, WEIGHTS_NAME)}
         return {"source": self.source, "peft_type": self.peft_type, "sha256": digests}
 
     def merge(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the model with the adapter's changes in its weights; `model` is float32, has attention of its own, and is used up.
-
-        Raises:
-            ValueError: the adapter does not fit the model, or its results cannot be written as weights.
-        """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # PEFT's warnings are checked here
-            return self._merge_weights(model)
-
-    def _merge_weights(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return a float32 model, which is used up, with the adapter in its weights; ValueError where it does not fit or cannot be merged."""
         from peft import PeftModel
 
         self._resize_embeddings(model)
-        ties = Ties.find(model)
-        try:
-            adapted = PeftModel.from_pretrained(model, str(self.folder), autocast_adapter_dtype=False).eval()
-        except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
-            raise ValueError(
-                f"adapter {self.source} does not fit {type(model).__name__}: {first_line(error)}"
-            ) from error
-        self._check_loaded(adapted, type(model).__name__)
-        ties.cut_ties(adapted.get_base_model())
-        prompt = text_prompt(model.config)
-        with torch.inference_mode():
-            expected = adapted(input_ids=prompt, use_cache=False).logits
-        try:
-            merged = adapted.merge_and_unload(safe_merge=True)
-        except (ValueError, NotImplementedError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"adapter {self.source} ({self.peft_type}) cannot be merged: {first_line(error)}"
-            ) from error
+        ties, prompt = Ties.find(model), text_prompt(model.config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # PEFT's warnings are checked here
+            try:
+                adapted = PeftModel.from_pretrained(model, str(self.folder), autocast_adapter_dtype=False).eval()
+            except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+                raise ValueError(
+                    f"adapter {self.source} does not fit {type(model).__name__}: {first_line(error)}"
+                ) from error
+            self._check_loaded(adapted, type(model).__name__)
+            ties.cut_ties(adapted.get_base_model())
+            with torch.inference_mode():
+                expected = adapted(input_ids=prompt, use_cache=False).logits
+            try:
+                merged = adapted.merge_and_unload(safe_merge=True)
+            except (ValueError, NotImplementedError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"adapter {self.source} ({self.peft_type}) cannot be merged: {first_line(error)}"
+                ) from error
         self._check_merged(merged, prompt, expected)
         ties.restore_ties(merged)
         return merged
@@ -171,7 +156,6 @@ class Ties:
         return cls(tuple(tied.values()), frozenset(tied), by_config)
 
     def cut_ties(self, model: nn.Module) -> None:
-        """Give each name a tensor of its own, in a model that adapters were put into."""
         seen = set()
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -202,10 +186,7 @@ def _model_configs(model: PreTrainedModel) -> tuple[Any, Any]:
 def find_adapters(
     adapter: str | Path | Sequence[str | Path] | None, *, token: str | bool | None, **hub: Any
 ) -> tuple[PeftAdapter, ...]:
-    """Find adapters by folders and Hub ids, before any weights are loaded.
-
-    Args:
-        hub: `token`, `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
+    """Find adapters by folders and Hub ids, before any weights are loaded; `hub` are options of the Hub's download functions.
 
     Raises:
         ValueError: an adapter cannot be merged, or is pickled.

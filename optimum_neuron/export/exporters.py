@@ -27,20 +27,13 @@ _INPUTS = ("input_ids", "attention_mask")
 
 @register_export_config(FORMAT)
 class NeuronExportConfig(ExportConfigMixin):
-    """The output folder of an artifact, and the sizes and options of its graphs.
+    """The output folder of an artifact, and the sizes and options of its graphs, which `neuron_config` holds.
 
     Args:
         output_path: the folder to create.
         overwrite: replace an artifact that is already there.
         export_format: "neuron"; a dict of these arguments names it.
-        options: fields of `NeuronConfig`.
-
-    Attributes:
-        neuron_config: the sizes and options of the graphs.
-
-    Raises:
-        TypeError: an option that `NeuronConfig` does not know, or a value of the wrong type.
-        ValueError: a value is out of range, two contradict each other, or `export_format` is another one.
+        options: fields of `NeuronConfig`, with its errors.
     """
 
     def __init__(
@@ -100,13 +93,11 @@ class NeuronExporter(HfExporter):
         *,
         generation_config: GenerationConfig | None = None,
     ) -> Path:
-        """Write the artifact of a causal language model. The weights are written twice, the first time to a temporary folder.
+        """Write the artifact of a causal language model, which is not changed. The weights are written twice, the first time to a temporary folder.
 
         Args:
-            model: a model with its weights; it is not changed.
-            sample_inputs: `input_ids` and `attention_mask`, both `[rows, tokens]`, of a call that the artifact has to take; None for
-                none. Graphs are traced by the sizes of `config`.
-            config: a `NeuronExportConfig`, or its dict.
+            sample_inputs: `input_ids` and `attention_mask`, both `[rows, tokens]`, of a call that the artifact has to take; None for none.
+            config: a `NeuronExportConfig`, or its dict; graphs are traced by its sizes.
             generation_config: defaults of the artifact's `generate`, in place of the model's.
 
         Returns:
@@ -115,14 +106,15 @@ class NeuronExporter(HfExporter):
         Raises:
             TypeError: `model` or `config` has another type.
             ValueError: the model or the sizes cannot be exported, or `sample_inputs` does not fit them.
-            FileExistsError: the output folder is taken.
-            RuntimeError: compiling failed.
+            FileExistsError, RuntimeError: the output folder is taken; compiling failed.
         """
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
                 f"the model is a {type(model).__name__}; give a transformers model, and of a PEFT model what merge_and_unload() returns"
             )
-        settings = _read_settings(config)
+        if not isinstance(config, NeuronExportConfig | Mapping):
+            raise TypeError(f"config is a {type(config).__name__}; give a NeuronExportConfig or a dict of its values")
+        settings = config if isinstance(config, NeuronExportConfig) else NeuronExportConfig(**config)
         wanted = settings.neuron_config
         _check_inputs(sample_inputs, wanted)
         with tempfile.TemporaryDirectory(prefix="optimum-neuron-") as folder:
@@ -148,14 +140,9 @@ class NeuronExporter(HfExporter):
         generation_config: GenerationConfig | None = None,
         multi_token_decode: bool = False,
     ) -> dict[str, Path]:
-        """Export a model as `export` does; every artifact is for generation.
+        """Export a model as `export` does, and return the artifact's path by component, of which there is one, "model".
 
-        Args:
-            model, sample_inputs, config, generation_config: as in `export`; or `config` by component, of which there is one, "model".
-            multi_token_decode: an artifact always has graphs that decode a token, and others that take in a chunk after any context.
-
-        Returns:
-            The artifact's path by component.
+        `config` may be by component, too. Whatever `multi_token_decode` is, an artifact decodes a token, and takes in a chunk after any context.
         """
         if isinstance(config, Mapping) and "export_format" not in config:
             if set(config) != {COMPONENT}:
@@ -165,14 +152,6 @@ class NeuronExporter(HfExporter):
                 )
             config = config[COMPONENT]
         return {COMPONENT: self.export(model, sample_inputs, config, generation_config=generation_config)}
-
-
-def _read_settings(config: object) -> NeuronExportConfig:
-    if isinstance(config, NeuronExportConfig):
-        return config
-    if isinstance(config, Mapping):
-        return NeuronExportConfig(**config)
-    raise TypeError(f"config is a {type(config).__name__}; give a NeuronExportConfig or a dict of its values")
 
 
 def _check_inputs(inputs: Mapping[str, Any] | None, config: NeuronConfig) -> None:

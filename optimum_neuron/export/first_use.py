@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Artifacts by name: one that exists, or one that a named checkpoint becomes, which is exported into the user's cache once.
+"""Artifacts by name: one that exists, or one that a named checkpoint becomes, which is exported into the user's cache once; and the
+command that exports an artifact again, from its manifest.
 
 Nothing here imports torch before a checkpoint has to be read: a wrong name is refused at once.
 """
@@ -12,10 +13,10 @@ import logging
 import re
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import HFValidationError
@@ -30,7 +31,6 @@ from ..checkpoints.origin import read_origin
 from ..command_options import hub_options
 from ..config import ExportOptions, NeuronConfig
 from ..version import __version__
-from .export_command import option_words, reading_words
 
 
 if TYPE_CHECKING:
@@ -86,9 +86,8 @@ def open_named(args: Namespace) -> Artifact:
 def open_artifact(model: str, reading: ExportOptions, options: Mapping[str, Any]) -> Opened | None:
     """Open the artifact of a name; return None where it names a checkpoint.
 
-    Raises:
-        TypeError, ValueError: `options`, fields of NeuronConfig, are wrong or differ from the artifact's.
-        ArtifactError: the artifact is corrupt.
+    Raises TypeError or ValueError for `options`, fields of NeuronConfig, that are wrong or differ from the artifact's; ArtifactError for a
+    corrupt one.
     """
     found = find_artifact(model, export=None, native_code=reading.trust_remote_code, **reading.hub)
     if found is None:
@@ -109,13 +108,8 @@ def export_once(
 ) -> Opened:
     """Export a checkpoint into the cache, or find it there. Processes that ask for the same one wait for each other.
 
-    Args:
-        notify: gets one line before an export, and one before a wait.
-
-    Raises:
-        ValueError: the checkpoint cannot be exported.
-        FileNotFoundError: there is none.
-        PermissionError: the cache is not to be trusted.
+    `notify` gets one line before an export, and one before a wait. Raises ValueError where the checkpoint cannot be exported,
+    FileNotFoundError where there is none, and PermissionError where the cache is not to be trusted.
     """
     from ..checkpoints.find import find_checkpoint
     from ..targets import resolve_target
@@ -138,31 +132,21 @@ def export_once(
             return Opened(Artifact.open(output), True)
         except (FileNotFoundError, ArtifactError):
             pass  # not there yet, or damaged: export_model replaces what is no whole artifact
+        # Exports the same artifact to the folder OUT.
+        words = ["optimum-cli", "export", "neuron", "OUT", "--model", model]
+        command = shlex.join([*words, *reading_words(reading), *option_words(config)])
         notify(
             f"{model} is a checkpoint: exporting it once, for {config.batch_size} requests of up to "
-            f"{config.sequence_length:,} tokens, to {output}; for other options: {_export_command(model, reading, config)}"
+            f"{config.sequence_length:,} tokens, to {output}; for other options: {command}"
         )
         named = checkpoint.folder / (checkpoint.gguf_file or "")
-        with _with_command(_export_command(model, reading, config)):
+        try:
             export_model(named, output, config=config, trust_remote_code=checkpoint.trust_remote_code, overwrite=True)
+        except ValueError as error:
+            if not set(_OPTION.findall(str(error))) - _OWN_OPTIONS:
+                raise
+            raise ValueError(f"{error}; the command that takes such options: {command}") from error
         return Opened(Artifact.open(output), True)
-
-
-@contextmanager
-def _with_command(command: str) -> Iterator[None]:
-    """Add a command to an error that names options of an export: the one that takes them."""
-    try:
-        yield
-    except ValueError as error:
-        if not set(_OPTION.findall(str(error))) - _OWN_OPTIONS:
-            raise
-        raise ValueError(f"{error}; the command that takes such options: {command}") from error
-
-
-def _export_command(model: str, reading: ExportOptions, config: NeuronConfig) -> str:
-    """Return the command that exports the same artifact to the folder OUT, as a line for a shell."""
-    words = ["optimum-cli", "export", "neuron", "OUT", "--model", model]
-    return shlex.join([*words, *reading_words(reading), *option_words(config)])
 
 
 def _check_name(model: str) -> None:
@@ -212,3 +196,75 @@ def _cache_name(checkpoint: Checkpoint, config: NeuronConfig) -> str:
     facts = json.dumps([content, identity["trust_remote_code"], config.to_dict(), __version__])
     called = checkpoint.gguf_file or origin.get("repo") or str(checkpoint.folder.resolve())
     return f"{Path(called).name[:_LONGEST_STEM]}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+
+
+_UNKNOWN = "MODEL"
+
+
+def export_command(manifest: Mapping[str, Any], config: NeuronConfig, output: str) -> str:
+    """Return a line for a shell that exports an artifact to the folder `output`.
+
+    It leaves out options that follow from the others, and folders of a checkpoint or adapter. A placeholder stands for a name that does not
+    print. The beginning of its sha256 names a text that weights were rounded on.
+    """
+    origin = manifest.get("origin", {})
+    options = ExportOptions(
+        revision=origin.get("revision"),
+        adapter=adapter_names(manifest) or None,
+        dequantize=origin.get("dequantize", False),
+        quantization_calibration=f"{origin['calibration'][:12]}.txt" if "calibration" in origin else None,
+        trust_remote_code=any(name.endswith(".py") for name in manifest["files"]),
+    )
+    words = [
+        "optimum-cli",
+        "export",
+        "neuron",
+        "--model",
+        origin.get("repo") or printable_name(manifest.get("source", "")),
+    ]
+    folder = output if output.isprintable() and not output.startswith("-") else "artifact/"
+    return shlex.join([*words, *reading_words(options), *option_words(config), folder])
+
+
+def reading_words(options: ExportOptions) -> list[str]:
+    """Return the words of a command line that give these options; it never names a token."""
+    declared = ExportOptions.declared()
+    given = {
+        name: getattr(options, name)
+        for name in ("revision", "adapter", "dequantize", "quantization_calibration", "trust_remote_code")
+    }
+    return [word for name, value in given.items() if value for word in declared[name].command_words(value)]
+
+
+def option_words(config: NeuronConfig) -> list[str]:
+    declared = NeuronConfig.declared()
+    needed = {name: value for name, value in needed_options(config).items() if value is not None}
+    return [word for name, value in needed.items() for word in declared[name].command_words(value)]
+
+
+def adapter_names(manifest: Mapping[str, Any]) -> list[str]:
+    sources = (each.get("source") for each in manifest.get("adapters", []))
+    return [printable_name(source) for source in sources if isinstance(source, str)]
+
+
+def printable_name(source: str) -> str:
+    """Return a Hub id as it is, the last part of a path, and a placeholder for a name that does not print or looks like an option."""
+    is_path = source.startswith(("/", "~", ".")) or source.count("/") > 1 or "\\" in source
+    name = PurePath(source.replace("\\", "/")).name if is_path else source.rstrip("/")
+    return name if name and name.isprintable() and not name.startswith("-") else _UNKNOWN
+
+
+def needed_options(config: NeuronConfig) -> dict[str, Any]:
+    """Return the options of a config that do not follow from the others."""
+    if config.quantization is None or config.target != "cpu":
+        config = replace(config, activations=config.activations or "auto")
+    options = config.to_dict() | {"activations": config.activations or "none"}
+    for name in config.option_names():
+        fewer = {other: value for other, value in options.items() if other != name}
+        try:
+            follows = NeuronConfig.from_dict(fewer) == config
+        except ValueError:  # options that contradict the default of another one
+            follows = False
+        if follows and name not in ("target", "dtype", "batch_size", "sequence_length"):
+            options = fewer
+    return options

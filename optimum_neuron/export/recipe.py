@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ from ..checkpoints.quantized import DEQUANTIZE, KEEP
 from ..checkpoints.tokenizer import fit_tokenizer, has_tokenizer, load_tokenizer
 from ..checkpoints.verbatim import check_verbatim, write_verbatim
 from ..config import ACTIVATIONS, HLO_TARGETS, TASKS, ExportOptions, NeuronConfig, takes_options
-from ..parity.fixed_shapes import check_fixed_shapes
-from ..parity.inspect import check_states, inspect_model
+from ..parity.inspect import check_fixed_shapes, check_states, inspect_model
 from ..parity.text_length import check_tables, check_text_length, keep_frequencies, take_long_frequencies
 from ..runtime import golden
 from ..runtime.defaults import follow_defaults
@@ -42,7 +40,7 @@ from ..step.family import check_every_step_has_a_graph
 from ..step.features.codes.formats import weight_formats
 from ..step.model_spec import ModelSpec
 from ..step.spec import graph_specs
-from ..step.state_specs import snapshot_specs, state_specs
+from ..step.state_specs import kept_state_specs, state_specs
 from ..targets import CompileJob, Target, get_target, resolve_target
 from ..targets.threads import fit_threads
 from ..text.record import write_record
@@ -91,14 +89,14 @@ def export_model(
     fit_threads()
     output = Path(output).expanduser().absolute()
     check_output(output, overwrite=overwrite)
-    source = _find_source(model, reading, config)
-    config = source.fit_config(config)
+    checkpoint, adapters = _find_sources(model, reading, config)
+    config = _fit_config(checkpoint, adapters, config)
     text = reading.quantization_calibration
-    calibration = None if text is None else read_calibration(text, source.checkpoint, config)
+    calibration = None if text is None else read_calibration(text, checkpoint, config)
     folder = next(parent for parent in output.parents if parent.is_dir())
-    check_disk(folder, expected_bytes(source.checkpoint, config))
+    check_disk(folder, expected_bytes(checkpoint, config))
     with scratch_folder(folder), explained_full_disk(folder, "name an output folder on another disk"):
-        loaded, config = _load_model(source, config)
+        loaded, config = _load_model(checkpoint, adapters, config)
         check_every_step_has_a_graph(config, graph_specs(config))
         with tensors_in_files():
             quantize(loaded, config, calibration)
@@ -108,30 +106,33 @@ def export_model(
         round_activations(loaded, config)
         check_disk(folder, written_bytes(named_tensors(loaded)))
         with write_artifact(output, overwrite=overwrite) as writer:
-            own_code = source.checkpoint.trust_remote_code
-            job = CompileJob(writer.path, config, spec, graph_specs(config), {}, own_code)
-            job = _write_files(source, loaded, job, target)
-            target_data = _compile(loaded, job, target, certify)
+            write_verbatim(checkpoint, loaded, writer.path, [each.folder for each in adapters])
+            fit_tokenizer(writer.path, config.sequence_length)
+            _note_tokenizer(writer.path)
+            write_formats(weight_formats(loaded), writer.path)
+            write_signpost(writer.path)
+            with progress.stage("Writing weights"):
+                tied = target.write_model(loaded, config, writer.path)
+            job = CompileJob(writer.path, config, spec, graph_specs(config), tied, checkpoint.trust_remote_code)
+            target_data = target.compile(job)
+            if config.target in HLO_TARGETS:
+                with progress.stage("Recording golden tokens"):
+                    golden.record(loaded, config, spec).write(writer.path)
+            if certify is not None:
+                certify(loaded, job)
             with progress.stage("Hashing files"):
-                writer.commit(_describe(source, job, target_data, calibration))
+                writer.commit(_describe(checkpoint, adapters, job, target_data, calibration))
     return output
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A checkpoint, and the adapters that are merged into its weights."""
-
-    checkpoint: Checkpoint
-    adapters: tuple[PeftAdapter, ...]
-
-    def fit_config(self, config: NeuronConfig) -> NeuronConfig:
-        """Return the config with the defaults that follow from the checkpoint, once all its files but the weights are checked."""
-        checkpoint, model_config = self.checkpoint, self.checkpoint.load_config()
-        config = config.fitted(checkpoint.longest_text(model_config))
-        checkpoint.check_length(model_config, config.sequence_length)
-        defaults = check_verbatim(checkpoint, [each.folder for each in self.adapters])
-        checkpoint.warn_of_unread_keys()
-        return follow_defaults(defaults, model_config, config, checkpoint.source)
+def _fit_config(checkpoint: Checkpoint, adapters: Sequence[PeftAdapter], config: NeuronConfig) -> NeuronConfig:
+    """Return the config with the defaults that follow from the checkpoint, once all its files but the weights are checked."""
+    model_config = checkpoint.load_config()
+    config = config.fitted(checkpoint.longest_text(model_config))
+    checkpoint.check_length(model_config, config.sequence_length)
+    defaults = check_verbatim(checkpoint, [each.folder for each in adapters])
+    checkpoint.warn_of_unread_keys()
+    return follow_defaults(defaults, model_config, config, checkpoint.source)
 
 
 def _choose_target(config: NeuronConfig, certify: Certify | None) -> tuple[NeuronConfig, Target]:
@@ -149,22 +150,27 @@ def _choose_target(config: NeuronConfig, certify: Certify | None) -> tuple[Neuro
     return config, target
 
 
-def _find_source(model: str | Path, reading: ExportOptions, config: NeuronConfig) -> _Source:
+def _find_sources(
+    model: str | Path, reading: ExportOptions, config: NeuronConfig
+) -> tuple[Checkpoint, tuple[PeftAdapter, ...]]:
+    """Return a checkpoint, and the adapters that are merged into its weights."""
     if (Path(model).expanduser() / MANIFEST_NAME).is_file():
         refuse_revision(Path(model), reading.revision)
         raise ValueError(f"{model} is an artifact already; name the checkpoint that it was exported from")
     checkpoint = find_checkpoint(model, trust_remote_code=reading.trust_remote_code, **reading.hub)
     codes = _choose_codes(checkpoint, config, dequantize=reading.dequantize)
     hub = {name: value for name, value in reading.hub.items() if name != "revision"}
-    return _Source(dataclasses.replace(checkpoint, codes=codes), find_adapters(reading.adapter, **hub))
+    return dataclasses.replace(checkpoint, codes=codes), find_adapters(reading.adapter, **hub)
 
 
-def _load_model(source: _Source, config: NeuronConfig) -> tuple[PreTrainedModel, NeuronConfig]:
+def _load_model(
+    checkpoint: Checkpoint, adapters: Sequence[PeftAdapter], config: NeuronConfig
+) -> tuple[PreTrainedModel, NeuronConfig]:
     """Return the model, and the config with the type and the codes that it has."""
     with progress.stage("Loading the checkpoint"), tensors_in_files():
-        for each in source.adapters:
-            each.warn_of_other_base(source.checkpoint)
-        loaded = source.checkpoint.load_model(config.dtype, [each.merge for each in source.adapters])
+        for each in adapters:
+            each.warn_of_other_base(checkpoint)
+        loaded = checkpoint.load_model(config.dtype, [each.merge for each in adapters])
     config = dataclasses.replace(config, dtype=str(loaded.dtype).removeprefix("torch."))
     if config.quantization is None and weight_formats(loaded):
         config = dataclasses.replace(config, quantization="checkpoint")
@@ -174,23 +180,18 @@ def _load_model(source: _Source, config: NeuronConfig) -> tuple[PreTrainedModel,
 def _check_model(model: PreTrainedModel, config: NeuronConfig) -> ModelSpec:
     """Return the spec of a model, once its step graphs compute what it does and its states fit into memory."""
     with progress.stage("Checking that step graphs compute what the model does"), giving_back():
-        spec = _inspect(model, config)
+        with WritableWhereWritten():
+            spec = inspect_model(model)
+        check_tables(model, config.sequence_length)
+        if config.long_frequencies:
+            take_long_frequencies(model, config.sequence_length)
+        check_text_length(model, config.sequence_length)
+        check_states(model, spec, config)
+        keep_frequencies(model)
+        if config.target != "eager":
+            check_fixed_shapes(model, config.target)
     if config.target in ("cpu", "eager"):  # a device has memory of its own
-        check_memory((*state_specs(config, spec), *snapshot_specs(config, spec)))
-    return spec
-
-
-def _inspect(model: PreTrainedModel, config: NeuronConfig) -> ModelSpec:
-    with WritableWhereWritten():
-        spec = inspect_model(model)
-    check_tables(model, config.sequence_length)
-    if config.long_frequencies:
-        take_long_frequencies(model, config.sequence_length)
-    check_text_length(model, config.sequence_length)
-    check_states(model, spec, config)
-    keep_frequencies(model)
-    if config.target != "eager":
-        check_fixed_shapes(model, config.target)
+        check_memory((*state_specs(config, spec), *kept_state_specs(config, spec)))
     return spec
 
 
@@ -225,18 +226,6 @@ def _choose_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: b
     return KEEP if keep else DEQUANTIZE if dequantize else None
 
 
-def _write_files(source: _Source, model: PreTrainedModel, job: CompileJob, target: Target) -> CompileJob:
-    """Write all files but graphs; return the job with the names of tied weights."""
-    write_verbatim(source.checkpoint, model, job.folder, [each.folder for each in source.adapters])
-    fit_tokenizer(job.folder, job.config.sequence_length)
-    _note_tokenizer(job.folder)
-    write_formats(weight_formats(model), job.folder)
-    write_signpost(job.folder)
-    with progress.stage("Writing weights"):
-        tied = target.write_model(model, job.config, job.folder)
-    return dataclasses.replace(job, tied_weights=tied)
-
-
 def _note_tokenizer(folder: Path) -> None:
     """Note the tokenizer of an artifact, where transformers can build it without the checkpoint's code."""
     if not has_tokenizer(folder):
@@ -248,29 +237,21 @@ def _note_tokenizer(folder: Path) -> None:
     write_record(tokenizer, folder)
 
 
-def _compile(model: PreTrainedModel, job: CompileJob, target: Target, certify: Certify | None) -> dict[str, Any]:
-    """Write the graphs and the golden tokens; return the target's part of the manifest."""
-    target_data = target.compile(job)
-    if job.config.target in HLO_TARGETS:
-        with progress.stage("Recording golden tokens"):
-            golden.record(model, job.config, job.model).write(job.folder)
-    if certify is not None:
-        certify(model, job)
-    return target_data
-
-
 def _describe(
-    source: _Source, job: CompileJob, target_data: dict[str, Any], calibration: Calibration | None
+    checkpoint: Checkpoint,
+    adapters: Sequence[PeftAdapter],
+    job: CompileJob,
+    target_data: dict[str, Any],
+    calibration: Calibration | None,
 ) -> dict[str, Any]:
     """Return the manifest, but for the digests of files."""
-    checkpoint = source.checkpoint
     sha256 = None if calibration is None else calibration.sha256
     return {
         "config": job.config.to_dict(),
         "model": job.model.to_dict(),
         "source": checkpoint.source,
         "origin": read_origin(checkpoint.folder, dequantized=checkpoint.codes == DEQUANTIZE, calibration=sha256),
-        "adapters": [adapter.record() for adapter in source.adapters],
+        "adapters": [adapter.record() for adapter in adapters],
         "target": job.config.target,
         "target_data": target_data,
         "task": TASKS[0],

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..artifact.artifact import GRAPHS_FOLDER, Artifact, ArtifactError, is_graph_file, is_weight_file
 from ..artifact.schema import TEXT, listed, named, number, read_object, record, text, whole
-from ..export.export_command import adapter_names, export_command, printable_name
+from ..export.first_use import adapter_names, export_command, printable_name
 from ..step.spec import GraphSpec
 from ..step.state_specs import StateSizes, byte_count
 from .facts import ArtifactFacts, Certified, Compared, GraphFacts, Linted, Quantized

@@ -32,12 +32,9 @@ _LONG_START = 6
 
 @dataclass(frozen=True)
 class LongRun:
-    """A prompt in chunks, with a last token of its own, in a slot that another request had before.
+    """A prompt in chunks, with a last token of its own, in a slot that had the first tokens of another one before.
 
-    Attributes:
-        prompt, another: `[tokens]`; the slot had the first tokens of the other one before.
-        cuts: where chunks begin and end, from 0 to the last token.
-        outputs: the tokens with compared logits, each the last one of a chunk.
+    `cuts` are where chunks begin and end, from 0 to the last token; `outputs` the tokens with compared logits, each the last of a chunk.
     """
 
     prompt: Tensor

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +24,7 @@ _DECISIVE = 1.0
 
 
 def check_own_masks(model: nn.Module) -> None:
-    """Raise UnsupportedModelError where attention hides keys by a square table of places.
-
-    A row of such a table is a query's place in its call, and a column a key's. In a step both have other places.
-    """
+    """Raise UnsupportedModelError where attention hides keys by a square table of places, of queries and keys of a call, not of a step."""
     for name, module in model.named_modules():
         for key, table in module.named_buffers(recurse=False):
             if keeps_keys(module) and table.dim() > 1 and table.shape[-1] == table.shape[-2] > 1:
@@ -53,21 +50,30 @@ def windowed_run(vocab_size: int, window: int) -> LongRun:
 
 
 @contextmanager
-def attention_decides(model: nn.Module) -> Iterator[None]:
+def _changing_outputs(modules: Iterable[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Change the results of innermost modules within, where they are tensors of floating-point numbers."""
+
+    def change_output(module: nn.Module, inputs: object, output: object) -> Tensor | None:
+        return change(output) if isinstance(output, Tensor) and output.is_floating_point() else None
+
+    with ExitStack() as hooks:
+        for module in modules:
+            if not list(module.children()):
+                hooks.callback(module.register_forward_hook(change_output).remove)
+        yield
+
+
+def attention_decides(model: nn.Module) -> AbstractContextManager[None]:
     """Make attention decide within: all queries and keys have one size, in transformers' code and in steps. No weight is copied."""
 
-    def resize_output(module: nn.Module, inputs: object, output: object) -> Tensor | None:
-        if not isinstance(output, Tensor):
-            return None
+    def resize(output: Tensor) -> Tensor:
         numbers = output.float()
         size = numbers.pow(2).mean(-1, keepdim=True).sqrt().clamp(min=1e-20)
         return (numbers * (_DECISIVE / size)).to(output.dtype)
 
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if any(part in name.split(".")[-1] for part in _QUERIES_AND_KEYS) and not list(module.children()):
-                hooks.callback(module.register_forward_hook(resize_output).remove)
-        yield
+    parts = [(name.split(".")[-1], module) for name, module in model.named_modules()]
+    chosen = [module for own, module in parts if any(part in own for part in _QUERIES_AND_KEYS)]
+    return _changing_outputs(chosen, resize)
 
 
 # More than any layer selects.
@@ -123,19 +129,12 @@ def few_keys(model: nn.Module, most: int = ALL) -> Iterator[None]:
             yield
 
 
-@contextmanager
-def shaken(model: nn.Module, seed: int) -> Iterator[None]:
+def shaken(model: nn.Module, seed: int) -> AbstractContextManager[None]:
     """Change the results of all innermost modules by up to a unit in their last place, as rounding may."""
     generator = torch.Generator().manual_seed(seed)
 
-    def shake_output(module: nn.Module, inputs: object, output: object) -> Tensor | None:
-        if not isinstance(output, Tensor) or not output.is_floating_point():
-            return None
+    def shake(output: Tensor) -> Tensor:
         unit = (torch.rand(output.shape, generator=generator) * 2 - 1) * torch.finfo(output.dtype).eps
         return (output * (1 + unit.to(torch.promote_types(output.dtype, torch.float32)))).to(output.dtype)
 
-    with ExitStack() as hooks:
-        for module in model.modules():
-            if not list(module.children()):
-                hooks.callback(module.register_forward_hook(shake_output).remove)
-        yield
+    return _changing_outputs(model.modules(), shake)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -32,12 +33,9 @@ from .parity import check_layers, check_result, is_comparable
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSpec:
-    """Run the model on a few tokens and return what its graphs need to know.
+    """Run the model on a few tokens and return what its graphs need to know; raise ValueError with the reason where none can run it.
 
     A model with data in its weights also runs as step graphs, and must compute what transformers' own attention does.
-
-    Raises:
-        ValueError: the model cannot run as step graphs; the reason is named.
     """
     with _explain_refusal(model), one_thread():
         spec = _see_layers(model)
@@ -46,11 +44,7 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
 
 
 def inspect_layers(model: PreTrainedModel) -> ModelSpec:
-    """Return what `inspect_model` does, for a model with weights of any numbers: nothing is compared.
-
-    Raises:
-        ValueError: the model cannot run as step graphs, as far as its layers show.
-    """
+    """Return what `inspect_model` does, for a model with weights of any numbers: nothing is compared."""
     with _explain_refusal(model), one_thread():
         return _see_layers(model)
 
@@ -60,7 +54,12 @@ def _explain_refusal(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     except UnsupportedModelError as error:
-        raise ValueError(f"{type(model).__name__} cannot be exported: {error}{_find_remedy(model, error)}") from error
+        types = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
+        hint = ""
+        # transformers keeps some weights in float32, and the model's code may not run in another type.
+        if len(types) > 1 and isinstance(error.__cause__, RuntimeError):
+            hint = f"; its weights have the types {' and '.join(sorted(types))}: try dtype='float32'"
+        raise ValueError(f"{type(model).__name__} cannot be exported: {error}{hint}") from error
 
 
 def _see_layers(model: PreTrainedModel) -> ModelSpec:
@@ -72,15 +71,11 @@ def _see_layers(model: PreTrainedModel) -> ModelSpec:
 
 
 def check_states(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> None:
-    """Check that graphs of a config can keep what a model's layers keep; warn of what costs more.
-
-    Raises:
-        ValueError: they cannot; the message names the option and the remedy.
-    """
+    """Check that graphs of a config can keep a model's states, or raise ValueError with the remedy; warn of what costs more."""
     checked = CheckedModel(type(model).__name__, CacheNeeds.read_code(model).by_itself)
     for kind in KINDS:
         kind.check_config(spec.states_of(kind), checked, config)
-    spec.check_snapshots(checked.name, config)
+    spec.check_kept_states(checked.name, config)
 
 
 class _NoProducts(TorchFunctionMode):
@@ -104,16 +99,14 @@ def look_at(
 ) -> ModelSpec:
     """Run a token with attention, experts and linear layers that only record; return what each layer keeps.
 
-    Args:
-        call: runs the model; by default the model itself.
-        token_id, position: the token, and its position.
-        sequence_length: tokens of the longest text.
+    `call` runs the model, by default itself. `sequence_length` is that of the longest text.
     """
     needs = CacheNeeds.read_code(model)
     set_stand_ins(model)
     found: dict[type[LayerState], list[LayerState]] = {kind: [] for kind in KINDS}
     make_bias = BiasMask if needs.biased else _hide_nothing if needs.by_itself else None
-    backends = Backends({kind: kind.make_recorder(states) for kind, states in found.items()}, make_bias)
+    recorders = {kind: kind.load_backends()[0](states, kind) for kind, states in found.items()}
+    backends = Backends(recorders, make_bias)
     token, positions = (torch.full((1, 1), each, dtype=torch.int32) for each in (token_id, position))
     kwargs: dict[str, Any] = {}
     if accepts_keyword(model, "attention_backend"):
@@ -133,14 +126,7 @@ def _hide_nothing(mask: CausalMask, dtype: torch.dtype) -> Tensor:
 
 
 class LookUps(TorchFunctionMode):
-    """A mode that notes the tables in which a running model looks a token up.
-
-    Args:
-        token: numbers no position and no type of a token.
-
-    Attributes:
-        rows: of each table.
-    """
+    """A mode that notes the `rows` of tables in which a running model looks a token up, which numbers no position and no type of a token."""
 
     def __init__(self, token: int) -> None:
         super().__init__()
@@ -157,17 +143,15 @@ class LookUps(TorchFunctionMode):
             self.rows.append(weight.shape[0])
 
 
-def _num_embeddings(model: PreTrainedModel, vocab_size: int) -> int:
-    token_id = vocab_size // 2
-    with LookUps(token_id) as look_ups:
-        look_at(model, token_id=token_id)
-    return min(look_ups.rows, default=vocab_size)
-
-
 def _record_model(model: PreTrainedModel) -> ModelSpec:
     try:
         spec = look_at(model)
-        return replace(spec, num_embeddings=_num_embeddings(model, spec.vocab_size)) if is_comparable(model) else spec
+        if not is_comparable(model):
+            return spec
+        token_id = spec.vocab_size // 2
+        with LookUps(token_id) as look_ups:
+            look_at(model, token_id=token_id)
+        return replace(spec, num_embeddings=min(look_ups.rows, default=spec.vocab_size))
     except (UnsupportedModelError, DataDependentOutputException, DynamicOutputShapeException):
         raise
     except (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError) as error:
@@ -176,9 +160,39 @@ def _record_model(model: PreTrainedModel) -> ModelSpec:
         ) from error
 
 
-def _find_remedy(model: PreTrainedModel, error: UnsupportedModelError) -> str:
-    """Return a hint where transformers keeps some weights in float32: the model's code may not run in another type."""
-    types = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
-    if len(types) < 2 or not isinstance(error.__cause__, RuntimeError):
-        return ""
-    return f"; its weights have the types {' and '.join(sorted(types))}: try dtype='float32'"
+def check_fixed_shapes(model: PreTrainedModel, target: str) -> None:
+    """Raise ValueError where a model's shapes, or which code runs, depend on values; no weight is read. The message names the target."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors.items()}
+
+    def call_model(**kwargs: Any) -> Any:
+        return torch.func.functional_call(model, shapes, (), kwargs)
+
+    with _track_running(model) as names, mode:
+        try:
+            look_at(model, call_model)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            kinds = "experts outside of transformers' experts interface, or another choice by value"
+            raise ValueError(
+                f"{type(model).__name__} cannot be exported for target={target!r}: what {names[-1] or 'it'} computes depends on "
+                f"the values of tensors ({kinds}: {error.func}), and graphs have fixed shapes; target='eager' runs it"
+            ) from error
+
+
+@contextmanager
+def _track_running(model: nn.Module) -> Iterator[list[str]]:
+    """Yield the names of the modules that run, the innermost last; those that failed stay."""
+    names: list[str] = []
+
+    def enter_module(name: str, *_: Any) -> None:
+        names.append(name)
+
+    def leave_module(*_: Any) -> None:
+        names.pop()
+
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.callback(module.register_forward_pre_hook(partial(enter_module, name)).remove)
+            hooks.callback(module.register_forward_hook(leave_module).remove)
+        yield names

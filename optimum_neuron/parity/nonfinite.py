@@ -19,7 +19,6 @@ def describe_nonfinite(model: nn.Module) -> str | None:
 
 
 def nonfinite(name: str, tensor: Tensor) -> str | None:
-    """Return in words that a tensor holds NaN or infinity; None where all are numbers."""
     if not tensor.numel() or tensor.dtype not in _FLOATS or all(each.isfinite() for each in tensor.aminmax()):
         return None
     # In pieces: torch takes 8 bytes for each element that it counts.

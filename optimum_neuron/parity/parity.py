@@ -56,7 +56,8 @@ def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
     layers = spec.states_of(KeyValueState)
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or ()
-    keeping = spec.stateful_layers | {index for index, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
+    keeping = {each.layer_idx for each in spec.states if not each.by_token}
+    keeping |= {index for index, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
     state = _other_state(model, keeping | {each.layer_idx for each in spec.states_of(IndexKeyState)})
     expected = getattr(config, "num_hidden_layers", None)
     attending = (expected or 0) - len(keeping - {layer.layer_idx for layer in layers})
@@ -72,11 +73,7 @@ def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _other_state(model: PreTrainedModel, keeping: set[int]) -> str | None:
-    """Return what else transformers' own cache of this model holds, in words; None where nothing.
-
-    Args:
-        keeping: layers with states that were seen, or with nothing to keep.
-    """
+    """Return what else transformers' own cache holds than for the layers in `keeping`, in words; None where nothing."""
     try:
         layers = DynamicCache(config=model.config).layers
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -88,15 +85,11 @@ def _other_state(model: PreTrainedModel, keeping: set[int]) -> str | None:
     if not others:
         return None
     kinds = ", ".join(sorted(set(others.values())))
+    shown = ", ".join(map(str, list(others)[:4])) + f", ... ({len(others)} layers)" * (len(others) > 4)
     return (
-        f"it keeps more than keys and values in layers {_list_ranges(list(others))}: state of a recurrence, a convolution or a "
+        f"it keeps more than keys and values in layers {shown}: state of a recurrence, a convolution or a "
         f"selection of keys (transformers' {kinds})"
     )
-
-
-def _list_ranges(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:4]))
-    return shown if len(numbers) <= 4 else f"{shown}, ... ({len(numbers)} layers)"
 
 
 def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) -> None:
@@ -104,13 +97,7 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
 
     Models with recurrences are also compared on a prompt longer than their blocks; with compressed keys on several groups of tokens; with
     attention of their own on one longer than its window, and where attention decides. Models without data and models that a target has
-    changed are not compared.
-
-    Args:
-        by_itself: the model attends by code of its own.
-
-    Raises:
-        UnsupportedModelError: the logits differ by more than rounding.
+    changed are not compared. Raises UnsupportedModelError where logits differ by more than rounding.
     """
     if not is_comparable(model):
         return
@@ -127,7 +114,11 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
         if spec.states_of(IndexKeyState):
             _compare_selections(model, spec, vocab_size)
         if by_itself or CacheNeeds.read_code(model).biased:
-            _compare_own_attention(model, spec, vocab_size)
+            window = windows_of(model)
+            with attention_decides(model):
+                _compare_short(model, spec)
+                if window:
+                    _compare_long(model, spec, windowed_run(vocab_size, window), "attends by code of its own")
     except UnsupportedModelError as error:
         if not by_itself:
             raise
@@ -152,7 +143,9 @@ def _compare_short(model: PreTrainedModel, spec: ModelSpec) -> None:
             reference = partial(whole_logits, model, spec, prompt)
             expected = reference()
         if not expected.isfinite().all():
-            raise UnsupportedModelError(_cause_of_nonsense(model))
+            dtype = str(model.dtype).removeprefix("torch.")
+            finite = f"its weights are, so {dtype} is too narrow for it, or its config is wrong; try another dtype, or correct it"
+            raise UnsupportedModelError(f"its logits are not finite: {describe_nonfinite(model) or finite}")
         difference, tolerance = _measure_difference(model, reference, found, expected)
         if difference <= tolerance:
             return
@@ -164,7 +157,6 @@ def _compare_short(model: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _compare_selections(model: PreTrainedModel, spec: ModelSpec, vocab_size: int) -> None:
-    """Compare with layers that select so few keys that some are left out."""
     width = max(each.width for each in spec.states_of(IndexKeyState))
     few = _FEW_KEYS if width == 1 else _FEW_BLOCKS
     states = (
@@ -176,15 +168,6 @@ def _compare_selections(model: PreTrainedModel, spec: ModelSpec, vocab_size: int
             _compare_short(model, selecting)
         else:
             _compare_long(model, selecting, selecting_run(vocab_size, width), "selects keys")
-
-
-def _compare_own_attention(model: PreTrainedModel, spec: ModelSpec, vocab_size: int) -> None:
-    """Compare where attention decides, and over more tokens than a window has."""
-    window = windows_of(model)
-    with attention_decides(model):
-        _compare_short(model, spec)
-        if window:
-            _compare_long(model, spec, windowed_run(vocab_size, window), "attends by code of its own")
 
 
 def _compare_long(model: PreTrainedModel, spec: ModelSpec, run: LongRun, doing: str) -> None:
@@ -214,27 +197,11 @@ def _measure_difference(
 ) -> tuple[float, float]:
     """Return by how much logits differ, and by how much they may; rounding is measured only where it matters."""
     difference, tolerance = float(_row_differences(found, expected).median()), _NEGLIGIBLE[model.dtype]
-    if difference > tolerance:
-        tolerance = max(tolerance, _TIMES_ROUNDING * _measure_rounding(model, reference, expected))
+    for seed in range(_DRAWS if difference > tolerance else 0):
+        with shaken(model, seed):  # routing to experts included
+            moved = float(_row_differences(reference(), expected).median())
+        tolerance = max(tolerance, _TIMES_ROUNDING * moved)
     return difference, tolerance
-
-
-def _measure_rounding(model: PreTrainedModel, reference: Callable[[], Tensor], expected: Tensor) -> float:
-    """Return how far logits move where every layer's results are off by a unit in their last place, routing to experts included."""
-    moved = []
-    for seed in range(_DRAWS):
-        with shaken(model, seed):
-            moved.append(float(_row_differences(reference(), expected).median()))
-    return max(moved)
-
-
-def _cause_of_nonsense(model: PreTrainedModel) -> str:
-    """Return why transformers itself computes logits that are not finite."""
-    reason = describe_nonfinite(model)
-    if reason is None:
-        dtype = str(model.dtype).removeprefix("torch.")
-        reason = f"its weights are, so {dtype} is too narrow for it, or its config is wrong; try another dtype, or correct it"
-    return f"its logits are not finite: {reason}"
 
 
 def _cause_of_failure(error: Exception) -> str:

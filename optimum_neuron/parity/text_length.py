@@ -30,11 +30,7 @@ _OR_LONG = ", or give all texts the frequencies of long ones (long_frequencies=T
 
 
 def check_text_length(model: PreTrainedModel, sequence_length: int) -> None:
-    """Check that each module that gets positions treats the first alike, however far the last one is.
-
-    Raises:
-        ValueError: it does not, for texts of up to `sequence_length` tokens; the length to which it does is named.
-    """
+    """Raise ValueError where a module treats the first positions otherwise for longer texts, up to `sequence_length`; it names the limit."""
     for name, _, call in _position_calls(model):
         longest = _longest_alike(call, sequence_length)
         if longest < sequence_length:
@@ -47,11 +43,7 @@ def check_text_length(model: PreTrainedModel, sequence_length: int) -> None:
 
 
 def take_long_frequencies(model: PreTrainedModel, sequence_length: int) -> None:
-    """Give a model's texts of every length LongRoPE's frequencies for long ones, of more tokens than it was trained on.
-
-    Raises:
-        ValueError: it has no LongRoPE, or texts of up to `sequence_length` tokens are short ones.
-    """
+    """Give a model's texts of every length LongRoPE's frequencies for long ones; ValueError where it has none, or only short texts."""
     modules = {id(module) for module in model.modules() if _LONGROPE in _rope_kinds(module)}
     calls = [(module, call) for _, module, call in _position_calls(model) if id(module) in modules]
     changing = [(module, call) for module, call in calls if _longest_alike(call, sequence_length) < sequence_length]
@@ -145,11 +137,7 @@ def _first_outputs(call: _Call, length: int) -> list[Tensor]:
 
 
 def check_tables(model: PreTrainedModel, sequence_length: int) -> None:
-    """Make the model look up the last position of its longest text, in tables of positions and of biases.
-
-    Raises:
-        ValueError: a table is shorter; the longest text that it has positions for is named.
-    """
+    """Raise ValueError where a table of positions or biases is shorter than a text; it names the longest text that fits."""
     if not _lacks_position(model, sequence_length):
         return
     longest = bisect.bisect(range(1, sequence_length + 1), False, key=lambda length: _lacks_position(model, length))

@@ -21,7 +21,7 @@ class KeptStates:
     def __init__(self, executable: Executable, config: NeuronConfig, model: ModelSpec | None) -> None:
         self._executable = executable
         self.needed = model is not None and not model.reuses_prefixes
-        self.lengths = np.zeros(config.snapshot_places if self.needed else 0, dtype=np.int32)
+        self.lengths = np.zeros(config.state_places if self.needed else 0, dtype=np.int32)
 
     def keep_snapshot(self, slot: int, length: int, place: int) -> None:
         """Copy a slot's state, of `length` tokens.

@@ -16,14 +16,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class OwnerSizes:
-    """The sizes of `BlockOwners`.
+    """The sizes of `BlockOwners`: R decode rows, K `blocks` that attend in place, the first ones of the cache, and X `shared` at most.
 
-    Attributes:
-        rows: R, decode rows.
-        row_blocks: blocks of a row of the longest request.
-        blocks: K, physical blocks that attend in place: the first ones of the cache.
-        block_length: tokens of a block.
-        shared: X, blocks of several rows that one step can hold.
+    `row_blocks` are the blocks of the longest request, of `block_length` tokens.
     """
 
     rows: int
@@ -34,16 +29,14 @@ class OwnerSizes:
 
     @property
     def nothing(self) -> int:
-        """Return the entry that stands for no block."""
         return self.blocks + self.shared * self.rows
 
     @property
     def unseen(self) -> int:
-        """Return the first position of a block that no row sees: after all tokens."""
+        """The first position of a block that no row sees: after all tokens."""
         return self.row_blocks * self.block_length
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the fields of `BlockOwners`, by name."""
         places = (self.blocks,), (self.blocks,), (self.shared,), (self.shared,), (self.rows, self.row_blocks)
         return {
             name: shape
@@ -88,7 +81,9 @@ def fill_owners(
         ValueError: a block is beyond those that the graph reads, or begins at different positions for two rows.
         TooManySharedBlocksError: see there; `rows_apart` finds rows that fit.
     """
-    owner, base, shared_blocks, shared_base, joined = _list_arrays(out)
+    owner, base, shared_blocks, shared_base, joined = (
+        out if isinstance(out, BlockOwners) else (out.get(name, np.empty(0, np.int32)) for name in BlockOwners._fields)
+    )
     held = np.arange(sizes.row_blocks, dtype=np.int32) < counts[:, None]
     rows, columns = held.nonzero()
     blocks = tables[held]
@@ -124,13 +119,6 @@ def fill_owners(
     joined[held] = entries
 
 
-def _list_arrays(out: BlockOwners | Mapping[str, np.ndarray]) -> BlockOwners:
-    if isinstance(out, BlockOwners):
-        return out
-    none = np.empty(0, np.int32)
-    return BlockOwners(*(out.get(name, none) for name in BlockOwners._fields))
-
-
 def _check_places(base: np.ndarray, blocks: np.ndarray, columns: np.ndarray, sizes: OwnerSizes) -> None:
     """Check that a block is at the same place of all rows that share it: keys know their position."""
     elsewhere = (base[blocks] != columns * sizes.block_length).nonzero()[0]
@@ -143,11 +131,7 @@ def _check_places(base: np.ndarray, blocks: np.ndarray, columns: np.ndarray, siz
 
 
 def rows_apart(sizes: OwnerSizes, tables: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Split rows into groups that each fit one step; one group where they all fit.
-
-    Returns:
-        Rows with blocks, ascending, by group: a row joins the first one that has places for what it shares.
-    """
+    """Split rows with blocks into ascending groups that each fit one step: a row joins the first that has places for what it shares."""
     groups: list[tuple[list[int], np.ndarray]] = []
     for row in counts.nonzero()[0]:
         own = tables[row, : counts[row]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which a model's code uses its cache and numbers its tokens, read from the code's names."""
+"""The cache of one step, and the ways in which a model's code uses it and numbers its tokens, read from the code's names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,104 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..errors import UnsupportedModelError
+from .attention.cached_attention import CachedAttention, KeyRecorder
 from .attention.state import KeyValueState
+from .features.compressed_keys.compression import CompressingLayers
+from .features.compressed_keys.state import CompressedKeyState
+from .features.convolution.convolution import ConvolutionInput
+from .features.convolution.state import ConvolutionState
 from .features.own_code.layers_by_token import keeps_own_state, names_in_forward
+from .features.own_code.own_run import running_layer
 from .features.own_code.own_scores import ScoreKeys
-from .serving import Backends
-from .step_cache import StepCache
+from .features.own_code.own_states import OwnState, StatesOfLayers, is_kept, state_of_run
+from .features.recurrence.recurrent_functions import LastState
+from .features.recurrence.state import RecurrentState
+from .features.selected_keys.indexers import IndexCache
+from .features.selected_keys.state import IndexKeyState
+from .serving import Backends, plain_index
+
+
+class StepCache(IndexCache):
+    """transformers' cache interface, as decoders use it: it hands everything to the backends of the running step.
+
+    Args:
+        before: `[tokens]`, for a model that adds the number of tokens in the cache to the indices of the new ones: what gives
+            positions. A number, for one that makes something of as many tokens as there are with the new ones. Others get 0.
+        keys: for a model that attends by code of its own; None where the attention interface stores keys and values.
+        columns: tokens of a text, for a model that selects keys.
+        rates: by layer that keeps compressed keys, tokens that each stands for.
+    """
+
+    def __init__(
+        self,
+        before: Tensor | int,
+        keys: CachedAttention | KeyRecorder | ScoreKeys | None,
+        backends: Backends,
+        rates: Mapping[int, int],
+        columns: int | None = None,
+    ) -> None:
+        super().__init__(backends[IndexKeyState])
+        self._compressing = CompressingLayers(backends[CompressedKeyState], rates) if rates else None
+        if columns is not None:
+            # A model of images keeps the positions of all keys so, [3, 1, columns], and adds those of the step's tokens.
+            self.position_ids = torch.arange(columns, dtype=torch.int32).expand(3, 1, -1)
+        self._before = before
+        self._keys = keys
+        self._convolutions = backends[ConvolutionState]
+        self._recurrences = backends[RecurrentState]
+
+    @property
+    def layers(self) -> Any:
+        """The layers by number: states of the layer that runs, compressing layers, or layers with index keys."""
+        if running_layer() is not None:
+            return StatesOfLayers()
+        return super().layers if self._compressing is None else self._compressing
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
+        return self._before
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Any, Any]:
+        self._recurrences.enter_layer(layer_idx)
+        return (key, value) if self._keys is None else self._keys.store(plain_index(layer_idx), key, value)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return False, so that a layer hands over all inputs; True for a layer that takes its state on token by token."""
+        if layer_idx is not None:
+            self._recurrences.enter_layer(layer_idx)
+        return running_layer() is not None
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, so that a layer hands over all inputs."""
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(self, conv_states: Any, layer_idx: int, state_idx: int = 0, **_: object) -> Any:
+        self._recurrences.enter_layer(layer_idx)
+        if is_kept(conv_states):
+            return conv_states
+        return ConvolutionInput(conv_states, partial(self._convolutions.convolve, plain_index(layer_idx), state_idx))
+
+    def update_recurrent_state(
+        self, recurrent_states: LastState | Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> LastState | Tensor:
+        run = running_layer()
+        if run is not None and run.keeps_inputs(recurrent_states):
+            return recurrent_states
+        if not isinstance(recurrent_states, LastState):
+            raise UnsupportedModelError(f"layer {plain_index(layer_idx)} keeps the state of a recurrence of its own")
+        self._recurrences.leave_layer(layer_idx)
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> OwnState:
+        self._recurrences.enter_layer(layer_idx)
+        return state_of_run()
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: object) -> None:
+        if not is_kept(linear_cache):
+            raise UnsupportedModelError(f"layer {plain_index(layer_idx)} keeps the state of a recurrence of its own")
+        self._recurrences.leave_layer(layer_idx)
 
 
 # Methods by which layers that select keys hand index keys to the cache, or to their layer of it.
@@ -55,76 +149,57 @@ class CacheNeeds:
 
     @classmethod
     def read_code(cls, model: nn.Module) -> CacheNeeds:
-        used = {name for module in model.modules() for name in names_in_forward(module)}
-        own, biased = _attends_by_itself(model), any(BIASES & _parameters_of(module) for module in model.modules())
-        takes = inspect.signature(model.forward).parameters
+        modules = list(model.modules())
+        used = {name for module in modules for name in names_in_forward(module)}
+        own, biased = _attends_by_itself(model), any(BIASES & _parameters_of(module) for module in modules)
+        compressing = "store_compression_weights" in used
+        layers = enumerate(DynamicCache(config=model.config).layers) if compressing else ()
         return cls(
             by_itself=own and not biased,
             biased=own and biased,
-            counts=_counts_tokens(model),
+            counts=any(
+                hasattr(module, "layer_idx") and "get_seq_length" in names_in_forward(module) for module in modules
+            ),
             numbers=not own and _numbers_tokens(model),
             convolves=bool(used & {"update_conv_state", "update_recurrent_state", "get_linear_cache"}),
             indexes=bool(used & _KEEP_INDEX),
-            rates=_compression_rates(model) if "store_compression_weights" in used else {},
+            rates={index: layer.compress_rate for index, layer in layers if hasattr(layer, "compress_rate")},
             first_position=_first_position(model),
-            keyword="cache_params" if "cache_params" in takes else "past_key_values",
+            keyword="cache_params" if "cache_params" in _parameters_of(model) else "past_key_values",
         )
 
     def arguments(self, position_ids: Tensor, backends: Backends, columns: int) -> dict[str, Any]:
-        """Return the arguments of the model in a step, without token ids.
-
-        Args:
-            position_ids: `[tokens]`, from 0 on.
-            columns: tokens of the longest text, whatever the step's context is.
-        """
+        """Return a step's arguments but for token ids, from `position_ids [tokens]`; `columns` are the tokens of the longest text."""
+        tokens, keys = len(position_ids), backends[KeyValueState]
         numbers = position_ids + self.first_position if self.first_position else position_ids
         arguments: dict[str, Any] = {"position_ids": numbers[None]}
-        cache = self._make_cache(position_ids, backends, columns)
-        if cache is not None:
-            arguments[self.keyword] = cache
-        if self.numbers:  # not read: without a mask, code would make one from the number of tokens before
-            arguments["attention_mask"] = torch.ones((1, len(position_ids)), dtype=torch.int32)
-        return arguments
-
-    def _make_cache(self, position_ids: Tensor, backends: Backends, columns: int) -> StepCache | None:
-        """Return the cache; None where the model asks for nothing."""
-        if self.biased:
-            return StepCache(
-                columns - len(position_ids), ScoreKeys(backends[KeyValueState], columns), backends, self.rates
-            )
-        keeps = self.convolves or self.indexes or self.rates
-        if not (self.by_itself or self.counts or self.numbers or keeps):
-            return None
         asked = self.counts or self.numbers
-        before = position_ids - torch.arange(len(position_ids), dtype=torch.int32) if asked else 0
-        keys = backends[KeyValueState] if self.by_itself else None
-        return StepCache(before, keys, backends, self.rates, columns if self.indexes else None)
+        if self.biased:
+            arguments[self.keyword] = StepCache(columns - tokens, ScoreKeys(keys, columns), backends, self.rates)
+        elif self.by_itself or asked or self.convolves or self.indexes or self.rates:
+            before = position_ids - torch.arange(tokens, dtype=torch.int32) if asked else 0
+            own_keys, indexed = keys if self.by_itself else None, columns if self.indexes else None
+            arguments[self.keyword] = StepCache(before, own_keys, backends, self.rates, indexed)
+        if self.numbers:  # not read: without a mask, code would make one from the number of tokens before
+            arguments["attention_mask"] = torch.ones((1, tokens), dtype=torch.int32)
+        return arguments
 
 
 def keeps_convolution(module: nn.Module) -> bool:
-    """Return whether a module's own code has the cache keep the inputs of a convolution."""
     return "update_conv_state" in names_in_forward(module)
 
 
 def keeps_recurrence(module: nn.Module) -> bool:
-    """Return whether a module's own code has the cache keep the state of a recurrence."""
     return "update_recurrent_state" in names_in_forward(module) or keeps_own_state(module)
 
 
 def keeps_keys(module: nn.Module) -> bool:
-    """Return whether a module's own code has the cache keep keys and values."""
     return "update" in names_in_forward(module)
 
 
 def selects_keys(module: nn.Module) -> bool:
-    """Return whether a module's own code has the cache keep index keys."""
     names = set(names_in_forward(module))
     return bool(_KEEP_INDEX & names) or {"update_compressor_states", "topk"} <= names
-
-
-def _compression_rates(model: nn.Module) -> dict[int, int]:
-    layers = DynamicCache(config=model.config).layers
-    return {index: layer.compress_rate for index, layer in enumerate(layers) if hasattr(layer, "compress_rate")}
 
 
 def _attends_by_itself(model: nn.Module) -> bool:
@@ -135,12 +210,6 @@ def _attends_by_itself(model: nn.Module) -> bool:
         for name in files
         if not name.startswith("torch.")
         for value in vars(sys.modules[name]).values()
-    )
-
-
-def _counts_tokens(model: nn.Module) -> bool:
-    return any(
-        hasattr(module, "layer_idx") and "get_seq_length" in names_in_forward(module) for module in model.modules()
     )
 
 

@@ -26,14 +26,11 @@ class GraphFamily:
     """The graphs of an artifact, to find the smallest one that holds a step.
 
     Args:
-        deterministic: always choose the largest mixed graph; of those that score prompts, the largest.
+        deterministic: always choose the largest mixed graph, of those that score prompts the largest; ValueError where none is mixed.
 
     Attributes:
         has_mixed: whether a step can decode and take in a prompt at once.
         in_place: whether decode rows attend over blocks in place: then `blocks` counts for them, not their contexts.
-
-    Raises:
-        ValueError: `deterministic`, and there is no mixed graph.
     """
 
     def __init__(self, graphs: Sequence[GraphSpec], *, deterministic: bool = False) -> None:
@@ -64,15 +61,12 @@ class GraphFamily:
         return tuple(sorted({graph.chunk_size for graph in self._usable_graphs(kind)}))
 
     def select(self, kind: GraphKind, context_length: int, counts: Sequence[int] = (), blocks: int = 0) -> GraphSpec:
-        """Return the smallest graph of a kind that holds a step.
+        """Return the smallest graph of a kind that holds a step, or raise ValueError.
 
         Args:
             context_length: cache columns that the step's tokens see, the largest of its rows; where `in_place`, of its chunk rows.
             counts: tokens by which each prompt of the step advances.
             blocks: one more than the highest block that decode rows read; counts where `in_place`.
-
-        Raises:
-            ValueError: no graph holds the step.
         """
         for graph in self._usable_graphs(kind):
             if holds(graph, context_length, counts, blocks):
@@ -89,11 +83,7 @@ class GraphFamily:
 
 
 def check_every_step_has_a_graph(config: NeuronConfig, graphs: Sequence[GraphSpec]) -> None:
-    """Check, for all lengths of chunks and contexts, that every step of a config finds a graph.
-
-    Raises:
-        RuntimeError: a step has none.
-    """
+    """Raise RuntimeError where a step of a config, of any length of chunk and context, finds no graph."""
     family = GraphFamily(graphs)
     contexts = [1, *(bucket + 1 for bucket in config.context_buckets[:-1]), config.sequence_length]
     asked: dict[GraphKind, bool] = {

@@ -19,9 +19,8 @@ from .attention.masks import CausalMask, Window, causal_mask
 from .attention.state import KeyValueState
 from .features.compressed_keys.compression import split_joined
 from .features.recurrence.state import RecurrentState
-from .features.selected_keys.top_keys import selection_of
-from .layer_numbers import plain_index
-from .serving import Backends, replace_in_steps, running_backends, running_positions
+from .features.selected_keys.index_keys import selection_of
+from .serving import Backends, plain_index, replace_in_steps, running_backends, running_positions
 
 
 ATTENTION_NAME = "optimum_neuron"
@@ -45,10 +44,22 @@ def _attend_call(
     **others: Any,
 ) -> tuple[Tensor, None]:
     _refuse_meaningful(module, others)
-    selection = selection_of(attention_mask, others.values())
+    selection, backends = selection_of(attention_mask, others.values()), running_backends()
     key, value, compressed = split_joined(key, value)
+    number: int | None = plain_index(module.layer_idx)
+    if backends is not None and (number is None or number < 0):  # attention that several layers share
+        number = backends[RecurrentState].layer_idx
+    if number is None or number < 0:
+        raise UnsupportedModelError("it attends in a layer that has no number, and stores no keys by one")
+    selected, kv_heads = None if selection is None else selection.selected, key.shape[1]
+    if selected is not None and selected.shape[1] not in (1, kv_heads):
+        if kv_heads % selected.shape[1]:
+            raise UnsupportedModelError(
+                f"it selects keys by {selected.shape[1]} heads, of which {kv_heads} with keys have no equal shares"
+            )
+        selected = selected.repeat_interleave(kv_heads // selected.shape[1], dim=1)
     call = AttentionCall(
-        layer_idx=_layer_idx(module),
+        layer_idx=number,
         query=query,
         key=key,
         value=value,
@@ -56,37 +67,13 @@ def _attend_call(
         sliding_window=_find_window(module, attention_mask, sliding_window),
         softcap=softcap,
         sinks=s_aux,
-        selected=None if selection is None else _by_kv_head(selection.selected, key.shape[1]),
+        selected=selected,
         compressed=compressed,
     )
-    backends = running_backends()
     backend = attention_backend or (None if backends is None else backends[KeyValueState])
     if backend is None:
         raise UnsupportedModelError("it does not pass keyword arguments on to its attention layers")
     return backend.attend(call).contiguous(), None  # some models view it
-
-
-def _by_kv_head(selected: Tensor | None, kv_heads: int) -> Tensor | None:
-    """Return a selection `[tokens, heads, columns]` with one head for all, or one for each that has keys."""
-    if selected is None or selected.shape[1] in (1, kv_heads):
-        return selected
-    if kv_heads % selected.shape[1]:
-        raise UnsupportedModelError(
-            f"it selects keys by {selected.shape[1]} heads, of which {kv_heads} with keys have no equal shares"
-        )
-    return selected.repeat_interleave(kv_heads // selected.shape[1], dim=1)
-
-
-def _layer_idx(module: Any) -> int:
-    """Return a layer's own number. Attention that several layers share has the number that it was given for its cache."""
-    number: int | None = plain_index(module.layer_idx)
-    if number is not None and number >= 0:
-        return number
-    backends = running_backends()
-    last: int | None = None if backends is None else backends[RecurrentState].layer_idx
-    if last is None:
-        raise UnsupportedModelError("it attends in a layer that has no number, and stores no keys by one")
-    return last
 
 
 def _find_window(module: Any, attention_mask: CausalMask | Tensor | None, sliding_window: int | None) -> Window:
@@ -106,11 +93,7 @@ def _find_window(module: Any, attention_mask: CausalMask | Tensor | None, slidin
 
 
 def _refuse_meaningful(module: Any, others: dict[str, Any]) -> None:
-    """Refuse keywords that the cached attention does not compute.
-
-    transformers passes every keyword of the model call to every attention function. Those that matter are parameters of the attention
-    function that the model's own code falls back to.
-    """
+    """Refuse keywords that the cached attention does not compute: parameters of the function that the model's own code falls back to."""
     own = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     names = own.__code__.co_varnames[: own.__code__.co_argcount + own.__code__.co_kwonlyargcount] if own else ()
     for name in names:
@@ -130,13 +113,8 @@ def _make_mask(*args: Any, **kwargs: Any) -> CausalMask | Tensor:
     return bias
 
 
-def register_attention() -> None:
-    """Register `attn_implementation="optimum_neuron"` with transformers."""
-    AttentionInterface.register(ATTENTION_NAME, _attend_call)
-    AttentionMaskInterface.register(ATTENTION_NAME, _make_mask)
-
-
-register_attention()
+AttentionInterface.register(ATTENTION_NAME, _attend_call)
+AttentionMaskInterface.register(ATTENTION_NAME, _make_mask)
 
 
 def set_implementation(model: nn.Module, name: str) -> None:
@@ -148,11 +126,7 @@ def set_implementation(model: nn.Module, name: str) -> None:
 
 
 def with_attention(make: Callable[[str], PreTrainedModel], name: str) -> PreTrainedModel:
-    """Make a model by a function of the attention's name, also where its code knows only transformers' own names.
-
-    Raises:
-        KeyError: it fails for another reason.
-    """
+    """Make a model by a function of the attention's name, also where its code knows only transformers' own names."""
     try:
         return make(name)
     except KeyError as error:

@@ -14,12 +14,7 @@ from .spec import TensorSpec
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """Facts of a model that a check of its states needs.
-
-    Attributes:
-        name: its class, for messages.
-        attends_alone: its own code attends, without transformers' attention interface.
-    """
+    """A model's class name, for messages, and whether its own code attends, without transformers' attention interface."""
 
     name: str
     attends_alone: bool
@@ -55,13 +50,13 @@ class LayerState(ABC):
 
     @classmethod
     @abstractmethod
-    def make_recorder(cls, found: list[Any]) -> Any:
-        """Return a backend that computes nothing and adds the states of each layer to `found`."""
+    def load_backends(cls) -> tuple[Any, Any]:
+        """Import what makes the backends of this kind.
 
-    @classmethod
-    @abstractmethod
-    def make_backend(cls, step: Any) -> Any:
-        """Return the backend that serves layers in one step, a `StepLayout`."""
+        Returns:
+            From a list and the kind, a recorder, which computes nothing and adds the states of each layer to the list; and from a
+            `StepLayout` the backend that serves layers in one step.
+        """
 
     @classmethod
     def check_config(cls, states: Sequence[Any], model: CheckedModel, config: NeuronConfig) -> None:

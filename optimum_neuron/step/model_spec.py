@@ -46,7 +46,6 @@ class ModelSpec:
         object.__setattr__(self, "states", tuple(sorted(self.states, key=lambda state: KINDS.index(type(state)))))
 
     def states_of(self, kind: type[_Kind]) -> tuple[_Kind, ...]:
-        """Return the states of one kind."""
         return tuple(state for state in self.states if isinstance(state, kind))
 
     @property
@@ -55,19 +54,13 @@ class ModelSpec:
         return all(state.by_token for state in self.states)
 
     @property
-    def stateful_layers(self) -> set[int]:
-        """Return the numbers of the layers that keep state of all tokens of a slot together."""
-        return {state.layer_idx for state in self.states if not state.by_token}
-
-    @property
     def depth(self) -> int:
-        """Return how many layers keep anything."""
+        """The number of layers that keep anything."""
         return len({state.layer_idx for state in self.states})
 
-    def check_snapshots(self, name: str, config: NeuronConfig) -> None:
-        """Raise ValueError where a config asks for snapshots of state, and slots of the named model keep none."""
-        for option in ("state_snapshots", "state_snapshot_interval"):
-            count = getattr(config, option)
+    def check_kept_states(self, name: str, config: NeuronConfig) -> None:
+        """Raise ValueError where a config asks for copies of slots' state, and slots of the named model keep none."""
+        for option, count in config.kept_states.items():
             if count and self.reuses_prefixes:
                 raise ValueError(
                     f"{option}={count} is for state that slots keep, and those of {name} keep keys and values alone, of which "
@@ -75,7 +68,6 @@ class ModelSpec:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the spec as a manifest has it."""
         sections = {kind.section: [asdict(state) for state in self.states_of(kind)] for kind in KINDS}
         kept = {name: states for name, states in sections.items() if states or name == KeyValueState.section}
         return {"vocab_size": self.vocab_size, "num_embeddings": self.num_embeddings, **kept}

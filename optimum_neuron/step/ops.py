@@ -10,15 +10,12 @@ from torch import Tensor
 
 from .attention import kv_cache
 from .attention.cached_attention import CacheAttention, CacheWrite, DecodeAttention, ReadsVisible, attend_cache
-from .attention.call import AttentionCall
-from .attention.coded_states import Stored
 from .features.codes.modules import QuantizedProduct, reference_product
 from .features.convolution.convolution import SlotConvolution
 from .features.experts.experts import Experts, active_experts, dense_experts
 from .features.recurrence.recurrence import Scan
 from .features.recurrence.scan_grid import scan_rows
-from .sampling.eager_sampling import sample_by_sorting
-from .sampling.sampler import sample
+from .sampling.sampler import sample, sample_by_sorting
 
 
 # From `logits [rows, vocab]`, `sampling_params [rows, 4]` and `uniforms [rows]` to `tokens [rows]` int32.
@@ -27,10 +24,6 @@ Sampler = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def _as_they_are(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _reads_all(call: AttentionCall, keys: Stored, values: Stored) -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,7 @@ class StepOps:
         attend_decode: attention of decode rows over a layer's cache before the step and over their own tokens, so that it need not wait
             for the write; None: as chunk rows.
         write_cache: puts keys or values of the step's tokens into a layer's cache, in place; rounds them where it has codes.
-        reads_visible: calls for which `attend_cache` reads no column that a token does not see.
+        reads_visible: whether `attend_cache` reads no column that a token does not see in a call; None: in none.
         quantized_linear: a linear layer with a quantized weight.
         convolve: a layer's short convolution over the tokens of each slot; None: as SlotConvolutions does.
         experts: the routed experts of layers that use transformers' experts interface.
@@ -55,7 +48,7 @@ class StepOps:
     attend_cache: CacheAttention = attend_cache
     attend_decode: DecodeAttention | None = None
     write_cache: CacheWrite = kv_cache.write_tokens
-    reads_visible: ReadsVisible = _reads_all
+    reads_visible: ReadsVisible | None = None
     quantized_linear: QuantizedProduct = reference_product
     convolve: SlotConvolution | None = None
     experts: Experts = dense_experts

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step module as one `torch.export` program."""
+"""The step module as one `torch.export` program, and the nodes of all layers from a trace of a few."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from .attention.kv_cache import KVCache
 from .ops import DEFAULT_OPS, StepOps
 from .sampling.buffers import Scores
 from .spec import SAMPLING_PARAMS, UNIFORMS, GraphSpec
 from .step import StepModule, example_inputs
-from .tracing.absent_layers import AbsentLayers
-from .tracing.alike import NotAlikeError
-from .tracing.expand import expand_layers
-from .tracing.repeated_layers import LayerTrace, few_layers
+from .tracing.alike import NotAlikeError, Rename, make_renaming
+from .tracing.repeated_layers import LayerTrace, Template, few_layers, operators
 
 
 logger = logging.getLogger(__name__)
@@ -52,56 +54,23 @@ def export_layers_once(
 ) -> ExportedProgram:
     """Export the same program in less time: trace a few of the layers that are shown to be the same.
 
-    Args:
-        decompose: rewrites the program, operator by operator; also that of few layers.
-
-    Raises:
-        RuntimeError: as `export_graph`.
+    `decompose` rewrites the program, operator by operator; also that of few layers. Raises RuntimeError as `export_graph`.
     """
     module = StepModule(model, cache, spec, ops, scores).eval()
-    for whole in (False, True):
-        with few_layers(module.model) as layers:
-            if not layers.templates:  # no trace would be shorter
-                break
-            try:
-                return _few_traced(module, layers, decompose, whole=whole)
-            except (
-                Exception
-            ) as error:  # of whatever the model's code does: if it is not of the short cut, it will come again
-                last = whole or layers.is_refused  # else it may be for want of a layer's weights
-                left = "all layers are traced" if last else "all layers have their weights"
-                logger.debug("graph %s: %s (%s: %s)", spec.name, left, type(error).__name__, error)
-                if last:
-                    break
+    with few_layers(module.model) as layers:
+        try:
+            if layers.templates:  # else no trace would be shorter
+                program = _trace_module(module)
+                if layers.is_refused:
+                    raise NotAlikeError
+                program = decompose(program)
+                expand_layers(program, layers)
+                _check_inputs(program, module)
+                return program
+        except Exception as error:
+            # Of whatever the model's code does: if it is not of the short cut, it will come again.
+            logger.debug("graph %s: all layers are traced (%s: %s)", spec.name, type(error).__name__, error)
     return decompose(export_graph(model, cache, spec, ops, scores))
-
-
-def _few_traced(
-    module: StepModule,
-    layers: LayerTrace,
-    decompose: Callable[[ExportedProgram], ExportedProgram],
-    *,
-    whole: bool,
-) -> ExportedProgram:
-    """Return the program from a trace of a few layers.
-
-    Args:
-        whole: the other layers keep their weights and states, so that they can be traced, too.
-
-    Raises:
-        NotAlikeError: such a trace cannot be used.
-    """
-    absent = None if whole else AbsentLayers(module, module.kv_cache, layers)
-    with nullcontext() if absent is None else absent.take_away():
-        program = _trace_module(module)
-    if layers.is_refused:
-        raise NotAlikeError
-    program = decompose(program)
-    if absent is not None:
-        absent.restore_inputs(program)
-    expand_layers(program, layers)
-    _check_inputs(program, module)
-    return program
 
 
 def _trace_module(module: StepModule) -> ExportedProgram:
@@ -115,3 +84,178 @@ def _check_inputs(program: ExportedProgram, module: StepModule) -> None:
     for argument, tensor in zip(program.graph_signature.user_inputs, module.spec.inputs(), strict=True):
         if not placeholders[argument].users and tensor.name.split(".")[1] not in others:
             raise RuntimeError(f"graph {module.spec.name}: input {tensor.name} has no user after export")
+
+
+_BEGIN, _END, _REPEATED = (getattr(operators, name).default for name in ("begin", "end", "repeated"))
+
+
+def expand_layers(program: ExportedProgram, trace: LayerTrace) -> None:
+    """Give a program that was traced within `few_layers` the nodes of all layers, in the order of a whole trace.
+
+    In a decomposed program, states that layers write are results. Raises NotAlikeError where the trace does not determine what was left out.
+    """
+    nodes = list(program.graph_module.graph.nodes)
+    if not any(node.target in (_BEGIN, _END, _REPEATED) for node in nodes):
+        return
+    segments = _Segments(program, trace)
+    for template in trace.templates:
+        if any(trace.layers[_number_of(node)][0] is template for node in nodes if node.target is _REPEATED):
+            segments.check_alike(template)
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    for node in nodes:
+        if node.target in (_BEGIN, _END):
+            made[node] = made[node.all_input_nodes[0]]
+        elif node.target is _REPEATED:
+            made[node] = segments.copy_layer(node, graph, made)
+        elif node.op != "output":
+            made[node] = graph.node_copy(node, made.__getitem__)
+    segments.add_results(graph, made)
+    program.graph_module.graph = graph
+
+
+def _number_of(node: Node) -> int:
+    number: Any = node.args[1]
+    return int(number)
+
+
+class _Segments:
+    """The nodes of each layer that was traced between its marks."""
+
+    def __init__(self, program: ExportedProgram, trace: LayerTrace) -> None:
+        self._trace = trace
+        self._constants = program.constants
+        self._signature = program.graph_signature
+        nodes = list(program.graph_module.graph.nodes)
+        self._output = nodes[-1]
+        place = {node: index for index, node in enumerate(nodes)}
+        by_name = {node.name: node for node in nodes if node.op == "placeholder"}
+        self._specs: dict[Node, InputSpec] = {
+            by_name[spec.arg.name]: spec
+            for spec in program.graph_signature.input_specs
+            if spec.kind is not InputKind.USER_INPUT
+        }
+        self._placeholders = {spec.target: node for node, spec in self._specs.items()}
+        ends = {_number_of(node): node for node in nodes if node.target is _END}
+        self._ends: dict[tuple[int, int], Node] = {}
+        self._begins: dict[tuple[int, int], Node] = {}
+        self._inner: dict[tuple[int, int], list[Node]] = {}
+        for begin in nodes:
+            if begin.target is _BEGIN and _number_of(begin) in ends:
+                template, member = trace.layers[_number_of(begin)]
+                key, end = (id(template), member), ends[_number_of(begin)]
+                self._begins[key], self._ends[key] = begin, end
+                self._inner[key] = nodes[place[begin] + 1 : place[end]]
+        # What a decomposed program returns of the states that it writes, by name; and that of layers that are copied.
+        results = zip(self._signature.output_specs, self._program_results, strict=True)
+        self._states = {spec.target or "": node for spec, node in results if spec.kind is OutputKind.BUFFER_MUTATION}
+        self._copied: dict[str, Node] = {}
+
+    @property
+    def _program_results(self) -> list[Node]:
+        results: Any = self._output.args[0]
+        return list(results)
+
+    def check_alike(self, template: Template) -> None:
+        """Raise NotAlikeError unless the layers that were traced are the same, and other nodes read only a layer's end."""
+        first, *others = ((id(template), member) for member in template.traced)
+        returned = set(self._states.values())
+        for key in (first, *others):
+            own = {*self._inner[key], self._ends[key]}
+            for node in self._inner[key]:
+                if any(user not in own and not (user is self._output and node in returned) for user in node.users):
+                    raise NotAlikeError
+        for key in others:
+            rename = make_renaming(template.kind, template.traced[0], key[1])
+            same = {self._begins[first]: self._begins[key]}
+            if len(self._inner[first]) != len(self._inner[key]):
+                raise NotAlikeError
+            for one, other in zip(self._inner[first], self._inner[key], strict=True):
+                find = partial(self._find_counterpart, same=same, rename=rename)
+                expected = map_arg((one.args, one.kwargs), find)
+                alike = one.op == other.op and one.target == other.target and _list_forms(one) == _list_forms(other)
+                if not alike or not self._are_alike(expected, (other.args, other.kwargs)):
+                    raise NotAlikeError
+                same[one] = other
+            results = [self._ends[each].all_input_nodes[0] for each in (first, key)]
+            written = [
+                {name: node for name, node in self._states.items() if node in self._inner[each]}
+                for each in (first, key)
+            ]
+            if same.get(results[0]) is not results[1]:
+                raise NotAlikeError
+            if {rename(name): same[node] for name, node in written[0].items()} != written[1]:
+                raise NotAlikeError
+
+    def _find_counterpart(self, node: Node, same: dict[Node, Node], rename: Rename) -> Node:
+        """Return what another layer reads in the place of a node."""
+        if node in same:
+            return same[node]
+        spec = self._specs.get(node)
+        if spec is None or spec.target is None or spec.kind is InputKind.CONSTANT_TENSOR:
+            return node  # constants may be named by a layer, and are numbered through all layers
+        renamed = rename(spec.target)
+        if renamed not in self._placeholders:
+            raise NotAlikeError
+        return self._placeholders[renamed]
+
+    def _are_alike(self, one: Any, other: Any) -> bool:
+        """Return whether arguments are the same; whether constants that torch.export lifted out of the code are equal."""
+        if isinstance(one, Node) and isinstance(other, Node):
+            specs = [self._specs.get(node) for node in (one, other)]
+            tensors = [
+                self._constants[spec.target]
+                for spec in specs
+                if spec is not None and spec.target is not None and spec.kind is InputKind.CONSTANT_TENSOR
+            ]
+            same = len(tensors) == 2 and tensors[0].dtype == tensors[1].dtype
+            return one is other or (same and torch.equal(*tensors))
+        if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+            return len(one) == len(other) and all(map(self._are_alike, one, other))
+        if isinstance(one, dict) and isinstance(other, dict):
+            return one.keys() == other.keys() and all(self._are_alike(one[key], other[key]) for key in one)
+        return type(one) is type(other) and bool(one == other)
+
+    def copy_layer(self, node: Node, graph: Graph, made: dict[Node, Node]) -> Node:
+        """Append the nodes of the layer that a node stands for; return its result."""
+        template, member = self._trace.layers[_number_of(node)]
+        key = (id(template), template.traced[0])
+        rename = make_renaming(template.kind, template.traced[0], member)
+        own = {self._begins[key]: made[node.all_input_nodes[0]]}
+
+        def find_source(read: Node) -> Node:
+            return own[read] if read in own else made[self._find_counterpart(read, {}, rename)]
+
+        for each in self._inner[key]:
+            own[each] = graph.node_copy(each, find_source)
+            stack = each.meta.get("nn_module_stack") or {}
+            renamed = {name: (rename(f"{path}.")[:-1], *others) for name, (path, *others) in stack.items()}
+            own[each].meta = {**each.meta, "nn_module_stack": renamed}
+        self._copied |= {rename(name): own[state] for name, state in self._states.items() if state in own}
+        return own[self._ends[key].all_input_nodes[0]]
+
+    def add_results(self, graph: Graph, made: dict[Node, Node]) -> None:
+        """Append the program's results, states first, in the order of their inputs."""
+        states = {name: made[node] for name, node in self._states.items()} | self._copied
+        order = [spec.target for spec in self._signature.input_specs if spec.target in states]
+        results = [(OutputKind.BUFFER_MUTATION, states[name], name) for name in order if name is not None]
+        for spec, node in zip(self._signature.output_specs, self._program_results, strict=True):
+            if spec.kind is not OutputKind.BUFFER_MUTATION:
+                results.append((spec.kind, made[node], spec.target))
+        graph.output(tuple(node for _, node, _ in results)).meta = self._output.meta
+        self._signature.output_specs[:] = [
+            OutputSpec(kind, TensorArgument(node.name), target) for kind, node, target in results
+        ]
+
+
+def _list_forms(node: Node) -> list[Any]:
+    values = node.meta.get("val")
+    forms: list[Any] = []
+    for each in values if isinstance(values, list | tuple) else [values]:
+        if isinstance(each, Tensor):
+            if any(not isinstance(size, int) for size in each.shape):  # sizes that follow values
+                raise NotAlikeError
+            forms.append((each.shape, each.dtype, each.stride()))
+        else:
+            forms.append(each)
+    return forms

@@ -83,7 +83,7 @@ class GraphSpec:
 
     @cached_property
     def name(self) -> str:
-        """Return its name, unique in an artifact: the stem of its file."""
+        """The stem of its file, unique in an artifact."""
         chunk = f"_chunk{self.chunk_size}" if self.has_chunk else ""
         return f"{self.kind}{chunk}_context{self.context_length}"
 
@@ -97,17 +97,15 @@ class GraphSpec:
 
     @property
     def scores_prompts(self) -> bool:
-        """Return whether it returns the logits of all tokens of its chunk rows."""
         return self.kind == "scoring"
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens a step has room for: decode rows', then chunk rows'."""
+        """The tokens that a step has room for: decode rows', then chunk rows'."""
         return self.batch_size * self.has_decode + self.prompt_capacity
 
     @property
     def prompt_capacity(self) -> int:
-        """Return how many prompt tokens its chunk rows have room for."""
         return self.ctx_batch_size * self.chunk_size * self.has_chunk
 
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -162,12 +160,10 @@ class GraphSpec:
 
 
 def row_counts(config: NeuronConfig) -> dict[str, int]:
-    """Return how many rows each group of a step has, where it has the group."""
     return {DECODE: config.batch_size, CHUNK: config.ctx_batch_size}
 
 
 def sampler_inputs(group: str, rows: int) -> tuple[TensorSpec, TensorSpec]:
-    """Return the inputs of a group's sampler, without logits."""
     return (
         TensorSpec(f"{group}.{SAMPLING_PARAMS}", (rows, len(SamplingParams._fields)), "float32"),
         TensorSpec(f"{group}.{UNIFORMS}", (rows,), "float32"),
@@ -177,9 +173,8 @@ def sampler_inputs(group: str, rows: int) -> tuple[TensorSpec, TensorSpec]:
 def graph_specs(config: NeuronConfig) -> tuple[GraphSpec, ...]:
     """Return all graphs of an artifact.
 
-    They are token generation per context bucket; chunked prefill, and with `mixed_step` mixed steps, per chunk size and context bucket;
-    with `prompt_logits` scoring per chunk size: its head costs more than attention to the whole context. A context bucket shorter
-    than the chunk is left out: such a chunk could not fill it.
+    They are token generation per context bucket; chunked prefill, and with `mixed_step` mixed steps, per chunk size and context bucket
+    that the chunk can fill; with `prompt_logits` scoring per chunk size: its head costs more than attention to the whole context.
     """
     with_chunks: tuple[GraphKind, ...] = ("chunked_prefill", "mixed") if config.mixed_step else ("chunked_prefill",)
     specs = []
@@ -194,6 +189,11 @@ def graph_specs(config: NeuronConfig) -> tuple[GraphSpec, ...]:
 
 
 def _make_spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length: int) -> GraphSpec:
+    blocks = 0
+    if config.blocks_in_place and kind == "token_generation":  # a share as large as the context's
+        blocks = -(-config.kv_blocks * context_length // config.sequence_length)
+    elif config.blocks_in_place and kind == "mixed":
+        blocks = config.kv_blocks
     return GraphSpec(
         kind=kind,
         batch_size=config.batch_size,
@@ -205,15 +205,6 @@ def _make_spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_l
         decode_logits=config.returns_decode_logits,
         kv_block_size=config.kv_block_size,
         kv_blocks=config.kv_blocks if config.kv_block_size else 0,
-        blocks_in_place=_blocks_in_place(config, kind, context_length),
+        blocks_in_place=blocks,
         shared_blocks=config.shared_blocks if kind in ("token_generation", "mixed") else 0,
     )
-
-
-def _blocks_in_place(config: NeuronConfig, kind: GraphKind, context_length: int) -> int:
-    """Return a share of all blocks as large as the context's; with chunks all of them, whatever their context is."""
-    if not config.blocks_in_place or kind not in ("token_generation", "mixed"):
-        return 0
-    if kind == "mixed":
-        return config.kv_blocks
-    return -(-config.kv_blocks * context_length // config.sequence_length)

@@ -27,9 +27,9 @@ def slot_state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec
     return tuple(_list_tensors(config, model, by_token=False))
 
 
-def snapshot_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """Return places for copies of `slot_state_specs`, in their order: `[snapshot_places, ...]`. No step graph has them."""
-    places = config.snapshot_places
+def kept_state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
+    """Return places for copies of `slot_state_specs`, in their order: `[state_places, ...]`. No step graph has them."""
+    places = config.state_places
     return tuple(
         TensorSpec(f"snapshots.{state.name}", (places, *state.shape[1:]), state.dtype)
         for state in slot_state_specs(config, model)
@@ -38,7 +38,7 @@ def snapshot_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, 
 
 def kept_states(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
     """Return all state tensors, and where slots' states are copied to, if there are such places."""
-    return (*state_specs(config, model), *(snapshot_specs(config, model) if config.snapshot_places else ()))
+    return (*state_specs(config, model), *(kept_state_specs(config, model) if config.state_places else ()))
 
 
 def _list_tensors(config: NeuronConfig, model: ModelSpec, *, by_token: bool) -> Iterator[TensorSpec]:
@@ -51,18 +51,12 @@ def _list_tensors(config: NeuronConfig, model: ModelSpec, *, by_token: bool) -> 
 
 
 def byte_count(states: Iterable[TensorSpec]) -> int:
-    """Return the memory that states take."""
     return sum(map(_measure_state, states))
 
 
 @dataclass(frozen=True)
 class StateSizes:
-    """Bytes of all layers together.
-
-    Attributes:
-        per_token: of a token.
-        per_slot: of a slot, as large for a short text as for a long one.
-    """
+    """The bytes of all layers together for a token, and for a slot, whatever the length of its text."""
 
     per_token: int
     per_slot: int

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .attention.kv_cache import KVCache, block_indices, write_indices
-from .attention.layout import StepLayout
-from .attention.rows import AttentionRows, OwnedBlocks, actual_tokens_mask
+from .attention.rows import AttentionRows, OwnedBlocks, StepLayout, actual_tokens_mask
 from .attention.state import KeyValueState
+from .block_owners import BlockOwners
 from .cache_needs import CacheNeeds
 from .features.codes.modules import multiplying
 from .features.experts.experts import routing, set_experts
@@ -88,44 +88,56 @@ class StepModule(nn.Module):
         """Run the step on the inputs of `GraphSpec.inputs`; return `GraphSpec.outputs`. Both are in their order."""
         groups = row_groups(self.spec, inputs)
         backends, output_rows, actual = self._plan_step(groups)
+        input_ids = [
+            group.input_ids if self.chosen is None or name != DECODE else self.chosen.fill_ids(group.input_ids)
+            for name, group in groups
+        ]
         scored = self._compute_logits(
-            torch.cat([self._fill_ids(name, group).flatten() for name, group in groups]),
+            torch.cat([ids.flatten() for ids in input_ids]),
             torch.cat([group.position_ids.flatten() for _, group in groups]),
             None if self.spec.scores_prompts else output_rows,
             backends,
             actual,
         )
         logits = scored[output_rows] if self.spec.scores_prompts else scored
-        outputs, start = [], 0
+        outputs, tokens, start = [], [], 0
         for name, group in groups:
-            rows = group.input_ids.shape[0]
-            outputs.append(self._list_outputs(name, group, logits[start : start + rows]))
-            start += rows
+            own = logits[start : start + len(group.input_ids)]
+            start += len(group.input_ids)
+            if group.sampling_params is not None and group.uniforms is not None:
+                tokens.append(self.ops.sample(own, group.sampling_params, group.uniforms))
+                outputs.append(tokens[-1])
+                if self.scores is not None:
+                    self.scores.keep_logits(name, own, group.position_ids[:, 0] >= 0)
+            if self.spec.returns_logits(name):
+                outputs.append(self.ops.full_logits(own))
         if self.chosen is not None:
             slots = [slots_of_rows(group.position_ids, group.seq_ids) for _, group in groups]
-            self.chosen.keep_tokens(torch.cat([tokens for tokens, *_ in outputs]), torch.cat(slots))
+            self.chosen.keep_tokens(torch.cat(tokens), torch.cat(slots))
         if self.spec.scores_prompts:
-            outputs.append([self.ops.full_logits(scored)])
-        return tuple(tensor for tensors in outputs for tensor in tensors)
-
-    def _fill_ids(self, name: str, group: RowGroup) -> Tensor:
-        return group.input_ids if self.chosen is None or name != DECODE else self.chosen.fill_ids(group.input_ids)
+            outputs.append(self.ops.full_logits(scored))
+        return tuple(outputs)
 
     def _plan_step(self, groups: list[tuple[str, RowGroup]]) -> tuple[Backends, Tensor, Tensor]:
         """Return the backends, the token of each row that reaches lm_head, and which tokens are real."""
-        slot_writes, block_writes, rows_of_groups, last_tokens, actual_tokens, offset = [], [], [], [], [], 0
+        spec, offset = self.spec, 0
+        slot_writes, block_writes, rows_of_groups, last_tokens, actual_tokens = [], [], [], [], []
         for name, group in groups:
             rows, tokens = group.input_ids.shape
             actual = actual_tokens_mask(group.position_ids)
             actual_tokens.append(actual.flatten())
             slots = torch.arange(rows, dtype=torch.int32) if group.seq_ids is None else group.seq_ids
-            slot_writes.append(write_indices(group.position_ids, actual, slots, self.spec.batch_size, offset))
-            block_writes.append(self._block_indices(group, actual, offset) or slot_writes[-1])
+            slot_writes.append(write_indices(group.position_ids, actual, slots, spec.batch_size, offset))
+            places = slot_writes[-1]
+            if group.write_blocks is not None and spec.kv_block_size is not None:
+                sizes = spec.kv_block_size, spec.kv_blocks
+                places = block_indices(group.position_ids, actual, group.write_blocks, *sizes, offset)
+            block_writes.append(places)
             blocks = group.seq_ids if group.block_table is None else group.block_table
-            length = self.spec.context_length
-            owned = _owned_blocks(group)
+            owners = {name: getattr(group, name) for name in BlockOwners._fields}
+            owned = None if group.joined is None else OwnedBlocks(group.position_ids, **owners)
             rows_of_groups.append(
-                AttentionRows(group.position_ids, blocks, length, name == DECODE, owned, group.seq_ids)
+                AttentionRows(group.position_ids, blocks, spec.context_length, name == DECODE, owned, group.seq_ids)
             )
             row_starts = torch.arange(offset, offset + rows * tokens, tokens, dtype=torch.int32)
             # An idle row has no last token: any token of its own will do, as the result is not read.
@@ -133,42 +145,26 @@ class StepModule(nn.Module):
             offset += rows * tokens
         block_places, slot_keys = _join_places(block_writes), None
         if self._needs.by_itself:
-            has_blocks = self.spec.kv_block_size is not None
-            slot_keys = SlotKeys.for_step(rows_of_groups, self.spec.batch_size, has_blocks=has_blocks)
+            has_blocks = spec.kv_block_size is not None
+            slot_keys = SlotKeys.for_step(rows_of_groups, spec.batch_size, has_blocks=has_blocks)
         step = StepLayout(
             self.kv_cache,
             rows_of_groups,
             block_places,
             _join_places(slot_writes),
             torch.cat(actual_tokens),
-            self.spec.batch_size,
+            spec.batch_size,
             self.ops,
             slot_keys,
         )
         make_bias = BiasMask if self._needs.biased else None if slot_keys is None else slot_keys.make_bias
-        backends = Backends({kind: kind.make_backend(step) for kind in KINDS}, make_bias)
+        backends = Backends({kind: kind.load_backends()[1](step) for kind in KINDS}, make_bias)
         return backends, self.ops.output_rows(torch.cat(last_tokens)), step.actual
 
-    def _block_indices(self, group: RowGroup, actual: Tensor, offset: int) -> tuple[Tensor, Tensor] | None:
-        if group.write_blocks is None or self.spec.kv_block_size is None:
-            return None
-        return block_indices(
-            group.position_ids, actual, group.write_blocks, self.spec.kv_block_size, self.spec.kv_blocks, offset
-        )
-
     def _compute_logits(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        output_rows: Tensor | None,
-        backends: Backends,
-        actual: Tensor,
+        self, input_ids: Tensor, position_ids: Tensor, output_rows: Tensor | None, backends: Backends, actual: Tensor
     ) -> Tensor:
-        """Return `[rows, vocab]` float32, from the model's own head with its own scaling and soft-capping; or a shard of it.
-
-        Args:
-            output_rows: the tokens that reach the head; None: all.
-        """
+        """Return `[rows, vocab]` float32, or a shard of it, by the model's own head, for the tokens `output_rows`; None: for all."""
         # An idle row's position is -1: a learned position table has no such row, and the result is not read.
         position_ids = position_ids.clamp(min=0)
         kwargs: dict[str, Any] = {"use_cache": False}
@@ -186,16 +182,6 @@ class StepModule(nn.Module):
             logits = self.model(input_ids=input_ids[None], **kwargs).logits[0]
         return (logits if keeps or output_rows is None else logits[output_rows]).float()
 
-    def _list_outputs(self, name: str, group: RowGroup, logits: Tensor) -> list[Tensor]:
-        outputs = []
-        if group.sampling_params is not None and group.uniforms is not None:
-            outputs.append(self.ops.sample(logits, group.sampling_params, group.uniforms))
-            if self.scores is not None:
-                self.scores.keep_logits(name, logits, group.position_ids[:, 0] >= 0)
-        if self.spec.returns_logits(name):
-            outputs.append(self.ops.full_logits(logits))
-        return outputs
-
 
 def set_stand_ins(model: nn.Module) -> None:
     """Make a model's code call the backends of a step for what step graphs compute in their own way."""
@@ -206,26 +192,12 @@ def set_stand_ins(model: nn.Module) -> None:
     set_indexers(model)
 
 
-def _owned_blocks(group: RowGroup) -> OwnedBlocks | None:
-    if group.block_owner is None or group.block_base is None or group.joined is None:
-        return None
-    return OwnedBlocks(
-        group.position_ids,
-        group.block_owner,
-        group.block_base,
-        group.joined,
-        group.shared_blocks,
-        group.shared_base,
-    )
-
-
 def _join_places(writes: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     rows, columns = zip(*writes, strict=True)
     return torch.cat(rows), torch.cat(columns)
 
 
 def row_groups(spec: GraphSpec, inputs: tuple[Tensor, ...]) -> list[tuple[str, RowGroup]]:
-    """Sort a graph's flat inputs into its row groups: decode rows, chunk rows, or both in this order."""
     fields: dict[str, dict[str, Tensor]] = {}
     for tensor_spec, tensor in zip(spec.inputs(), inputs, strict=True):
         group, name = tensor_spec.name.split(".")

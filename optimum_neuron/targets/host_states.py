@@ -16,7 +16,7 @@ from ..arrays import as_bits
 from ..artifact.pages import touch
 from ..config import NeuronConfig
 from ..step.model_spec import ModelSpec
-from ..step.state_specs import slot_state_specs, snapshot_specs
+from ..step.state_specs import kept_state_specs, slot_state_specs
 from . import Executable
 
 
@@ -58,5 +58,5 @@ class HostStates(Executable):
 
 def empty_snapshots(config: NeuronConfig, model: ModelSpec) -> dict[str, np.ndarray]:
     """Return zeroed places for the snapshots of an artifact."""
-    kept = zip(slot_state_specs(config, model), snapshot_specs(config, model), strict=True)
+    kept = zip(slot_state_specs(config, model), kept_state_specs(config, model), strict=True)
     return {state.name: np.zeros(spec.shape, spec.dtype) for state, spec in kept}

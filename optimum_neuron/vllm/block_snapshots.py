@@ -41,7 +41,7 @@ class BlockSnapshots:
         self._size = config.block_length
         interval = config.state_snapshot_interval
         self._interval = None if interval is None else -(-interval // self._size) * self._size
-        self._table = SnapshotTable(config.snapshot_places, MIN_REUSE, self._size, self._interval)
+        self._table = SnapshotTable(config.state_places, MIN_REUSE, self._size, self._interval)
         self._prompts: dict[str, _StartedPrompt] = {}
 
     def find_start(self, request: Request, cached: int) -> int:

@@ -219,7 +219,7 @@ def _check_cache(vllm_config: VllmConfig, artifact: Artifact) -> None:
         )
     if given().prefix_caching and not _reuses_prefixes(vllm_config, artifact):
         state = "this model keeps state of all tokens of a request together"
-        if not artifact.config.snapshot_places:
+        if not artifact.config.state_places:
             raise ValueError(
                 f"--enable-prefix-caching is not supported: {state}, and the artifact keeps state_snapshots=0 of it; leave it out, or "
                 f"export with --state-snapshots 4"
@@ -258,7 +258,7 @@ def _reuses_prefixes(vllm_config: VllmConfig, artifact: Artifact) -> bool:
     if artifact.model.reuses_prefixes:
         return True
     of_ours = artifact.config.kv_block_size is None or vllm_config.scheduler_config.scheduler_cls is None
-    return artifact.config.snapshot_places > 0 and of_ours
+    return artifact.config.state_places > 0 and of_ours
 
 
 def _scheduler_name(vllm_config: VllmConfig) -> str:

@@ -38,7 +38,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         snapshots = None
         if not served.artifact.model.reuses_prefixes:
             largest, interval = config.prompt_capacity, config.state_snapshot_interval
-            snapshots = SnapshotTable(config.snapshot_places, MIN_REUSE, largest, interval)
+            snapshots = SnapshotTable(config.state_places, MIN_REUSE, largest, interval)
         self._slots = BlockTable(config, snapshots=snapshots)
         self._requests: dict[str, Any] = {}  # of vLLM, those that hold a slot: they know what is computed
         self._slot_of: dict[str, int] = {}

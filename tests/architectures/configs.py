@@ -75,19 +75,18 @@ VALUES: dict[str, Any] = {
 }
 # Where the names tell too little: the attribute means something else here, or sizes depend on each other.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_TEXT_OF_ASSISTANT = {
-    "model_type": "gemma4_text",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB,
-    "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0,
-    "num_kv_shared_layers": LAYERS,
-}
+_TEXT_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+_TEXT_OF_ASSISTANT = {name: SIZES[name] for name in _TEXT_SIZES} | {
+    "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": LAYERS,
+}  # fmt: skip
 _T5 = {"model_type": "t5", "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 2, "vocab_size": VOCAB}
 _ENCODEC = {"model_type": "encodec", "num_filters": 4, "hidden_size": 16, "codebook_size": 64, "num_lstm_layers": 1}
 _MUSIC = {

@@ -5,26 +5,23 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from configs import EXPERT_COUNTS, VOCAB, tiny_config
-from helpers import artifact_runner, as_tensor, decode_rows, export_tiny
+from helpers import artifact_runner, as_tensor, decode_rows, export_tiny, load_model
 from huggingface_hub.errors import StrictDataclassError
 from sharp import sharpen
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.errors import first_line
 from optimum_neuron.parity.conditions import few_keys
-from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
+from optimum_neuron.parity.inspect import check_fixed_shapes
 from optimum_neuron.parity.text_length import keep_frequencies
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.cache_needs import CacheNeeds
@@ -75,21 +72,14 @@ class Outcome:
 
 
 def compare(name: str, folder: Path) -> Outcome:
-    """Makes, exports and runs one tiny model."""
-    with _quiet():
-        return _compare(name, folder)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Tiny models are odd ones, and transformers tells of it."""
+    """Makes, exports and runs one tiny model, which is an odd one: transformers is not to say so."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            return _compare(name, folder)
     finally:
         logger.setLevel(level)
 
@@ -115,13 +105,8 @@ def _compare(name: str, folder: Path) -> Outcome:
     first = CacheNeeds.read_code(own).first_position
     positions = {"position_ids": torch.arange(first, first + PROMPT)[None]} if first else {}
     with few_keys(own):  # of equal scores the first: torch leaves open which
-        text = own.generate(
-            torch.from_numpy(prompt)[None].long(),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            use_cache=False,
-            **positions,
-        )
+        how = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": False}
+        text = own.generate(torch.from_numpy(prompt)[None].long(), **how, **positions)
         expected = logits_of(own, text)
         exact, noise = measure_noise(own, text, expected)
     generated = text[0, PROMPT:].tolist()
@@ -140,7 +125,7 @@ def _compare(name: str, folder: Path) -> Outcome:
 
 
 def _has_fixed_shapes(checkpoint: Path) -> bool:
-    model = find_checkpoint(checkpoint, revision=None, token=None, trust_remote_code=False).load_model("float32")
+    model = load_model(checkpoint)
     keep_frequencies(model)
     try:
         check_fixed_shapes(model, "cpu")
@@ -156,15 +141,10 @@ def make_checkpoint(name: str, folder: Path) -> bool:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     sharpen(model)
     model.save_pretrained(folder)
-    return any(value for key, value in _flat(config.to_dict()) if key in EXPERT_COUNTS)
-
-
-def _flat(options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in options.items():
-        if isinstance(value, dict):
-            yield from _flat(value)
-        else:
-            yield key, value
+    parts = [config.to_dict()]
+    for options in parts:  # and what is nested in it
+        parts += [value for value in options.values() if isinstance(value, dict)]
+    return any(options.get(key) for options in parts for key in EXPERT_COUNTS)
 
 
 def tokens(count: int, seed: int) -> np.ndarray:

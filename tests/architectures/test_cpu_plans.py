@@ -26,8 +26,7 @@ NOISE = 1e-4
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in NEEDED else [pytest.mark.full]) for name in ARCHITECTURES],
+    "name", [pytest.param(name, marks=[] if name in NEEDED else [pytest.mark.full]) for name in ARCHITECTURES]
 )
 def test_plans_compute_what_eager_steps_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:

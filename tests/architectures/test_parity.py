@@ -26,7 +26,6 @@ NEEDED = (
 
 @pytest.fixture(scope="session")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Compare:
-    """Of one architecture, found on first use."""
     found: dict[str, Outcome] = {}
 
     def find(name: str) -> Outcome:

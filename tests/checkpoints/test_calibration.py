@@ -25,9 +25,9 @@ from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.checkpoints.quantize.calibration import input_importance
 from optimum_neuron.checkpoints.quantize.rounding import round_fp8, round_int4, round_int8
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.export.export_command import export_command
+from optimum_neuron.export.first_use import export_command
 from optimum_neuron.export.recipe import export_model
-from optimum_neuron.step.features.codes.expert_weights import is_experts
+from optimum_neuron.step.features.codes.modules import is_experts
 from optimum_neuron.step.features.codes.weight import UNUSED_SCALE_BITS, QuantizedWeight
 
 

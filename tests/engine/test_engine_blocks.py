@@ -15,7 +15,7 @@ from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.step.sampling.eager_sampling import sample_by_sorting
+from optimum_neuron.step.sampling.sampler import sample_by_sorting
 from optimum_neuron.step.spec import SamplingParams
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 

@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,19 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    SIZES,
-    artifact_runner,
-    export_tiny,
-    folder_bytes,
-    generate,
-    random_tokens,
-    tiny_config,
-)
+from helpers import artifact_runner, export_tiny, folder_bytes, generate, random_tokens, tiny_config
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaConfig, T5Config
-from warm_process import WarmProcess
 
 import optimum_neuron.export.recipe
 from optimum_neuron import NeuronModelForCausalLM, export_model
@@ -37,23 +25,8 @@ from optimum_neuron.artifact.artifact import MANIFEST_NAME, WEIGHTS_NAME, Artifa
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.checkpoints.files import INDEX_NAME
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
-from optimum_neuron.targets import CompileJob
 from optimum_neuron.targets.eager import EagerTarget
 from optimum_neuron.targets.neuron.sdk import devices
-
-
-STUCK_EXPORT = """
-import json, sys, time
-from optimum_neuron import NeuronConfig, export_model
-from optimum_neuron.targets.eager import EagerTarget
-
-def compile(self, job):
-    print("compiling", flush=True)
-    time.sleep(600)
-
-EagerTarget.compile = compile
-export_model(sys.argv[1], sys.argv[2], config=NeuronConfig.from_dict(json.loads(sys.argv[3])))
-"""
 
 
 def fail_with(error: BaseException) -> Callable[..., Any]:
@@ -112,50 +85,18 @@ def test_tied_weights_are_stored_once(tiny_checkpoints: dict[str, Path], output:
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), RuntimeError("graph x could not be compiled"), SystemExit(143)]
 )
-def test_an_interrupted_export_leaves_nothing(
+def test_an_interrupted_export_leaves_nothing_or_the_old_artifact(
     tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    monkeypatch.setattr(EagerTarget, "compile", fail_with(error))
-    with pytest.raises(type(error)):
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(EagerTarget, "compile", fail_with(error))
         export_tiny(tiny_checkpoint, output)
     assert names(output.parent) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_export_leaves_no_artifact_and_the_next_one_cleans_up(
-    tiny_checkpoint: Path, output: Path, number: signal.Signals
-) -> None:
-    process = WarmProcess(STUCK_EXPORT, tiny_checkpoint, output, json.dumps(SIZES))
-    try:
-        assert process.stdout.readline() == "compiling\n"
-    finally:
-        process.send_signal(number)
-        process.communicate(60)
-    assert process.returncode == -number
-    assert names(output.parent) == [".artifact.partial"]
-    unfinished = output.parent / ".artifact.partial" / "new"
-    assert (unfinished / WEIGHTS_NAME).is_file() and not (unfinished / MANIFEST_NAME).exists()
-    export_tiny(tiny_checkpoint, output)
-    assert names(output.parent) == ["artifact"]
-
-
-def test_a_second_export_to_the_same_folder_is_refused_while_the_first_one_runs(
-    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compile_graphs = EagerTarget.compile
-
-    def compile_beside_another(self: EagerTarget, job: CompileJob) -> dict[str, Any]:
-        for overwrite in (False, True):
-            with pytest.raises(
-                FileExistsError, match=r"another process is writing an artifact to .*; wait for it, or"
-            ):
-                export_tiny(tiny_checkpoint, output, overwrite=overwrite, batch_size=2)
-        return compile_graphs(self, job)
-
-    monkeypatch.setattr(EagerTarget, "compile", compile_beside_another)
-    export_tiny(tiny_checkpoint, output)
-    assert Artifact.open(output).config.batch_size == SIZES["batch_size"] and names(output.parent) == ["artifact"]
+    before = folder_bytes(export_tiny(tiny_checkpoint, output))
+    monkeypatch.setattr(EagerTarget, "compile", fail_with(error))
+    with pytest.raises(type(error)):
+        export_tiny(tiny_checkpoint, output, overwrite=True)
+    assert folder_bytes(output) == before and names(output.parent) == ["artifact"]
 
 
 def test_an_existing_artifact_is_kept_unless_it_may_be_replaced(tiny_checkpoint: Path, output: Path) -> None:
@@ -168,17 +109,6 @@ def test_an_existing_artifact_is_kept_unless_it_may_be_replaced(tiny_checkpoint:
     assert names(output.parent) == ["artifact"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory")])
-def test_a_failed_replacement_keeps_the_old_artifact(
-    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    before = folder_bytes(export_tiny(tiny_checkpoint, output))
-    monkeypatch.setattr(EagerTarget, "compile", fail_with(error))
-    with pytest.raises(type(error)):
-        export_tiny(tiny_checkpoint, output, overwrite=True)
-    assert folder_bytes(output) == before and names(output.parent) == ["artifact"]
-
-
 def test_a_full_disk_is_seen_before_anything_is_written(
     tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,16 +116,6 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     with pytest.raises(OSError, match=r"needs about 0\.1 GB, and .* has 0\.1 GB free; free some space"):
         export_tiny(tiny_checkpoint, output)
     assert not output.parent.exists()
-
-
-def test_a_disk_that_fills_up_leaves_nothing_and_is_one_sentence(
-    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr("optimum_neuron.artifact.weight_file.tensor_bytes", fail_with(error))
-    with pytest.raises(OSError, match=r"^no space is left on the disk of .*out; free some, or name an output folder"):
-        export_tiny(tiny_checkpoint, output)
-    assert names(output.parent) == []
 
 
 def test_a_default_length_is_lowered_to_the_positions_of_the_model(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -276,18 +196,10 @@ def broken_checkpoint(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        (
-            "no config",
-            FileNotFoundError,
-            r"checkpoint holds no config.json; name a checkpoint folder, a .gguf file or a Hub",
-        ),
+        ("no config", FileNotFoundError, r"holds no config.json; name a checkpoint folder, a .gguf file or a Hub"),
         ("corrupt config", ValueError, r"config.json is not valid JSON"),
         ("encoder-decoder", ValueError, r"is an encoder-decoder \(t5\); only decoders can be exported"),
-        (
-            "quantized",
-            ValueError,
-            r"is quantized by bitsandbytes, which is not read; export the checkpoint that it was made from",
-        ),
+        ("quantized", ValueError, r"by bitsandbytes, which is not read; export the checkpoint that it was made from"),
         ("unknown model", ValueError, r"checkpoint: .*`nonesuch`"),
         ("no model type", ValueError, r"checkpoint: .*model_type"),
         ("short", ValueError, r"sequence_length=64 is longer than the model's max_position_embeddings=32; lower"),
@@ -307,10 +219,7 @@ def test_a_checkpoint_that_cannot_be_exported_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
-            "no-such-owner/no-such-model",
-            r"no-such-model is no local path, the Hub cache \S+ does not have it, and the Hub cannot be reached \(HF_HUB_OFFLINE is set\)",
-        ),
+        ("no-such-owner/no-such-model", r"no-such-model is no local path, .* \(HF_HUB_OFFLINE is set\)"),
         ("./no/such/folder", r"\./no/such/folder is neither a local path nor a Hub repository"),
         ("/no/such/model.gguf", r"/no/such/model.gguf does not exist"),
     ],
@@ -325,23 +234,11 @@ def test_a_checkpoint_that_does_not_exist_is_not_found(output: Path, name: str, 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"sequence_length": 257, "context_buckets": None},
-            r"sequence_length=257 is longer .* max_position_embeddings=256",
-        ),
+        ({"sequence_length": 257, "context_buckets": None}, r"=257 is longer .* max_position_embeddings=256"),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 needs as many devices, and target='eager' is one"),
-        (
-            {"tensor_parallel_size": 2, "target": "cpu"},
-            r"tensor_parallel_size=2 needs as many devices, and target='cpu'",
-        ),
-        (
-            {"state_snapshots": 4},
-            "state_snapshots=4 is for state that slots keep, and those of LlamaForCausalLM keep keys",
-        ),
-        (
-            {"state_snapshot_interval": 64},
-            "state_snapshot_interval=64 is for state .* leave state_snapshot_interval out",
-        ),
+        ({"tensor_parallel_size": 2, "target": "cpu"}, r"=2 needs as many devices, and target='cpu'"),
+        ({"state_snapshots": 4}, "=4 is for state that slots keep, and those of LlamaForCausalLM keep keys"),
+        ({"state_snapshot_interval": 64}, "=64 is for state .* leave state_snapshot_interval out"),
     ],
 )
 def test_options_that_this_machine_cannot_honor_are_refused(

@@ -25,7 +25,6 @@ NEW_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def model(sharp_checkpoints: dict[str, Path]) -> PreTrainedModel:
-    """As no file has it: one that was trained further."""
     model = AutoModelForCausalLM.from_pretrained(sharp_checkpoints["llama"], dtype=torch.float32).eval()
     model.lm_head.weight.data = model.lm_head.weight.data.roll(7, dims=0)
     return model
@@ -39,7 +38,6 @@ def inputs() -> dict[str, Tensor]:
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are made."""
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

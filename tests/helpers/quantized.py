@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optimum_neuron.checkpoints.quantize.rounding import round_fp8, round_int4, round_int8
-from optimum_neuron.step.features.codes.expert_weights import plain_weights, replace_weights
-from optimum_neuron.step.features.codes.modules import replace_linear
+from optimum_neuron.step.features.codes.modules import plain_weights, replace_linear, replace_weights
 from optimum_neuron.step.features.codes.weight import FP4_VALUES, QuantizedWeight
 
 

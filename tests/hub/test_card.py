@@ -26,7 +26,7 @@ from optimum_neuron.artifact.artifact import Artifact, ArtifactError
 from optimum_neuron.checkpoints.origin import card_facts
 from optimum_neuron.command_options import read_declared
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.export.export_command import export_command
+from optimum_neuron.export.first_use import export_command
 from optimum_neuron.hub.card import is_unchanged, make_card, write_card
 from optimum_neuron.hub.facts import Quantized
 from optimum_neuron.hub.measurements import MEASUREMENTS_NAME, identity, read_measurements

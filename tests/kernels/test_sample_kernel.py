@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernel_calls import Kernels
 from torch import Tensor
 
-from optimum_neuron.step.sampling.eager_sampling import sample_by_sorting as sample
+from optimum_neuron.step.sampling.sampler import sample_by_sorting as sample
 
 
 BELOW_ONE = 1 - 2**-24

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.checkpoints.language_model import register_language_model
-from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
-from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.parity.inspect import check_fixed_shapes, inspect_model
 from optimum_neuron.parity.text_length import check_text_length, keep_frequencies, take_long_frequencies
 from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.interface import ATTENTION_NAME

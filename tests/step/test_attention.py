@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,23 +27,6 @@ ROWS, HEADS, DIM = 3, 2, 8
 def test_a_token_sees_the_groups_that_end_at_or_before_it(ratio: int, position: int) -> None:
     mask = visible_groups(torch.tensor([[position]]), ratio, 70)[0, 0]
     assert mask.tolist() == [(group + 1) * ratio - 1 <= position for group in range(70)]
-
-
-@examples(40)
-@given(st.integers(2, 5), st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_what_a_token_sees_of_compressed_keys_does_not_depend_on_its_chunk(ratio: int, pieces: list[int]) -> None:
-    length = sum(pieces)
-    keys = torch.randn(length, DIM, dtype=torch.float64)
-    compressed = torch.stack([keys[i : i + ratio].mean(0) for i in range(0, length, ratio)])
-    whole = visible_groups(torch.arange(length)[None], ratio, len(compressed))[0].double() @ compressed
-    start = 0
-    for count in pieces:
-        # Groups that the chunk has not reached hold garbage.
-        known = compressed.clone()
-        known[(start + count) // ratio :] = 1e9
-        mask = visible_groups(torch.arange(start, start + count)[None], ratio, len(compressed))[0]
-        torch.testing.assert_close(mask.double() @ known, whole[start : start + count])
-        start += count
 
 
 COLUMNS = 40
@@ -103,7 +85,6 @@ class Layer:
         self.call = AttentionCall(0, self.query, self.keys, self.values, 0.25, window, **options)
 
     def attend(self, attention: Callable, keys: Tensor, values: Tensor) -> Tensor:
-        """`[rows, tokens, heads, value_dim]`."""
         output: Tensor = attention(self.call, self.group, self.query, keys, values)
         return output
 
@@ -160,7 +141,6 @@ def test_what_is_written_of_a_token_is_finite_or_nan_throughout(dtype: torch.dty
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Of outputs of at most about 4."""
     return 1e-5 if dtype == torch.float32 else 0.05 if dtype == torch.bfloat16 else 0.01
 
 
@@ -209,7 +189,6 @@ class Decode:
         self.earlier = self.group.visible(window)[:, 0] & (columns < self.positions[:, None])
 
     def written(self) -> list[Tensor]:
-        """The cache with the tokens in it."""
         written = [each.clone() for each in self.cache]
         for each, own in zip(written, self.own, strict=True):
             for row in range(3):

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention over blocks in place: against the same keys in slots, and the same bits wherever they lie."""
+"""Decode attention over blocks in place, alone and in steps: the logits of slots, and the same bits wherever blocks lie."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from helpers import ARCHITECTURES, as_tensor, eager_runner, prefill_pieces, random_tokens, tiny_config
+from torch import Tensor, nn
 
+from optimum_neuron.core import PromptPiece
+from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.attention.call import AttentionCall
 from optimum_neuron.step.attention.masks import AttentionChunk, Window
 from optimum_neuron.step.attention.rows import AttentionRows
 from optimum_neuron.step.block_owners import BlockOwners, OwnerSizes, fill_owners
+from optimum_neuron.step.spec import GREEDY
+from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.operators import attention
 from optimum_neuron.targets.neuron.operators.block_attention import OwnedBlocks, attend_blocks, heads_at_once
 
@@ -161,42 +167,62 @@ def test_heads_and_joins_in_parts_change_nothing_beyond_rounding(way: dict, monk
         assert torch.equal(case.in_blocks(order, **way), found)
 
 
-def wrong_owner(told: dict) -> None:
-    told["block_owner"][:] = np.roll(told["block_owner"], 1)
+@pytest.mark.parametrize("defect", ["owner", "missing", "another", "base", "shared base"])
+def test_a_wrong_owner_base_or_join_is_no_rounding(defect: str) -> None:
+    def change(told: dict) -> None:
+        if defect == "owner":
+            told["block_owner"][:] = np.roll(told["block_owner"], 1)
+        elif defect in ("missing", "another"):
+            none = BLOCKS + ROWS * len(told.get("shared_blocks", ()))
+            told["joined"][3, 2] = none if defect == "missing" else told["joined"][0, 2]
+        else:
+            told["block_base" if defect == "base" else "shared_base"] += BLOCK
 
-
-def missing(told: dict) -> None:
-    told["joined"][3, 2] = BLOCKS + ROWS * len(told.get("shared_blocks", ()))
-
-
-def another(told: dict) -> None:
-    told["joined"][3, 2] = told["joined"][0, 2]
-
-
-def off_by_one(told: dict) -> None:
-    told["block_base"] += BLOCK
-
-
-def shared_off_by_one(told: dict) -> None:
-    told["shared_base"] += BLOCK
-
-
-@pytest.mark.parametrize("defect", [wrong_owner, missing, another, off_by_one, shared_off_by_one])
-def test_a_wrong_owner_base_or_join_is_no_rounding(defect: Callable) -> None:
     case = Case("plain", None, torch.float32, 16)
     order = placements()[0]
     whole = case.in_blocks(order, **SHARED)
-    assert (case.in_blocks(order, **SHARED, change=defect) - whole).abs().max() > 1e-2
-
-
-def test_a_join_in_the_order_of_places_would_be_seen() -> None:
-    case = Case("plain", None, torch.float32, 16)
-    found = [
-        case.in_blocks(order, **IN_PLACE, change=lambda told: told["joined"].sort(axis=1)) for order in placements()
-    ]
-    assert not all(torch.equal(each, found[0]) for each in found)
-    assert all((each - found[0]).abs().max() < 1e-5 for each in found)
+    assert (case.in_blocks(order, **SHARED, change=change) - whole).abs().max() > 1e-2
 
 
 def test_the_fields_are_those_that_are_filled() -> None:
     assert set(BlockOwners._fields) < set(OwnedBlocks.__dataclass_fields__)
+
+
+SLOTS = {"sequence_length": 256, "context_buckets": (128, 256), "prefill_chunk_size": 32}
+PAGED = SLOTS | {"kv_block_size": 64, "kv_cache_tokens": 512, "target": "hlo"}
+PROMPT, OTHER = random_tokens(120), random_tokens(90, seed=1)
+
+
+def answers(runner: GraphRunner, blocks: Sequence[Sequence[int]] = ()) -> list[Tensor]:
+    """Logits of a row that decodes, first beside the chunks of another prompt and then beside its decode row."""
+    runner.reset_slots()
+    for slot, own in enumerate(blocks, start=1):
+        runner.assign_blocks(slot, 0, own)
+    logits = [prefill_pieces(runner, 1, PROMPT, [32, 32, 32, 24])]
+    slots = runner.config.batch_size
+    for index in range(14):
+        active = torch.zeros(slots, dtype=torch.bool)
+        active[1] = True
+        active[2] = index >= 3
+        tokens = torch.full((slots,), 3 + index, dtype=torch.int32).numpy()
+        params, uniforms = torch.tensor([GREEDY] * slots).float().numpy(), torch.zeros(slots).numpy()
+        chunks = [PromptPiece(2, OTHER[32 * index : 32 * (index + 1)])] if index < 3 else []
+        output = runner.run_step(chunks, DecodeRows(tokens, active.numpy(), params, uniforms))
+        assert output.decode_logits is not None
+        logits.append(as_tensor(output.decode_logits[1]))
+        logits += [as_tensor(output.decode_logits[2])] if index >= 3 else []
+    return logits
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_blocks_in_place_give_the_logits_of_slots_wherever_they_are(
+    name: str, tiny_models: dict[str, nn.Module]
+) -> None:
+    expected = answers(eager_runner(tiny_models[name], tiny_config(**SLOTS)))
+    runner = eager_runner(tiny_models[name], tiny_config(**PAGED), ops=NEURON_OPS)
+    placements = [((0, 1, 2), (3, 4)), ((7, 5, 3), (2, 6)), ((1, 7, 0), (4, 3))]
+    found = [answers(runner, each) for each in placements]
+    assert all((one - other).abs().max() < 1e-5 for one, other in zip(found[0], expected, strict=True))
+    assert {each for each in runner.graph_calls if "128" in each and "chunked" not in each}
+    for one, other in zip(found[1], found[2], strict=True):  # graphs of all blocks
+        assert torch.equal(one, other)

@@ -13,7 +13,6 @@ from optimum_neuron.step.block_owners import BlockOwners, OwnerSizes, TooManySha
 
 
 def described(sizes: OwnerSizes, tables: np.ndarray, counts: np.ndarray) -> BlockOwners:
-    """The definition, one block after the other."""
     unseen = sizes.row_blocks * sizes.block_length
     owner, base = [0] * sizes.blocks, [unseen] * sizes.blocks
     joined = [[sizes.blocks + sizes.shared * sizes.rows] * sizes.row_blocks for _ in range(sizes.rows)]

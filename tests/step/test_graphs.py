@@ -64,26 +64,15 @@ def test_logits_and_greedy_tokens_equal_transformers(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_context_buckets_do_not_change_the_tokens(open_runner: Opener, name: str) -> None:
+def test_context_buckets_and_unused_chunk_rows_change_no_tokens(open_runner: Opener, name: str) -> None:
     prompt = random_tokens(10)
     tokens, logits = generate(open_runner(name), prompt, 20)
-    bucketed = open_runner(name, context_buckets=(8, 16, LENGTH))
-    bucketed_tokens, bucketed_logits = generate(bucketed, prompt, 20)
-    assert bucketed_tokens == tokens
-    assert (bucketed_logits - logits).abs().max() < 1e-5
-    assert {call for call in bucketed.graph_calls if call.startswith("token")} == {
-        "token_generation_context16",
-        f"token_generation_context{LENGTH}",
-    }
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_an_unused_chunk_row_changes_no_tokens(open_runner: Opener, name: str) -> None:
-    prompt = random_tokens(21)
-    tokens, logits = generate(open_runner(name, ctx_batch_size=1), prompt, 6)
-    with_idle_row, idle_logits = generate(open_runner(name, ctx_batch_size=2), prompt, 6)
-    assert with_idle_row == tokens
-    assert (idle_logits - logits).abs().max() < 1e-5
+    for changes in ({"context_buckets": (8, 16, LENGTH)}, {"ctx_batch_size": 1}):
+        runner = open_runner(name, **changes)
+        found, found_logits = generate(runner, prompt, 20)
+        assert found == tokens and (found_logits - logits).abs().max() < 1e-5
+        contexts = {call.rpartition("context")[2] for call in runner.graph_calls if call.startswith("token")}
+        assert contexts == ({"16", str(LENGTH)} if "context_buckets" in changes else {str(LENGTH)})
 
 
 @given(st.integers(0, 40), st.integers(0, CHUNK_SIZE), st.integers(1, 3))

@@ -18,7 +18,6 @@ from optimum_neuron.step.state_specs import BY_TOKEN, StateSizes, byte_count, sl
 
 
 def states_of(kind: type[LayerState]) -> st.SearchStrategy[LayerState]:
-    """Any sizes of a kind."""
     least = {"layer_idx": 0, "index": 0}
     return st.builds(kind, **{each.name: st.integers(least.get(each.name, 1), 9) for each in dataclasses.fields(kind)})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that decode and take in prompts at once: which graph they run in, and that they change no result."""
+"""A request is a function of its own tokens to the last bit, in steps that decode and take in prompts at once, too; and their graphs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from helpers import (
     ARCHITECTURES,
     CHUNK_SIZE,
     LENGTH,
+    TRASH_ROW,
     Opener,
     Recorder,
     as_tensor,
@@ -24,6 +25,7 @@ from helpers import (
     random_tokens,
     read_states,
     reuse_prefix,
+    same_states,
     tiny_config,
 )
 from hypothesis import given
@@ -39,10 +41,7 @@ from optimum_neuron.step.spec import graph_specs
 
 
 TARGETS = ("eager", pytest.param("cpu", marks=pytest.mark.slow))
-ON_TARGETS = [
-    *((name, "eager") for name in ARCHITECTURES),
-    pytest.param("llama", "cpu", marks=pytest.mark.slow),
-]
+ON_TARGETS = [*((name, "eager") for name in ARCHITECTURES), pytest.param("llama", "cpu", marks=pytest.mark.slow)]
 
 
 def mixed(runner: GraphRunner, chunks: dict[int, np.ndarray], decode: dict[int, int]) -> dict[int, Tensor]:
@@ -99,8 +98,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "target"),
-    [*ON_TARGETS, ("lfm2", "eager"), pytest.param("gpt_oss", "cpu", marks=pytest.mark.slow)],
+    ("name", "target"), [*ON_TARGETS, ("lfm2", "eager"), pytest.param("gpt_oss", "cpu", marks=pytest.mark.slow)]
 )
 def test_inside_the_mixed_graph_no_schedule_changes_a_bit(open_runner: Opener, name: str, target: str) -> None:
     shared = open_runner(name, target)
@@ -241,3 +239,62 @@ def test_mixed_graphs_are_exported_by_default_where_two_requests_can_meet() -> N
         tiny_config(batch_size=1, ctx_batch_size=1, mixed_step=True)
     config = tiny_config()
     assert dataclasses.replace(config, batch_size=3) == config == NeuronConfig.from_dict(config.to_dict())
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> list[int]:
+    total, pieces = draw(st.integers(1, 40)), [0]
+    while sum(pieces) < total:
+        pieces.append(draw(st.integers(1, min(CHUNK_SIZE, total - sum(pieces)))))
+    return pieces[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((name, "eager") for name in ARCHITECTURES),
+        *(pytest.param(name, "cpu", marks=pytest.mark.slow) for name in ("llama", "qwen3", "gpt_oss")),
+    ],
+)
+def test_chunk_boundaries_and_old_contents_change_no_bit(
+    open_runner: Opener, tiny_specs: dict[str, ModelSpec], name: str, target: str
+) -> None:
+    runner, spec = open_runner(name, target), tiny_specs[name]
+
+    @examples(12)
+    @given(splits(), st.integers(0, 2))
+    def check(pieces: list[int], slot: int) -> None:
+        length = sum(pieces)
+        prompt = random_tokens(length, seed=length)
+        runner.reset_slots()
+        fill_rows(runner, spec, range(4), 0.0)
+        whole = [CHUNK_SIZE] * (length // CHUNK_SIZE) + [length % CHUNK_SIZE] * (length % CHUNK_SIZE > 0)
+        expected = [prefill_pieces(runner, slot, prompt, whole), decode_tokens(runner, {slot: 5})[1][slot]]
+        states = read_states(runner, spec)
+        runner.reset_slots()
+        fill_rows(runner, spec, range(4), None)
+        results = [prefill_pieces(runner, slot, prompt, pieces), decode_tokens(runner, {slot: 5})[1][slot]]
+        assert all(map(torch.equal, results, expected))
+        assert same_states(read_states(runner, spec), states, [slot], stop=length + 1)
+
+    check()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_step_writes_its_own_columns_and_the_trash_row_only(
+    open_runner: Opener, tiny_specs: dict[str, ModelSpec], target: str
+) -> None:
+    runner, spec = open_runner("llama", target), tiny_specs["llama"]
+    prefill_pieces(runner, 0, random_tokens(5), [5])
+    prefill_pieces(runner, 2, random_tokens(9), [8, 1])
+    fill_rows(runner, spec, [1], None)
+    before = read_states(runner, spec)
+    runner.run_step([PromptPiece(0, random_tokens(3))])
+    after_chunk = read_states(runner, spec)
+    decode_tokens(runner, {2: 7})
+    after_decode = read_states(runner, spec)
+    for name in before:
+        written = (after_chunk[name] != before[name]).any(dim=(1, 3))[:TRASH_ROW].nonzero().tolist()
+        assert written == [[0, 5], [0, 6], [0, 7]]
+        written = (after_decode[name] != after_chunk[name]).any(dim=(1, 3))[:TRASH_ROW].nonzero().tolist()
+        assert written == [[2, 9]]

@@ -14,26 +14,20 @@ import torch
 from helpers import (
     LENGTH,
     Opener,
-    as_tensor,
-    decode_rows,
     decode_tokens,
     examples,
     export_tiny,
     prefill_pieces,
     random_tokens,
     read_state,
-    read_states,
     reuse_prefix,
-    same_states,
     state_names,
-    write_state,
 )
 from hypothesis import given
-from hypothesis import strategies as st
+from selecting import cut_in_pieces
 from torch import Tensor, nn
 
-from optimum_neuron.artifact.artifact import FORMAT_VERSION, MANIFEST_NAME, Artifact, ArtifactError
-from optimum_neuron.core import PromptPiece
+from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.errors import UnsupportedModelError
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
@@ -52,18 +46,7 @@ SHORT_ROWS: dict[str, Any] = {"prefill_chunk_size": 2, "ctx_batch_size": 3}
 PROMPT = 17
 
 
-def cuttings(total: int, most: int) -> st.SearchStrategy[list[int]]:
-    """Ways to cut `total` tokens into pieces of at most `most`."""
-
-    def cut(sizes: list[int]) -> list[int]:
-        ends = [*np.cumsum(sizes)[np.cumsum(sizes) < total].tolist(), total]
-        return np.diff([0, *ends]).tolist()
-
-    return st.lists(st.integers(1, most), min_size=total, max_size=total).map(cut)
-
-
 def continue_by_hand(runner: GraphRunner, slot: int, tokens: np.ndarray) -> Tensor:
-    """Decodes given tokens; returns the logits after each."""
     return torch.stack([decode_tokens(runner, {slot: int(token)})[1][slot] for token in tokens])
 
 
@@ -95,7 +78,7 @@ def test_no_cutting_of_a_prompt_changes_a_bit(
     kept, expected = states(), continue_by_hand(runner, 1, rest)
 
     @examples(30)
-    @given(cuttings(PROMPT, config.prompt_capacity))
+    @given(cut_in_pieces(PROMPT, config.prompt_capacity))
     def check(pieces: list[int]) -> None:
         runner.reset_slots()
         prefill_pieces(runner, 1, prompt, pieces)
@@ -104,56 +87,6 @@ def test_no_cutting_of_a_prompt_changes_a_bit(
 
     check()
     assert len({tuple(row.tolist()) for row in kept[0]}) == 3
-
-
-def test_a_prompt_beside_others_is_what_it_is_alone(open_runner: Opener) -> None:
-    runner = open_runner("lfm2", **SHORT_ROWS)
-    prompts = [random_tokens(count, seed=count) for count in (2, 4, 9)]
-    alone = []
-    for slot, prompt in enumerate(prompts):
-        runner.reset_slots()
-        alone.append(prefill_pieces(runner, slot, prompt, [len(prompt)] if len(prompt) < 7 else [2, 4, 3]))
-    runner.reset_slots()
-    # Slot 2 takes a row behind two rows of slot 1, then all three rows.
-    steps = [{0: prompts[0], 1: prompts[1]}, {2: prompts[2][:2]}, {2: prompts[2][2:6]}, {2: prompts[2][6:]}]
-    found: dict[int, Tensor] = {}
-    for step in steps:
-        output = runner.run_step([PromptPiece(slot, tokens) for slot, tokens in step.items()])
-        assert output.chunk_logits is not None
-        found |= {slot: as_tensor(output.chunk_logits[row]) for row, slot in enumerate(step)}
-    assert all(torch.equal(found[slot], logits) for slot, logits in enumerate(alone))
-
-
-def test_a_slot_without_a_token_keeps_its_state(open_runner: Opener, tiny_specs: dict[str, ModelSpec]) -> None:
-    runner, spec = open_runner("lfm2"), tiny_specs["lfm2"]
-    for slot in range(3):
-        prefill_pieces(runner, slot, random_tokens(5 + slot, seed=slot), [5 + slot])
-    before = read_states(runner, spec)
-    runner.run_step([PromptPiece(1, random_tokens(2))], decode_rows(runner, {2: 7}))
-    runner.run_step([PromptPiece(1, random_tokens(1))])
-    decode_tokens(runner, {2: 9})
-    after = read_states(runner, spec)
-    assert same_states(before, after, [0])
-    convolutions = {name: before[name] for name in convolution_states(runner, spec)}
-    for slot in (1, 2):
-        assert not any(torch.equal(after[name][slot], state[slot]) for name, state in convolutions.items())
-
-
-@pytest.mark.parametrize("first", [2])
-def test_a_request_starts_from_nothing_whatever_its_slot_holds(
-    open_runner: Opener, tiny_specs: dict[str, ModelSpec], first: int
-) -> None:
-    runner, prompt = open_runner("lfm2"), random_tokens(9)
-    expected = prefill_pieces(runner, 0, prompt, [first, 8 - first, 1])
-    runner.reset_slots()
-    for name in convolution_states(runner, tiny_specs["lfm2"]):
-        state = read_state(runner.executable, name)
-        write_state(runner.executable, name, torch.full_like(state, torch.nan))
-    assert torch.equal(prefill_pieces(runner, 0, prompt, [first, 8 - first, 1]), expected)
-    assert expected.isfinite().all()
-    for name in convolution_states(runner, tiny_specs["lfm2"]):
-        state = read_state(runner.executable, name)
-        write_state(runner.executable, name, state.nan_to_num())
 
 
 def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: Opener) -> None:
@@ -196,24 +129,12 @@ def test_a_model_without_such_state_has_no_snapshots(open_runner: Opener) -> Non
         runner.keep_state(0, 0)
 
 
-@pytest.fixture(scope="module")
-def artifact(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_tiny(sharp_checkpoints["lfm2"], tmp_path_factory.mktemp("state") / "lfm2")
-
-
 def test_older_programs_refuse_an_artifact_whose_state_they_would_overlook(
-    artifact: Path, sharp_checkpoints: dict[str, Path], tmp_path: Path
+    sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    manifest = json.loads((artifact / MANIFEST_NAME).read_text())
-    assert manifest["format_version"] == 2
-    plain = export_tiny(sharp_checkpoints["llama"], tmp_path / "llama")
-    assert json.loads((plain / MANIFEST_NAME).read_text())["format_version"] == 1
-    manifest["format_version"] = FORMAT_VERSION + 1
-    (plain / MANIFEST_NAME).write_text(json.dumps(manifest))
-    with pytest.raises(
-        ArtifactError, match=f"has format_version {FORMAT_VERSION + 1}, this program reads 1 to {FORMAT_VERSION}"
-    ):
-        Artifact.open(plain)
+    for name, version in (("lfm2", 2), ("llama", 1)):
+        artifact = Artifact.open(export_tiny(sharp_checkpoints[name], tmp_path / name))
+        assert artifact.manifest["format_version"] == version
 
 
 def test_ranks_keep_as_many_channels_of_a_convolution_each(tiny_models: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import configs
 from canaries import CANARIES, fill_unseen, same_bits, serve_steps
 from helpers import (
     ARCHITECTURES,
@@ -31,7 +32,7 @@ from helpers import (
     tiny_config,
 )
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, CodeGenConfig, Llama4TextConfig
+from transformers import AutoModelForCausalLM
 
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.parity.inspect import inspect_model
@@ -42,7 +43,7 @@ from optimum_neuron.targets.cpu.executable import LiveTokens
 
 BROKEN = 77  # a token whose row of the embedding is not finite
 # With convolutions, with attention in code of its own, within blocks of positions.
-MODELS = (*ARCHITECTURES, "lfm2", "codegen", "llama4")
+MODELS = (*ARCHITECTURES, "lfm2", "codegen", "llama4_text")
 # On the cpu target: by the own kernels, by torch's operators (sinks, latent attention, float16), without convolutions and with.
 SHARED = ("llama", "gpt_oss", "lfm2")  # artifacts of other tests
 COMPILED = (*(f"{name}-cpu" for name in SHARED), "deepseek_v3-cpu", "codegen-cpu", "qwen3-cpu-float16")
@@ -51,25 +52,9 @@ COMPILED = (*(f"{name}-cpu" for name in SHARED), "deepseek_v3-cpu", "codegen-cpu
 @pytest.fixture(scope="module")
 def checkpoints(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = dict(sharp_checkpoints)
-    configs = {
-        "codegen": CodeGenConfig(
-            vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=256, n_inner=96, rotary_dim=8
-        ),
-        "llama4": Llama4TextConfig(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            intermediate_size_mlp=96,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            attention_chunk_size=8,
-            num_local_experts=4,
-            pad_token_id=0,
-        ),
-    }
-    for name, config in configs.items():
+    for name in ("codegen", "llama4_text"):
+        config = configs.tiny_config(name)
+        config.vocab_size = VOCAB
         made[name] = tmp_path_factory.mktemp(name)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(made[name])
     return made
@@ -169,7 +154,6 @@ def broken_runner(model: nn.Module, value: float) -> GraphRunner:
 
 
 def no_nan(states: dict[str, Tensor]) -> dict[str, Tensor]:
-    """NaN is not equal to itself, and has many bits."""
     return {name: state.nan_to_num(123.0) for name, state in states.items()}
 
 

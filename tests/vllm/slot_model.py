@@ -40,7 +40,7 @@ class SlotModel(Executable):
 
     def __init__(self, config: NeuronConfig, *, keeps_state: bool = False) -> None:
         self._states: list[list[int]] | None = [[] for _ in range(config.batch_size)] if keeps_state else None
-        self._snapshots: list[list[int]] = [[] for _ in range(config.snapshot_places)]
+        self._snapshots: list[list[int]] = [[] for _ in range(config.state_places)]
         self._specs = {spec.name: spec for spec in graph_specs(config)}
         self._cache = np.full((config.kv_blocks + 1, config.block_length), NOTHING, np.int32)
         self._has_blocks = config.kv_block_size is not None

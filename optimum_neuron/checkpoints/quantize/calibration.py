@@ -22,7 +22,7 @@ from ... import progress
 from ...config import NeuronConfig
 from ...errors import first_line
 from ...parity.comparison_runs import own_attention
-from ...step.features.codes.expert_weights import natural_shape, plain_weights
+from ...step.features.codes.modules import natural_shape, plain_weights
 from ...step.features.experts.experts import ExpertsCall, routing, set_experts, watched_experts
 from ...step.one_thread import one_thread
 from ..checkpoint import Checkpoint

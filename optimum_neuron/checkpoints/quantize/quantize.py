@@ -18,15 +18,18 @@ from transformers import PreTrainedModel
 from ... import progress
 from ...config import ACTIVATIONS, NeuronConfig
 from ...parity.nonfinite import nonfinite
-from ...step.features.codes.expert_weights import (
+from ...step.features.codes.formats import WeightFormat, make_room
+from ...step.features.codes.modules import (
+    QuantizedEmbedding,
+    QuantizedLinear,
     is_experts,
     plain_weights,
     quantized_weights,
+    replace_embedding,
+    replace_linear,
     replace_weights,
     round_activations_of,
 )
-from ...step.features.codes.formats import WeightFormat, make_room
-from ...step.features.codes.modules import QuantizedEmbedding, QuantizedLinear, replace_embedding, replace_linear
 from ...step.features.codes.weight import MEET_CODED, QuantizedWeight
 from ...step.one_thread import one_thread
 from .calibration import Calibration, input_importance

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from ..layer_numbers import LayerCalls
+from ..serving import LayerCalls
 from . import kv_cache
 from .call import AttentionCall, CompressedKeys
 from .coded_states import CodedStates, Stored, raw_scores, weighted_sum
-from .layout import AllSlots
-from .rows import AttentionRows
+from .rows import AttentionRows, StepLayout
 
 
 # Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one that is finite.
@@ -42,99 +41,69 @@ CacheWrite = Callable[[Stored, Tensor, Tensor, Tensor], None]
 
 @dataclass
 class CachedAttention:
-    """The attention backend of step graphs.
+    """The attention backend of step graphs."""
 
-    Attributes:
-        write_blocks, write_columns: `[tokens]`, where each token of the step goes in the cache.
-        groups: the row groups, in the order of their tokens in the step.
-        attend_cache, attend_decode, write_cache, reads_visible: of `StepOps`.
-        all_slots: for a model that attends by code of its own.
-    """
-
-    cache: kv_cache.KVCache
-    write_blocks: Tensor
-    write_columns: Tensor
-    groups: list[AttentionRows]
-    attend_cache: CacheAttention
-    attend_decode: DecodeAttention | None
-    write_cache: CacheWrite
-    reads_visible: ReadsVisible
-    all_slots: AllSlots | None = None
+    step: StepLayout
     calls: LayerCalls = field(default_factory=LayerCalls)
 
     def _write_keys(self, states: tuple[Tensor, Tensor], keys: Stored, values: Stored) -> None:
         for cache, each in zip((keys, values), states, strict=True):
-            self.write_cache(cache, each, self.write_blocks, self.write_columns)
+            self.step.ops.write_cache(cache, each, *self.step.block_places)
 
     def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of a model that attends by itself; return those of all slots, as `AllSlots.read_slots`."""
-        assert self.all_slots is not None
-        keys, values = self.cache.get_keys(self.calls.number_call(layer_idx))
+        assert self.step.all_slots is not None
+        keys, values = self.step.cache.get_keys(self.calls.number_call(layer_idx))
         assert isinstance(keys, Tensor) and isinstance(values, Tensor)  # checks of configs refuse others
         self._write_keys(kv_cache.whole_or_nan(_by_token(key), _by_token(value)), keys, values)
-        return self.all_slots.read_slots(keys, values)
+        return self.step.all_slots.read_slots(keys, values)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        keys, values = self.cache.get_keys(self.calls.number_call(call.layer_idx))
+        step, ops = self.step, self.step.ops
+        keys, values = step.cache.get_keys(self.calls.number_call(call.layer_idx))
         states = _by_token(call.key), _by_token(call.value)
-        if not self.reads_visible(call, keys, values):
+        if ops.reads_visible is None or not ops.reads_visible(call, keys, values):
             states = kv_cache.whole_or_nan(*states)
-        apart = [group for group in self.groups if self.attend_decode is not None and group.decodes]
+        apart = [group for group in step.groups if ops.attend_decode is not None and group.decodes]
         outputs, start = [], 0
         for group in apart:  # decode rows come first in a step
             stop = start + group.position_ids.numel()
             key, value = (each[start:stop] for each in states)
-            assert self.attend_decode is not None
-            own, query = self._call_of(call, group, start), self._query_of(call, group, start)
-            outputs.append(self.attend_decode(own, group, query, keys, values, key, value))
+            own, query = _call_of_group(call, group.position_ids, start)
+            outputs.append(ops.attend_decode(own, group, query, keys, values, key, value))
             start = stop
         self._write_keys(states, keys, values)
-        for group in self.groups[len(apart) :]:
-            own, query = self._call_of(call, group, start), self._query_of(call, group, start)
-            outputs.append(self.attend_cache(own, group, query, keys, values))
+        for group in step.groups[len(apart) :]:
+            own, query = _call_of_group(call, group.position_ids, start)
+            outputs.append(ops.attend_cache(own, group, query, keys, values))
             start += group.position_ids.numel()
         flat = [output.flatten(0, 1) for output in outputs]
         return torch.cat(flat)[None] if len(flat) > 1 else flat[0][None]
 
-    @staticmethod
-    def _call_of(call: AttentionCall, group: AttentionRows, start: int) -> AttentionCall:
-        """Return the call of a group, with the selections of its tokens alone."""
-        if call.attends_to_all:
-            return call
 
-        rows = group.position_ids
-
-        def own_tokens(selected: Tensor) -> Tensor:
-            return selected[start : start + rows.numel()].unflatten(0, rows.shape)
-
+def _call_of_group(call: AttentionCall, rows: Tensor, start: int) -> tuple[AttentionCall, Tensor]:
+    """Return the call and the query `[rows, heads, tokens, key_dim]` of rows that begin at token `start` of the step."""
+    stop, query = start + rows.numel(), call.query
+    if not call.attends_to_all:  # selections are those of its tokens
         compressed, selected = call.compressed, call.selected
         if compressed is not None and compressed.selected is not None:
-            compressed = replace(compressed, selected=own_tokens(compressed.selected))
-        return replace(
-            call, compressed=compressed, selected=None if selected is None else own_tokens(selected).transpose(1, 2)
-        )
-
-    @staticmethod
-    def _query_of(call: AttentionCall, group: AttentionRows, start: int) -> Tensor:
-        """Return `[rows, heads, tokens, key_dim]` of a group that begins at token `start` of the step."""
-        rows, tokens = group.position_ids.shape
-        return call.query[0, :, start : start + rows * tokens].unflatten(1, (rows, tokens)).transpose(0, 1)
+            compressed = replace(compressed, selected=compressed.selected[start:stop].unflatten(0, rows.shape))
+        if selected is not None:
+            selected = selected[start:stop].unflatten(0, rows.shape).transpose(1, 2)
+        call = replace(call, compressed=compressed, selected=selected)
+    return call, query[0, :, start:stop].unflatten(1, tuple(rows.shape)).transpose(0, 1)
 
 
 def _by_token(states: Tensor) -> Tensor:
-    """Return `[1, kv_heads, tokens, dim]` as it is written: `[tokens, kv_heads, dim]`."""
     return states[0].transpose(0, 1)
 
 
 def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
-    """Attend by torch operators that every target can lower: the reference.
+    """Attend by torch operators that every target can lower, the reference: `[rows, tokens, heads, value_dim]`.
 
     Args:
         query: `[rows, heads, tokens, key_dim]`.
         keys, values: the layer's whole cache.
-
-    Returns:
-        `[rows, tokens, heads, value_dim]`.
     """
     rows, heads, tokens, _ = query.shape
     keys = kv_cache.read_cache(keys, group.blocks, rows, group.context_length)
@@ -170,12 +139,7 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
 def added_bias(table: Tensor, position_ids: Tensor, start: int, stop: int) -> Tensor:
     """Return what is added to scores, less what a token's own column gets: small where weights are large, at any position.
 
-    Args:
-        table: `[heads, columns]`.
-        position_ids: `[rows, tokens]`; an idle row has -1.
-
-    Returns:
-        `[rows, heads, tokens, stop - start]` float32, for these columns.
+    From a table `[heads, columns]` and `position_ids [rows, tokens]`, -1 in idle rows, to `[rows, heads, tokens, stop - start]` float32.
     """
     table, places = table.float(), position_ids.clamp(min=0)
     own = table.index_select(1, places.flatten()).unflatten(1, tuple(places.shape)).transpose(0, 1)
@@ -244,3 +208,21 @@ def _attend_explicit(
     sinks = call.sinks.float().view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, tokens, 1)
     weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :columns]
     return weighted_sum(weights.flatten(2, 3), values, torch.float32).to(query.dtype)
+
+
+@dataclass
+class KeyRecorder:
+    """An attention backend that only records which keys and values layers keep."""
+
+    found: list[Any]
+    make_state: Callable[..., Any]
+    calls: LayerCalls = field(default_factory=LayerCalls)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.store(call.layer_idx, call.key, call.value)
+        return call.query.new_zeros((1, call.query.shape[2], call.query.shape[1], call.value.shape[-1]))
+
+    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        number = self.calls.number_call(layer_idx)
+        self.found.append(self.make_state(number, key.shape[1], key.shape[-1], value.shape[-1]))
+        return key, value

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,13 +13,10 @@ from .masks import Window
 
 @dataclass(frozen=True)
 class CompressedKeys:
-    """Keys that stand for several tokens each, which attention reads next to keys and values.
+    """Keys `[slots, 1, groups, dim]`, also values, that stand for `rate` tokens each, which attention reads next to keys and values.
 
-    Attributes:
-        keys: `[slots, 1, groups, dim]`, the cache of them, also their values.
-        rate: tokens that each stands for.
-        selected: bool, the groups that a token attends to of those that it sees; None: all. `[tokens, groups]` in the call of a
-            layer, `[rows, tokens, groups]` in the call of a group of rows.
+    `selected` are the groups that a token attends to of those that it sees, bool; None: all. They are `[tokens, groups]` in the call of a
+    layer, `[rows, tokens, groups]` in the call of a group of rows.
     """
 
     keys: Tensor
@@ -65,10 +62,3 @@ class AttentionBackend(Protocol):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return `[1, tokens, heads, value_dim]`."""
-
-
-class KeyBackend(AttentionBackend, Protocol):
-    """A backend that also serves models that attend by code of their own."""
-
-    def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Any, Any]:
-        """Store keys and values of the step's tokens; return those that a token may see under the step's mask."""

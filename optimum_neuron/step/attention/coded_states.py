@@ -33,7 +33,6 @@ class CodedStates:
 
     @property
     def shape(self) -> torch.Size:
-        """Return the shape of the numbers."""
         return self.codes.shape
 
     def __getitem__(self, index: Any) -> CodedStates:
@@ -46,7 +45,6 @@ class CodedStates:
         return len(self.codes)
 
     def dequantize(self) -> Tensor:
-        """Return the numbers, in float32."""
         return self.codes.float() * self.scale
 
 
@@ -55,25 +53,17 @@ Stored = Tensor | CodedStates
 
 
 def round_states(states: Tensor, dtype: torch.dtype) -> CodedStates:
-    """Return the codes of `states [..., dim]`: a head's scale is its largest number over the largest code; codes round to nearest.
-
-    Args:
-        dtype: of codes, as in `LARGEST_CODE`.
-    """
+    """Return codes of a type in `LARGEST_CODE` for `states [..., dim]`: a head's scale is its largest number over the largest code."""
     numbers, largest_code = states.float(), LARGEST_CODE[dtype]
     largest = numbers.abs().amax(-1, keepdim=True)
     scale = torch.where(largest < SMALLEST_HEAD, 1.0, largest / largest_code)
     broken = scale - scale  # NaN where a number is not finite; not a constant, which devices refuse
     codes = torch.where(broken == 0, numbers / scale, 0.0)
-    codes = _round_nearest(codes) if dtype == torch.int8 else codes
+    if dtype == torch.int8:  # to the nearest whole numbers, ties to even, by operators that every target has
+        below = torch.floor(codes)
+        rest, odd = codes - below, below - 2.0 * torch.floor(below * 0.5)
+        codes = below + torch.where(rest == 0.5, odd, (rest > 0.5).float())
     return CodedStates(codes.clamp(-largest_code, largest_code).to(dtype), scale + broken)
-
-
-def _round_nearest(values: Tensor) -> Tensor:
-    """Return the nearest whole numbers, ties to even, by operators that every target has."""
-    below = torch.floor(values)
-    rest, odd = values - below, below - 2.0 * torch.floor(below * 0.5)
-    return below + torch.where(rest == 0.5, odd, (rest > 0.5).float())
 
 
 def as_kept(states: Tensor, cache: Stored) -> Stored:
@@ -87,11 +77,7 @@ def numbers(states: Stored) -> Tensor:
 
 
 def raw_scores(query: Tensor, keys: Stored, dtype: torch.dtype) -> Tensor:
-    """Return products of `query [..., n, dim]` with `keys [..., columns, dim]`: `[..., n, columns]` float32.
-
-    Args:
-        dtype: in which codes are multiplied; each is exact in it.
-    """
+    """Return `query [..., n, dim]` times `keys [..., columns, dim]`, `[..., n, columns]` float32; codes are exact in `dtype`, and multiply in it."""
     if isinstance(keys, Tensor):
         return (query @ keys.transpose(-1, -2)).float()
     scores = query.to(dtype) @ keys.codes.to(dtype).transpose(-1, -2)
@@ -99,11 +85,7 @@ def raw_scores(query: Tensor, keys: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def weighted_sum(weights: Tensor, values: Stored, dtype: torch.dtype) -> Tensor:
-    """Sum `values [..., columns, dim]` by `weights [..., n, columns]` float32: `[..., n, dim]`, rounded as products in `dtype` are.
-
-    Args:
-        dtype: in which codes are multiplied; plain values are in their own.
-    """
+    """Sum `values [..., columns, dim]` by `weights [..., n, columns]` float32: `[..., n, dim]`, rounded as products of codes in `dtype` are."""
     if isinstance(values, Tensor):
         return weights.to(values.dtype) @ values
     return (weights * values.scale.transpose(-1, -2)).to(dtype) @ values.codes.to(dtype)

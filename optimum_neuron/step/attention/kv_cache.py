@@ -12,7 +12,7 @@ A column that a token does not see has no effect, whatever it holds: readers sel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -22,35 +22,23 @@ from .coded_states import CodedStates, Stored, round_states
 
 
 class KVCache(nn.Module):
-    """The state buffers of a model, zeroed, by the names of `state_specs` without their prefix.
-
-    Attributes:
-        away: names of states that are elsewhere for now; a look-up of one raises LookupError.
-    """
+    """The state buffers of a model, zeroed, by the names of `state_specs` without their prefix."""
 
     def __init__(self, states: Iterable[TensorSpec]) -> None:
         super().__init__()
-        self.away: set[str] = set()
         for state in states:
             name = state.name.removeprefix("kv_cache.")
             self.register_buffer(name, torch.zeros(state.shape, dtype=getattr(torch, state.dtype)))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("away", ()):
-            raise LookupError(f"{name} is away")
-        return super().__getattr__(name)
 
     def find_state(self, role: str, *numbers: int) -> Tensor | None:
         """Return the buffer of a layer's state by its role and numbers (`LayerState.roles`); None where there is none."""
         return getattr(self, "_".join((role, *map(str, numbers))), None)
 
     def get_state(self, role: str, *numbers: int) -> Tensor:
-        """Return a buffer that is there."""
         state: Tensor = getattr(self, "_".join((role, *map(str, numbers))))
         return state
 
     def get_keys(self, layer_idx: int) -> tuple[Stored, Stored]:
-        """Return the keys and values of one layer, the buffers themselves."""
         return self._find_stored("key", layer_idx), self._find_stored("value", layer_idx)
 
     def _find_stored(self, role: str, layer_idx: int) -> Stored:
@@ -61,10 +49,7 @@ class KVCache(nn.Module):
 def write_tokens(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
     """Write one token per index pair in place: `cache[blocks[t], :, columns[t]] = states[t]`, rounded where the cache has codes.
 
-    Args:
-        cache: `[blocks, kv_heads, block_length, head_dim]`.
-        states: `[tokens, kv_heads, head_dim]`.
-        blocks, columns: `[tokens]`; no pair occurs twice.
+    `states` are `[tokens, kv_heads, head_dim]`, `blocks` and `columns` `[tokens]`; no pair occurs twice.
     """
     write_rounded(_put_tokens, cache, states, blocks, columns)
 
@@ -97,9 +82,8 @@ def read_cache(cache: Stored, blocks: Tensor | None, rows: int, context_length: 
 def read_cache(cache: Stored, blocks: Tensor | None, rows: int, context_length: int) -> Stored:
     """Return the first `context_length` tokens of some rows: `[rows, kv_heads, context_length, head_dim]`.
 
-    Args:
-        blocks: `[rows, n]`, the blocks of each row in order, to be gathered; `[rows]` where a row has one; None reads blocks 0
-            to rows - 1 in place, without a copy.
+    `blocks` are `[rows, n]`, those of each row in order, to be gathered, or `[rows]` where a row has one; None reads blocks 0 to rows - 1 in
+    place, without a copy.
     """
     if isinstance(cache, CodedStates):
         return CodedStates(*(read_cache(each, blocks, rows, context_length) for each in (cache.codes, cache.scale)))
@@ -112,12 +96,9 @@ def read_cache(cache: Stored, blocks: Tensor | None, rows: int, context_length: 
 
 
 def whole_or_nan(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values with NaN in place of all numbers of a token that has one that is not finite.
+    """Return `key` and `value` `[tokens, kv_heads, dim]` with NaN for all numbers of a token that has one that is not finite.
 
     So a reader of such a token gets NaN, whichever number it was, and `broken_columns` need not read them all.
-
-    Args:
-        key, value: `[tokens, kv_heads, dim]`.
     """
     total = key.float().sum((1, 2)) + value.float().sum((1, 2))
     nan = (total - total)[:, None, None]  # zero where all are finite; not a constant, which devices refuse
@@ -126,11 +107,7 @@ def whole_or_nan(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def broken_columns(keys: Stored) -> Tensor:
-    """Return `[rows, columns]` float32: NaN where a column holds a token that `whole_or_nan` made NaN, else zero.
-
-    Args:
-        keys: `[rows, kv_heads, columns, dim]`.
-    """
+    """Return `[rows, columns]` float32 from `keys [rows, kv_heads, columns, dim]`: NaN for a token that `whole_or_nan` made NaN, else zero."""
     one = (keys if isinstance(keys, Tensor) else keys.scale)[:, 0, :, 0].float()
     return one - one
 
@@ -140,10 +117,8 @@ def write_indices(
 ) -> tuple[Tensor, Tensor]:
     """Return cache row and column of every token of a row group, `[rows * tokens]` int32 each; padding goes to the trash row.
 
-    Args:
-        position_ids, actual: `[rows, tokens]`; `actual` is the actual-tokens mask.
-        seq_ids: `[rows]`, the slot of each row.
-        offset: index in the step of the group's first token: the trash column of a padding token is its index.
+    `position_ids` and the mask `actual` are `[rows, tokens]`, `seq_ids [rows]` the slots. The group's first token is number `offset` of the
+    step: the trash column of a padding token is its number.
     """
     rows, tokens = position_ids.shape
     own_index = torch.arange(offset, offset + rows * tokens, dtype=torch.int32).view(rows, tokens)
@@ -155,12 +130,9 @@ def write_indices(
 def block_indices(
     position_ids: Tensor, actual: Tensor, blocks: Tensor, block_length: int, trash: int, offset: int
 ) -> tuple[Tensor, Tensor]:
-    """Return block and column of every token, as `write_indices` for a cache of blocks.
+    """Return block and column of every token, as `write_indices` for a cache of blocks of `block_length`, a power of two.
 
-    Args:
-        blocks: `[rows, tokens]`, the block that has each token's position; of padding, any.
-        block_length: a power of two.
-        trash: the first of the blocks that take padding.
+    `blocks [rows, tokens]` have each token's position; of padding, any. `trash` is the first of the blocks that take padding.
     """
     rows, tokens = position_ids.shape
     own_index = torch.arange(offset, offset + rows * tokens, dtype=torch.int32).view(rows, tokens)

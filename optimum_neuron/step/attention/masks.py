@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 
 from ...errors import UnsupportedModelError
-from ..stand_in import StandIn
+from ..serving import StandIn
 
 
 @dataclass(frozen=True)
 class AttentionChunk:
-    """A block of `size` consecutive positions: a token sees only tokens of its own (Llama 4)."""
-
     size: int
 
 
@@ -40,13 +39,11 @@ class Selection(Protocol):
 class CausalMask(StandIn):
     """A stand-in for an attention mask: every token sees itself and the tokens before it, within a window.
 
-    Attributes:
-        window: how far back.
-        extra: the name of anything else that the mask was to do.
-        selection: the keys that a layer has selected of that.
+    `extra` names anything else that the mask was to do. `selection` are the keys that a layer has selected.
     """
 
     pronoun = "it"
+    refusal = "it computes with its attention mask ({}): a bias or a choice of keys that the attention interface would not see"
     dtype = torch.float32  # of a mask that is added to scores
 
     def __init__(self, window: Window, extra: str | None = None, selection: Selection | None = None) -> None:
@@ -60,11 +57,11 @@ class CausalMask(StandIn):
     def __add__(self, other: object) -> CausalMask:
         """Return the mask with a layer's selection; anything else is a bias."""
         if not isinstance(other, Selection) or self.selection is not None:
-            _refuse_mask("applies add to it")
+            self.refuse_use("applies add to it")
         return other.narrow_mask(self)
 
     def visible_window(self) -> Window:
-        """Return the window; raises UnsupportedModelError where the mask is more than causal within a window."""
+        """Return the window; raise UnsupportedModelError where the mask is more than causal within a window."""
         if self.extra is not None:
             raise UnsupportedModelError(f"it masks attention by {self.extra}, which is no causal or windowed mask")
         return self.window
@@ -73,41 +70,14 @@ class CausalMask(StandIn):
         """Return the mask: models cut masks to the keys that there are, and one by positions fits any number of keys."""
         return self
 
-    def refuse_use(self, use: str) -> NoReturn:
-        _refuse_mask(use)
+    def _refuse_operator(self, name: str, other: object = None) -> NoReturn:
+        self.refuse_use(f"applies {name} to it")
 
 
-def _refuse_mask(what: str) -> NoReturn:
-    raise UnsupportedModelError(
-        f"it computes with its attention mask ({what}): a bias or a choice of keys that the attention interface would not see"
-    )
-
-
-def _refused_operator(name: str) -> Callable:
-    def refuse_operand(self: CausalMask, other: object = None) -> NoReturn:
-        _refuse_mask(f"applies {name.strip('_')} to it")
-
-    return refuse_operand
-
-
-CausalMask.__radd__ = _refused_operator("__radd__")  # type: ignore[attr-defined]
-for _name in ("sub", "mul", "and", "or", "truediv"):
-    for _prefix in ("__", "__r"):
-        setattr(CausalMask, f"{_prefix}{_name}__", _refused_operator(_name))
-for _name in (
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__eq__",
-    "__ne__",
-    "__invert__",
-    "__neg__",
-    "__bool__",
-    "__float__",
-    "__len__",
-):
-    setattr(CausalMask, _name, _refused_operator(_name))
+_ONE_WAY = ("radd", "lt", "le", "gt", "ge", "eq", "ne", "invert", "neg", "bool", "float", "len")
+_BOTH_WAYS = ("sub", "mul", "and", "or", "truediv")
+for _name in (*_ONE_WAY, *_BOTH_WAYS, *(f"r{name}" for name in _BOTH_WAYS)):
+    setattr(CausalMask, f"__{_name}__", partialmethod(CausalMask._refuse_operator, _name))
 
 
 def causal_mask(*_: Any, mask_function: Callable | None = None, **__: Any) -> CausalMask:

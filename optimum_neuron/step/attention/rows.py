@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from .kv_cache import KVCache
 from .masks import AttentionChunk, Window
 
 
@@ -21,12 +23,7 @@ def sees_columns(columns: Tensor, positions: Tensor, window: Window) -> Tensor:
 
 @dataclass
 class OwnedBlocks:
-    """`BlockOwners` as tensors, with the positions of the rows.
-
-    Attributes:
-        position_ids: `[R, 1]`.
-        shared_blocks, shared_base: None where a graph has no place for blocks with several owners.
-    """
+    """`BlockOwners` as tensors, None for shared blocks without a place, with the positions of the rows `[R, 1]`."""
 
     position_ids: Tensor
     block_owner: Tensor
@@ -53,11 +50,7 @@ class OwnedBlocks:
         return self.masks[key]
 
     def added_bias(self, table: Tensor, length: int) -> Tensor:
-        """Return `[K, heads, 1, length]`: what is added to the scores of a block's owner, less what its own column gets.
-
-        Args:
-            table: `[heads, columns]`.
-        """
+        """Return `[K, heads, 1, length]`: what a table `[heads, columns]` adds to an owner's scores, less what its own column gets."""
         own = _of_tokens(table, self.position_ids[:, 0]).index_select(0, self.block_owner)
         return (_of_blocks(table, self.block_base, length) - own[:, :, None])[:, :, None]
 
@@ -69,7 +62,6 @@ class OwnedBlocks:
 
 
 def _of_tokens(table: Tensor, positions: Tensor) -> Tensor:
-    """Return a table's numbers for tokens: `[R, heads]` float32."""
     return table.float().index_select(1, positions.clamp(min=0)).transpose(0, 1)
 
 
@@ -103,45 +95,43 @@ class AttentionRows:
     decodes: bool = False
     owned: OwnedBlocks | None = None
     slots: Tensor | None = None
-    masks: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
-    columns: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
-    past: dict[tuple[Window, int, int], Tensor] = field(default_factory=dict)
-    compressed: dict[int, Tensor] = field(default_factory=dict)
+    made: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)  # once per step
     parts: dict[tuple[int, int], AttentionRows] = field(default_factory=dict)
 
     def visible(self, sliding_window: Window, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return `[rows, tokens, stop - start]`: the cache columns that a token may see. Built once per window and step."""
+        """Return `[rows, tokens, stop - start]`: the cache columns that a token may see."""
         stop = self.context_length if stop is None else stop
-        key = (sliding_window, start, stop)
-        if key not in self.masks:
+        key = ("visible", sliding_window, start, stop)
+        if key not in self.made:
             columns = torch.arange(start, stop, dtype=torch.int32)
-            self.masks[key] = sees_columns(columns, self.position_ids[:, :, None], sliding_window)
-        return self.masks[key]
+            self.made[key] = sees_columns(columns, self.position_ids[:, :, None], sliding_window)
+        return self.made[key]
 
     def seen(self, sliding_window: Window, start: int = 0, stop: int | None = None) -> Tensor:
         """Return `[rows, stop - start]`: the cache columns that any token of a row may see."""
         stop = self.context_length if stop is None else stop
-        key = (sliding_window, start, stop)
-        if key not in self.columns:
-            self.columns[key] = self.visible(sliding_window, start, stop).any(1)
-        return self.columns[key]
+        key = ("seen", sliding_window, start, stop)
+        if key not in self.made:
+            self.made[key] = self.visible(sliding_window, start, stop).any(1)
+        return self.made[key]
 
     def earlier(self, sliding_window: Window, start: int, stop: int) -> Tensor:
         """Return `visible` without each token's own column: what it may see of the cache as it was before the step."""
-        key = (sliding_window, start, stop)
-        if key not in self.past:
+        key = ("earlier", sliding_window, start, stop)
+        if key not in self.made:
             columns = torch.arange(start, stop, dtype=torch.int32)
-            self.past[key] = self.visible(*key) & (columns < self.position_ids[:, :, None])
-        return self.past[key]
+            self.made[key] = self.visible(sliding_window, start, stop) & (columns < self.position_ids[:, :, None])
+        return self.made[key]
 
     def visible_groups(self, rate: int) -> Tensor:
         """Return `[rows, tokens, groups]`: the keys for `rate` tokens each that a token may see."""
-        if rate not in self.compressed:
-            self.compressed[rate] = visible_groups(self.position_ids, rate, self.context_length // rate)
-        return self.compressed[rate]
+        key = ("groups", rate)
+        if key not in self.made:
+            self.made[key] = visible_groups(self.position_ids, rate, self.context_length // rate)
+        return self.made[key]
 
     def part(self, start: int, stop: int) -> AttentionRows:
-        """Return the same rows with only these tokens."""
+        """Return the same rows with only these tokens, as one object per step: its masks are made once, too."""
         key = (start, stop)
         if key not in self.parts:
             positions = self.position_ids[:, start:stop]
@@ -156,17 +146,41 @@ def actual_tokens_mask(position_ids: Tensor) -> Tensor:
 
 
 def visible_groups(position_ids: Tensor, ratio: int, groups: int) -> Tensor:
-    """Return the compressed keys that a token may see, where one key stands for `ratio` consecutive positions.
+    """Return `[rows, tokens, groups]` bool: the keys for `ratio` consecutive positions each that a token may see.
 
-    A token sees the groups that end at or before its own position: `(position + 1) // ratio` of them. The bound is each token's own,
-    never that of its chunk, so it does not depend on how a prompt was cut.
-
-    Args:
-        position_ids: `[rows, tokens]`; an idle row has -1 and sees nothing.
-        groups: compressed keys that the cache has room for.
-
-    Returns:
-        `[rows, tokens, groups]`, bool.
+    They are the groups that end at or before its own position, of which an idle row has -1, never its chunk's: cuts change nothing.
     """
     complete = torch.div(position_ids + 1, ratio, rounding_mode="floor")
     return torch.arange(groups, dtype=torch.int32) < complete[:, :, None]
+
+
+class AllSlots(Protocol):
+    """The keys that a model attends over in code of its own."""
+
+    def read_slots(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all slots in a row, from a layer's whole cache with the step's tokens in it."""
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The rows of one step, and where its tokens go.
+
+    Attributes:
+        groups: the row groups, in the order of their tokens in the step.
+        block_places: two `[tokens]` tensors, the block and the column of each token in the KV cache.
+        slot_places: two `[tokens]` tensors, the slot and the position of each token; of padding, the row after the last slot and a
+            column that no other token has.
+        actual: `[tokens]`, which tokens are no padding.
+        slots: how many there are.
+        ops: the step's operators, a `StepOps`.
+        all_slots: for a model that attends by code of its own.
+    """
+
+    cache: KVCache
+    groups: list[AttentionRows]
+    block_places: tuple[Tensor, Tensor]
+    slot_places: tuple[Tensor, Tensor]
+    actual: Tensor
+    slots: int
+    ops: Any
+    all_slots: AllSlots | None = None

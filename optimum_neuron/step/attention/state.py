@@ -6,17 +6,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...config import NeuronConfig
 from ..layer_state import CheckedModel, LayerState
 from ..spec import TensorSpec
 
-
-if TYPE_CHECKING:
-    from .cached_attention import CachedAttention
-    from .layout import StepLayout
-    from .recorder import KeyRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -48,26 +43,10 @@ class KeyValueState(LayerState):
                 yield TensorSpec(f"kv_cache.{role}scale_{self.layer_idx}", (*places, 1), "float32")
 
     @classmethod
-    def make_recorder(cls, found: list[Any]) -> KeyRecorder:
-        from .recorder import KeyRecorder
+    def load_backends(cls) -> tuple[Any, Any]:
+        from .cached_attention import CachedAttention, KeyRecorder
 
-        return KeyRecorder(found, cls)
-
-    @classmethod
-    def make_backend(cls, step: StepLayout) -> CachedAttention:
-        from .cached_attention import CachedAttention
-
-        ops = step.ops
-        return CachedAttention(
-            step.cache,
-            *step.block_places,
-            step.groups,
-            ops.attend_cache,
-            ops.attend_decode,
-            ops.write_cache,
-            ops.reads_visible,
-            step.all_slots,
-        )
+        return KeyRecorder, CachedAttention
 
     @classmethod
     def check_config(cls, states: Sequence[KeyValueState], model: CheckedModel, config: NeuronConfig) -> None:
@@ -77,8 +56,17 @@ class KeyValueState(LayerState):
                 f"{model.name} attends by code of its own, over slots, and on target={config.target!r} blocks attend where "
                 f"they lie; leave out kv_block_size={config.kv_block_size} and kv_cache_tokens"
             )
-        if config.kv_cache_dtype is not None:
-            _check_codes(states, model, f"kv_cache_dtype={config.kv_cache_dtype!r}")
+        option = f"kv_cache_dtype={config.kv_cache_dtype!r}"
+        if config.kv_cache_dtype is not None and not states:
+            raise ValueError(
+                f"{option} is for keys and values, and {model.name} keeps none: states of recurrences and convolutions stay as "
+                f"they are; leave it out"
+            )
+        if config.kv_cache_dtype is not None and model.attends_alone:
+            raise ValueError(
+                f"{model.name} attends by code of its own, which takes keys and values as numbers, and {option} keeps codes; "
+                f"leave it out"
+            )
         if model.attends_alone and config.kv_block_size is not None:
             logger.warning(
                 "%d layers of %s gather their blocks in each step: they attend by code of their own, over all %d rows of %d tokens, "
@@ -88,15 +76,3 @@ class KeyValueState(LayerState):
                 config.batch_size,
                 config.sequence_length,
             )
-
-
-def _check_codes(states: Sequence[KeyValueState], model: CheckedModel, option: str) -> None:
-    if not states:
-        raise ValueError(
-            f"{option} is for keys and values, and {model.name} keeps none: states of recurrences and convolutions stay as they are; "
-            f"leave it out"
-        )
-    if model.attends_alone:
-        raise ValueError(
-            f"{model.name} attends by code of its own, which takes keys and values as numbers, and {option} keeps codes; leave it out"
-        )

@@ -25,13 +25,9 @@ class ChosenTokens(nn.Module):
         return torch.where(input_ids < 0, self.tokens[:, None], input_ids)
 
     def keep_tokens(self, tokens: Tensor, slots: Tensor) -> None:
-        """Keep the tokens that rows chose: of several rows of a slot, as a prompt has in one step, the last.
+        """Keep the tokens that rows chose, `[rows]` int32: of several rows of one of `slots_of_rows`, as a prompt has in one step, the last.
 
         A selection, not a scatter: indices may be equal.
-
-        Args:
-            tokens: `[rows]` int32.
-            slots: `[rows]` int32, from `slots_of_rows`.
         """
         rows = torch.arange(slots.shape[0], dtype=torch.int32)
         every = torch.arange(self.tokens.shape[0], dtype=torch.int32)
@@ -41,23 +37,13 @@ class ChosenTokens(nn.Module):
 
 
 def slots_of_rows(position_ids: Tensor, seq_ids: Tensor | None) -> Tensor:
-    """Return `[rows]` int32: the slot of each row; -1 where the row idles.
-
-    Args:
-        position_ids: `[rows, tokens]`.
-        seq_ids: `[rows]`, the slots; None for decode rows, where row i is slot i.
-    """
+    """Return `[rows]` int32, the slot of each row, from `position_ids [rows, tokens]`; -1 where the row idles. Decode rows have no `seq_ids`."""
     slots = torch.arange(position_ids.shape[0], dtype=torch.int32) if seq_ids is None else seq_ids
     return torch.where(position_ids[:, 0] >= 0, slots, -1)
 
 
 class Scores(nn.Module):
-    """Buffers `decode` and `chunk`, `[rows, columns]` float32: state, as the KV cache is.
-
-    Args:
-        groups: the groups of rows, and how many rows each has.
-        columns: of the logits; of a rank's part of them.
-    """
+    """Buffers `decode` and `chunk`, `[rows, columns]` float32: state, as the KV cache is. A rank has columns of its own logits."""
 
     def __init__(self, groups: Iterable[tuple[str, int]], columns: int) -> None:
         super().__init__()

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact sums of whole numbers in float32.
+"""Exact arithmetic of whole numbers in float32, and a search for a float32 number, digit by digit.
 
 A number is `[..., digits]` in base 4096, the highest digit first. A digit may be any whole number of up to 24 bits, as far as float32
-is exact. No device needs integers wider than that.
+is exact. All products are exact. No device needs integers wider than that, or reads a float's bits.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,21 +35,16 @@ def to_digits(number: Tensor, count: int) -> Tensor:
 
 def to_float(digits: Tensor) -> Tensor:
     """Return `[...]` float32 of `[..., digits]`, rounded after each digit."""
-    digits = _carry_digits(digits)
+    whole = list(digits.unbind(-1))
+    for place in range(len(whole) - 1, 0, -1):  # carry, so that all but the highest are below 4096
+        over = (whole[place] * (1 / BASE)).floor()
+        whole[place] = whole[place] - over * BASE
+        whole[place - 1] = whole[place - 1] + over
+    digits = torch.stack(whole, dim=-1)
     number = digits[..., 0]
     for place in range(1, digits.shape[-1]):
         number = number * BASE + digits[..., place]
     return number
-
-
-def _carry_digits(digits: Tensor) -> Tensor:
-    """Return the same numbers with all digits but the highest below 4096."""
-    whole = list(digits.unbind(-1))
-    for place in range(len(whole) - 1, 0, -1):
-        over = (whole[place] * (1 / BASE)).floor()
-        whole[place] = whole[place] - over * BASE
-        whole[place - 1] = whole[place - 1] + over
-    return torch.stack(whole, dim=-1)
 
 
 def widen_digits(digits: Tensor) -> Tensor:
@@ -87,10 +86,8 @@ def sum_tokens(planes: Tensor) -> Tensor:
 def pick_part(sums: Tensor, base: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first of some parts that reaches beyond `target`, `[rows]` float32, and the sum before it, `[rows, digits]`.
 
-    Args:
-        sums: `[rows, parts, digits]`, of each part, in order.
-        base: `[rows, digits]`, the sum before the first.
-        target: `[rows, digits]`, from `base` on, and less than the end of the last.
+    `sums` are `[rows, parts, digits]`, of each part in order, `base [rows, digits]` the sum before the first. `target [rows, digits]` is from
+    `base` on, and less than the end of the last.
     """
     if sums.shape[1] == 1:
         return torch.zeros_like(base[:, 0]), base
@@ -106,3 +103,47 @@ def take_part(numbers: Tensor, index: Tensor) -> Tensor:
     """Return each row's part: `[rows, digits]` of `[rows, parts, digits]`."""
     order = torch.arange(numbers.shape[1], dtype=torch.int32)
     return torch.where((order == index[:, None])[..., None], numbers, 0.0).sum(1)
+
+
+# The numbers of float32 in their order, by sign and exponent (512 of them) and mantissa.
+_EXPONENTS = 256
+
+
+@dataclass(frozen=True)
+class FloatSteps:
+    """The steps of a search: each digit's unit and number of values, the highest digit first, of exponent (512) and mantissa (2^23)."""
+
+    exponent: tuple[tuple[float, int], ...]
+    mantissa: tuple[tuple[float, int], ...]
+
+
+def _order_place(place: int) -> tuple[float, float, float]:
+    """Return `size`, `first` and `slope` of the place-th sign and exponent in the order of float32, from -inf to inf.
+
+    Its numbers are `size * (first + slope * mantissa)`, in their order from mantissa 0 to 2^23 - 1; each product is exact.
+    """
+    exponent = place - _EXPONENTS if place >= _EXPONENTS else _EXPONENTS - 1 - place
+    size = math.ldexp(1.0, max(exponent, 1) - 127) if exponent < _EXPONENTS - 1 else math.inf
+    lead = min(exponent, 1)
+    return (size, lead, 2.0**-23) if place >= _EXPONENTS else (-size, lead + 1 - 2.0**-23, -(2.0**-23))
+
+
+_ORDERED = [_order_place(place) for place in range(2 * _EXPONENTS)]
+_SMALLEST = [size * first for size, first, _ in _ORDERED]
+
+
+def largest_float(found: Callable[[Tensor], Tensor], like: Tensor, steps: FloatSteps) -> Tensor:
+    """Return `[rows, 1]`: the largest number that is not too high, for rows as in `like [rows, 1]`; minus infinity where all are.
+
+    `found` counts, of `[rows, n]` numbers in their order, those that are not too high: `[rows, 1]`.
+    """
+    smallest, places = torch.tensor(_SMALLEST)[None, :, None], torch.tensor(_ORDERED)[None]
+    exponent = mantissa = torch.zeros_like(like)
+    for unit, count in steps.exponent:
+        tried = exponent + unit * torch.arange(1, count, dtype=torch.float32)
+        exponent = exponent + unit * found(take_part(smallest, tried.flatten()).unflatten(0, (-1, count - 1))[..., 0])
+    size, first, slope = take_part(places, exponent[:, 0])[:, None].unbind(-1)
+    for unit, count in steps.mantissa:
+        tried = mantissa + unit * torch.arange(1, count, dtype=torch.float32)
+        mantissa = mantissa + unit * found(size * (first + slope * tried))
+    return size * (first + slope * mantissa)

@@ -19,13 +19,10 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities for the rows of a group.
+    """Log-probabilities for the rows of a group: of the chosen tokens, and of the most likely ones, the best first.
 
-    Attributes:
-        chosen: `[rows]` float32, of the chosen tokens.
-        ranks: `[rows]` int32, how many tokens are at least as likely as the chosen one: 1 is the best.
-        tokens: `[rows, count]` int32, the most likely tokens, the best first; of equal ones the lower id first.
-        best: `[rows, count]` float32, theirs.
+    `ranks [rows]` int32 count the tokens that are at least as likely as the chosen one: 1 is the best. `tokens [rows, count]` int32 are the
+    most likely tokens, of equal ones the lower id first, and `best` their log-probabilities. All else is float32.
     """
 
     chosen: Tensor
@@ -34,24 +31,19 @@ class Logprobs(NamedTuple):
     best: Tensor
 
 
-def logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
-    """Return log-probabilities of chosen tokens and of the `count` most likely ones.
-
-    Args:
-        logits: `[rows, vocab]` float32.
-        chosen: `[rows]` int32.
-    """
-    return logprobs_of_shard(logits, chosen, count, 0, logits.shape[-1], alone)
-
-
-def logprobs_of_shard(
-    logits: Tensor, chosen: Tensor, count: int, first: Tensor | int, vocab_size: int, gather: Gather
+def logprobs(
+    logits: Tensor,
+    chosen: Tensor,
+    count: int,
+    first: Tensor | int = 0,
+    vocab_size: int | None = None,
+    gather: Gather = alone,
 ) -> Logprobs:
-    """Return `logprobs`, the same on all ranks, where each rank has the logits of its own part of the vocabulary.
+    """Return log-probabilities of chosen tokens `[rows]` int32 and of the `count` most likely ones, from `logits [rows, vocab]` float32.
 
-    Args:
-        logits, first, vocab_size, gather: as in `sample_shard`.
+    Where each rank has the logits of its own part of the vocabulary, as in `sample`, it is the same on all.
     """
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     own = torch.arange(logits.shape[-1], dtype=torch.int32) + first
     logits = torch.where(real_columns(logits, first, vocab_size), logits, _LOWEST)
     largest = logits.amax(-1, keepdim=True)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from .exact_sums import (
+    FloatSteps,
     is_less,
+    largest_float,
     pad_tokens,
     pick_part,
     split_blocks,
@@ -23,7 +25,6 @@ from .exact_sums import (
     to_float,
     widen_digits,
 )
-from .float_search import FloatSteps, largest_float
 
 
 TOP_K, TOP_P, TEMPERATURE, MIN_P = range(4)
@@ -36,7 +37,7 @@ _PER_LN_2, _LN_2, _LN_2_REST = 1.44269504, 0.6931381225585938, 9.05798515304923e
 _SERIES = (49538.0, 334538.0, 1392892.0, 4193494.0, 8388566.0, 8388608.0)
 _WEIGHTLESS, _HALVING_BITS = 40.0, 6  # a distance at which a weight is 0, and n small enough for exact products
 _UNREACHABLE = 2.0**25
-# How the smallest score of the kept is count_found: exponents and mantissas tried at a time, from their highest digits.
+# The search of the smallest score of the kept: exponents and mantissas tried at a time, from their highest digits.
 _STEPS = FloatSteps(
     ((64.0, 8), (8.0, 8), (1.0, 8)),
     ((2.0**20, 8), (2.0**16, 16), (2.0**12, 16), (2.0**8, 16), (2.0**4, 16), (1.0, 16)),
@@ -48,12 +49,18 @@ Gather = Callable[[Tensor], Tensor]
 
 
 def alone(own: Tensor) -> Tensor:
-    """Return a single rank's numbers: its `Gather`."""
     return own[:, None]
 
 
-def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
-    """Choose one token per row.
+def sample(
+    logits: Tensor,
+    sampling_params: Tensor,
+    uniforms: Tensor,
+    first: Tensor | int = 0,
+    vocab_size: int | None = None,
+    gather: Gather = alone,
+) -> Tensor:
+    """Choose one token per row, `[rows]` int32; where each rank has the logits of its own part of the vocabulary, the same on all.
 
     Temperature 0 is the exact argmax (lowest index on a tie). Otherwise temperature, top-k, top-p and min-p are applied in transformers'
     order, over the whole vocabulary. All tokens that tie with the last one kept stay. The token is drawn by inverse CDF: the first one, in
@@ -61,27 +68,14 @@ def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
     is not finite, the argmax is taken.
 
     Args:
-        logits: `[rows, vocab]` float32.
+        logits: `[rows, columns]` float32.
         sampling_params: `[rows, 4]` float32: top_k (below 1: none), top_p, temperature, min_p.
         uniforms: `[rows]` float32 in [0, 1).
-
-    Returns:
-        `[rows]` int32.
-    """
-    return sample_shard(logits, sampling_params, uniforms, 0, logits.shape[-1], alone)
-
-
-def sample_shard(
-    logits: Tensor, sampling_params: Tensor, uniforms: Tensor, first: Tensor | int, vocab_size: int, gather: Gather
-) -> Tensor:
-    """Choose as `sample` does, where each rank has the logits of its own part of the vocabulary; the same on all ranks.
-
-    Args:
-        logits: `[rows, columns]` float32.
         first: the token of this rank's first column; ranks are in the order of their tokens.
-        vocab_size: columns of tokens from here on are padding.
+        vocab_size: columns of tokens from here on are padding; None: there is none.
         gather: brings all ranks' numbers together.
     """
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     temperature = sampling_params[:, TEMPERATURE]
     real = real_columns(logits, first, vocab_size)
     logits = torch.where(real, logits, _LOWEST)
@@ -96,13 +90,12 @@ def sample_shard(
 
 
 def largest_of_shard(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gather) -> Tensor:
-    """Choose as `sample_shard` does at temperature 0."""
+    """Choose as `sample` does at temperature 0."""
     logits = torch.where(real_columns(logits, first, vocab_size), logits, _LOWEST)
     return _find_best(logits, first, vocab_size, gather)[1].to(torch.int32)
 
 
 def real_columns(logits: Tensor, first: Tensor | int, vocab_size: int) -> Tensor:
-    """Return `[columns]` bool: the columns that are tokens."""
     return torch.arange(logits.shape[-1], dtype=torch.int32) + first < vocab_size
 
 
@@ -111,10 +104,7 @@ def kept_weights(
 ) -> Tensor:
     """Return each token's weight as digits, `[digits, rows, size]` float32, padded; 0 where top-k, top-p and min-p leave it out.
 
-    Args:
-        scores: `[rows, columns]` float32, logits over the temperature.
-        best: `[rows, 1]`, the largest of all ranks.
-        real: `[columns]` bool, the columns that are tokens.
+    `scores [rows, columns]` are logits over the temperature, `best [rows, 1]` the largest of all ranks, `real [columns]` the tokens.
     """
     top_k, top_p, min_p = (sampling_params[:, i] for i in (TOP_K, TOP_P, MIN_P))
     scores = pad_tokens(scores, _LOWEST)
@@ -123,7 +113,12 @@ def kept_weights(
     kept = kept & _keep_largest(scores, kept.float()[None], wanted, gather)
     weights = weights_of(best - scores)
     digits = torch.where(kept, to_digits(weights, _WEIGHT_DIGITS).movedim(-1, 0), 0.0)
-    kept = _keep_largest(scores, digits, _nucleus_sum(top_p, _sum_ranks(sum_tokens(digits), gather)), gather)
+    whole = _sum_ranks(sum_tokens(digits), gather)
+    # The sum that the tokens within top-p reach; at least 1, so that there is one.
+    nucleus = to_digits((top_p * to_float(whole)).ceil().clamp(min=1.0), whole.shape[-1])
+    # All tokens at top_p = 1, also where rounding makes the product less than the whole.
+    nucleus = torch.where(top_p[:, None] < 1, nucleus, _UNREACHABLE)
+    kept = _keep_largest(scores, digits, nucleus, gather)
     return torch.where(kept & (weights >= min_p[:, None] * WHOLE), digits, 0.0)
 
 
@@ -172,22 +167,11 @@ def _sum_ranks(own: Tensor, gather: Gather) -> Tensor:
     return gather(own.flatten(1)).sum(1).unflatten(-1, own.shape[1:])
 
 
-def _nucleus_sum(top_p: Tensor, whole: Tensor) -> Tensor:
-    """Return `[rows, digits]`: the sum of weights that the tokens within top-p reach; at least 1, so that there is one."""
-    wanted = to_digits((top_p * to_float(whole)).ceil().clamp(min=1.0), whole.shape[-1])
-    # All tokens at top_p = 1, also where rounding makes the product less than the whole.
-    return torch.where(top_p[:, None] < 1, wanted, _UNREACHABLE)
-
-
 def _keep_largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather) -> Tensor:
     """Return `[rows, size]` bool: the fewest tokens of the largest scores with numbers that add up to `target`, with all ties.
 
-    The smallest of their scores is count_found digit by digit. Where all of them do not add up to it, all stay.
-
-    Args:
-        scores: `[rows, size]`.
-        digits: `[digits, rows, size]`, a number per token.
-        target: `[rows, digits]`, with a digit more, unless that is one.
+    The smallest of their scores is found digit by digit. Where all of them do not add up to it, all stay. Tokens have the numbers `digits`
+    `[digits, rows, size]`; `target` is `[rows, digits]`, with a digit more, unless that is one.
     """
 
     def count_found(lowest: Tensor) -> Tensor:
@@ -200,12 +184,7 @@ def _keep_largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather
 
 
 def draw_tokens(weights: Tensor, uniforms: Tensor, first: Tensor | int = 0, gather: Gather = alone) -> Tensor:
-    """Return `[rows]` float32: each row's token, by inverse CDF in the order of tokens.
-
-    Args:
-        weights: `[digits, rows, size]`, of `kept_weights`.
-        uniforms, first, gather: as in `sample_shard`.
-    """
+    """Return `[rows]` float32: each row's token, by inverse CDF in the order of tokens, from the weights of `kept_weights`."""
     ranks = gather(sum_tokens(weights))
     end = ranks.sum(1)
     target = to_digits((uniforms * to_float(end)).floor(), end.shape[-1])
@@ -221,3 +200,46 @@ def draw_tokens(weights: Tensor, uniforms: Tensor, first: Tensor | int = 0, gath
         chosen = torch.arange(parts.shape[1], dtype=torch.int32) == index[:, None]
         parts = torch.where(chosen.unflatten(-1, (-1, *[1] * (parts.ndim - 2))), parts, 0.0).sum(1)
     return take_part(gather((token + first)[:, None]), rank)[:, 0]
+
+
+_DIGITS = 4  # of sums, in base 4096: all but the highest are below it
+
+
+def sample_by_sorting(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+    """Choose tokens as `sample` does."""
+    greedy = first_largest(logits)
+    temperature = sampling_params[:, TEMPERATURE]
+    best = logits.gather(-1, greedy.long())[:, 0] / temperature
+    draws = ~(temperature <= 0) & best.isfinite()
+    tokens = greedy[:, 0]
+    if draws.any():
+        params = sampling_params[draws]
+        scores = logits[draws] / params[:, TEMPERATURE, None]
+        weights = weights_of(best[draws, None] - scores)
+        kept = _keep_sorted(scores, weights.long(), params) & (weights >= params[:, MIN_P, None] * WHOLE)
+        ends = torch.where(kept, weights.long(), 0).cumsum(-1)
+        target = (uniforms[draws] * _round_sums(ends[:, -1])).floor().long()
+        tokens[draws] = (ends <= target.clamp(max=ends[:, -1] - 1)[:, None]).sum(-1, dtype=torch.int32)
+    return tokens
+
+
+def _keep_sorted(scores: Tensor, weights: Tensor, params: Tensor) -> Tensor:
+    """Return `[rows, vocab]` bool: the tokens that top-k leaves, and of those top-p, with ties."""
+    top_k, top_p = params[:, TOP_K, None], params[:, TOP_P, None]
+    if not ((top_k >= 1) | (top_p < 1)).any():
+        return torch.ones_like(scores, dtype=torch.bool)
+    ranked, order = scores.sort(dim=-1, descending=True)
+    size = scores.shape[-1]
+    places = torch.where(top_k < 1, size, top_k.ceil()).clamp(max=size).long()
+    kept = ranked >= ranked.gather(-1, places - 1)
+    ends = torch.where(kept, weights.gather(-1, order), 0).cumsum(-1)
+    wanted = (top_p * _round_sums(ends[:, -1:])).ceil().clamp(min=1.0).long()
+    before = torch.where((top_p < 1) & (wanted <= ends[:, -1:]), (ends < wanted).sum(-1, keepdim=True), size - 1)
+    lowest = ranked.gather(-1, torch.minimum(before, kept.sum(-1, keepdim=True) - 1))
+    return scores >= lowest
+
+
+def _round_sums(sums: Tensor) -> Tensor:
+    """Return sums as `to_float` rounds them."""
+    digits = [sums >> 12 * place for place in range(_DIGITS - 1, -1, -1)]
+    return to_float(torch.stack([digits[0], *(digit & 4095 for digit in digits[1:])], dim=-1).float())

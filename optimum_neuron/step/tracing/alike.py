@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layer_numbers import CALLS_APART
+from ..serving import CALLS_APART
 
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
@@ -33,12 +33,9 @@ class _DifferError(Exception):
 
 @dataclass
 class LayerKind:
-    """Layers of one list that are the same.
+    """Layers of one list that are the same: the list's path in its model, and the `members`' numbers in the list.
 
-    Attributes:
-        path: of the list, in its model.
-        members: the numbers of the layers in the list.
-        numbers: by module and attribute within a layer, where the layers have different whole numbers.
+    `numbers` are modules and attributes within a layer, where the layers have different whole numbers.
     """
 
     path: str
@@ -47,7 +44,6 @@ class LayerKind:
     numbers: set[tuple[str, str]] = field(default_factory=set)
 
     def own_numbers(self, member: int) -> dict[tuple[str, str], int]:
-        """Return a layer's own numbers."""
         return {(path, name): getattr(self.layers[member].get_submodule(path), name) for path, name in self.numbers}
 
 
@@ -160,40 +156,27 @@ class NotAlikeError(Exception):
     """Layers that look the same have other nodes, or nodes that others need: all have to be traced."""
 
 
-def belongs_to(kind: LayerKind, member: int, name: str) -> bool:
-    """Return whether a tensor of a step is one that `make_renaming` knows as a layer's."""
-    if name.startswith(_layer_prefix(kind, member)):
-        return True
-    match = _STATE.fullmatch(name)
-    return match is not None and int(match[2]) % CALLS_APART in kind.own_numbers(member).values()
-
-
 def make_renaming(kind: LayerKind, origin: int, member: int) -> Rename:
     """Return a function from the names of one layer's tensors to those of another; other names stay.
 
-    Raises:
-        NotAlikeError: by their numbers it is open which; the result raises it for a state of neither.
+    Both raise NotAlikeError: where by their numbers it is open which, and for a state of neither.
     """
     numbers: dict[int, int] = {}
     values = kind.own_numbers(member)
     for place, number in kind.own_numbers(origin).items():
         if numbers.setdefault(number, values[place]) != values[place]:
             raise NotAlikeError
-    own, others = _layer_prefix(kind, origin), _layer_prefix(kind, member)
+    own, others = (f"model.{kind.path}.{each}." for each in (origin, member))
 
-    def rename_state(match: re.Match[str]) -> str:
+    def rename_tensor(name: str) -> str:
+        if name.startswith(own):
+            return others + name.removeprefix(own)
+        match = _STATE.fullmatch(name)
+        if match is None:
+            return name
         calls, number = divmod(int(match[2]), CALLS_APART)
         if number not in numbers:
             raise NotAlikeError
         return f"{match[1]}{numbers[number] + calls * CALLS_APART}{match[3]}"
 
-    def rename_tensor(name: str) -> str:
-        if name.startswith(own):
-            return others + name.removeprefix(own)
-        return _STATE.sub(rename_state, name) if _STATE.fullmatch(name) else name
-
     return rename_tensor
-
-
-def _layer_prefix(kind: LayerKind, member: int) -> str:
-    return f"model.{kind.path}.{member}."

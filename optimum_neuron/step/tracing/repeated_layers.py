@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace of a few of the layers that are the same; the others become one node each, which expand.py replaces.
+"""A trace of a few of the layers that are the same; the others become one node each, which program.py replaces.
 
 The model's own code runs for every layer and decides what each is given. A layer is left out only where it is given the same objects
 as the layers before, but for the one tensor that each makes of the last one's.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..layer_numbers import WatchedIndex
-from .alike import LayerKind, NotAlikeError, kinds_of_layers
+from ..serving import WatchedIndex
+from .alike import LayerKind, kinds_of_layers
 
 
 NAMESPACE = "optimum_neuron_layers"
@@ -41,7 +41,6 @@ class Template:
     """Layers of a kind in one trace.
 
     Attributes:
-        absent: layers without their tensors, which cannot run.
         traced: the layers with all nodes between their `begin` and `end`; `expand_layers` compares them.
         given: what the last layer was given, flat, and its structure.
         carried: the place in it of the tensor that each layer makes; None until two layers were seen.
@@ -50,29 +49,24 @@ class Template:
     """
 
     kind: LayerKind
-    absent: frozenset[int] = frozenset()
     traced: list[int] = field(default_factory=list)
     given: tuple[list[Any], Any] | None = None
     carried: int | None = None
     returned: tuple[list[Any], Any, int] | None = None
     varies: bool = False
 
-    @property
-    def traceable(self) -> list[int]:
-        """Return the layers that are traced in any case."""
-        return self.kind.members[: 1 + COMPARED]
-
-    @property
-    def left_out(self) -> list[int]:
-        """Return the layers that need not be traced if they are given what the others are."""
-        return self.kind.members[1 + COMPARED :]
-
     def carries_on(self, leaves: list[Any], structure: Any) -> bool:
         """Return whether a layer is given what the one before was given, but for one tensor, which is always the same one."""
         before, self.given = self.given, (leaves, structure)
         if before is None or before[1] != structure:
             return False
-        others = [place for place, pair in enumerate(zip(before[0], leaves, strict=True)) if not _are_same(*pair)]
+        pairs = zip(before[0], leaves, strict=True)
+        others = [
+            place
+            for place, (one, other) in enumerate(pairs)
+            if one is not other
+            and not (type(one) is type(other) and isinstance(one, bool | int | float | str) and one == other)
+        ]
         if len(others) != 1 or self.carried not in (None, others[0]):
             return False
         one, other = before[0][others[0]], leaves[others[0]]
@@ -84,11 +78,7 @@ class Template:
 
 @dataclass
 class LayerTrace:
-    """The layers of one trace.
-
-    Attributes:
-        layers: by the number that nodes have: a layer's template and its place in the list.
-    """
+    """The layers of one trace: by the number that nodes have, a layer's template and its place in the list."""
 
     templates: list[Template]
     layers: list[tuple[Template, int]] = field(default_factory=list)
@@ -103,12 +93,9 @@ class LayerTrace:
     def run_layer(
         self, template: Template, member: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run in place of a layer's forward."""
         self._ran.append(template.kind.layers[member])
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if not template.carries_on(leaves, structure) or template.varies:
-            if member in template.absent:
-                raise NotAlikeError
             return forward(*args, **kwargs)
         assert template.carried is not None
         x = leaves[template.carried]
@@ -173,10 +160,6 @@ def few_layers(model: nn.Module) -> Iterator[LayerTrace]:
 
 def _replace_leaf(leaves: list[Any], structure: Any, place: int, leaf: Tensor) -> Any:
     return pytree.tree_unflatten([*leaves[:place], leaf, *leaves[place + 1 :]], structure)
-
-
-def _are_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, bool | int | float | str) and one == other)
 
 
 def _form_of(tensor: Tensor) -> Any:

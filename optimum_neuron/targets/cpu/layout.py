@@ -10,7 +10,7 @@ from torch import nn
 
 from ...artifact.tensor_file import TensorLike
 from ...checkpoints.mapped import in_file
-from ...step.features.codes.expert_weights import is_experts
+from ...step.features.codes.modules import is_experts
 
 
 def use_natural_layout(model: nn.Module, stored: Mapping[str, TensorLike] | None = None) -> None:

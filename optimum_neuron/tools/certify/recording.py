@@ -83,7 +83,7 @@ def chosen_tokens(step: RecordedStep) -> Tensor:
 def record_config(config: NeuronConfig, spec: ModelSpec) -> tuple[RecordedStep, ...]:
     """Return the steps that are executed at a config's sizes."""
     ids, copies = min(spec.num_embeddings, spec.vocab_size), {graph.name for graph in copy_graphs(config, spec)}
-    return record_steps(graph_specs(config), ids, copies, config.snapshot_places)
+    return record_steps(graph_specs(config), ids, copies, config.state_places)
 
 
 def record_steps(

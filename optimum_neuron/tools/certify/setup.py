@@ -142,7 +142,7 @@ def smaller_config(config: NeuronConfig) -> NeuronConfig:
         context_buckets=(length,),
         kv_block_size=None if config.kv_block_size is None else SMALLEST_BLOCK,
         kv_cache_tokens=None,
-        state_snapshots=min(config.snapshot_places, _FEW_SNAPSHOTS),
+        state_snapshots=min(config.state_places, _FEW_SNAPSHOTS),
         state_snapshot_interval=None,
     )
 

@@ -117,7 +117,7 @@ def check_snapshots(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     prefill(runner, 0, draw_prompt(artifact, length, seed=6), runner.config.prefill_chunk_size)
     states = [each.name for each in slot_state_specs(runner.config, artifact.model)]
     expected = {name: runner.executable.read_state(name)[0] for name in states}
-    place = runner.config.snapshot_places - 1
+    place = runner.config.state_places - 1
     runner.keep_state(0, place)
     runner.run_step([PromptPiece(0, draw_prompt(artifact, 1, seed=7))])
     runner.kept.restore_snapshot(place, 0)

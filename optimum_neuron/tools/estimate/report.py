@@ -142,7 +142,7 @@ def write_sentences(report: EstimateReport) -> list[str]:
             f"KV holds what layers keep by slot: {kept.per_slot / MIB:,.{3 if kept.per_slot < MIB else 1}f} MiB of each, whatever its "
             f"length{tokens}."
         )
-        if snapshots := report.estimates[0].config.snapshot_places:
+        if snapshots := report.estimates[0].config.state_places:
             lines.append(f"KV also holds as much for each of state_snapshots={snapshots}.")
     if fitting:
         lines.append(

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...config import HLO_TARGETS, NeuronConfig
 from ...engine.policy import Policy, resolve_policy
-from ...export.export_command import option_words
+from ...export.first_use import option_words
 
 
 POLICIES = ("mixed", "alternate")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optimum_neuron.step.sampling.logprobs import Logprobs, logprobs, logprobs_of_shard
+from optimum_neuron.step.sampling.logprobs import Logprobs, logprobs
 
 
 NOISE = 4e-6  # of sums of up to 500 exponentials in float32, in another order
@@ -75,7 +75,7 @@ def test_they_are_those_of_a_softmax(
 
     def own(rank: int, gather: Callable[[Tensor], Tensor]) -> Logprobs:
         part = padded[:, rank * columns : (rank + 1) * columns]
-        return logprobs_of_shard(part, chosen, count, rank * columns, vocab, gather)
+        return logprobs(part, chosen, count, rank * columns, vocab, gather)
 
     for found in on_ranks(ranks, own):
         check(found, logits, chosen, count)

@@ -18,8 +18,8 @@ from optimum_neuron.kernels.lower.lower import lower
 from optimum_neuron.parity.inspect import look_at
 from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.interface import ATTENTION_NAME
-from optimum_neuron.step.layer_numbers import IndexUsedError, WatchedIndex, plain_index
 from optimum_neuron.step.program import export_graph, export_layers_once
+from optimum_neuron.step.serving import IndexUsedError, WatchedIndex, plain_index
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.cpu.ops import OPS
@@ -58,7 +58,6 @@ def layers_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def change_layers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Tensor], Tensor]) -> None:
-    """Has every layer change its result."""
     own = LlamaDecoderLayer.forward
 
     def changed(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -96,7 +95,6 @@ def test_a_layer_that_is_another_is_traced(what: str, model: Any, monkeypatch: p
 
 def test_a_layer_whose_code_computes_with_its_number_is_traced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     change_layers(monkeypatch, lambda layer, x: x * 2 if layer.self_attn.layer_idx >= 5 else x)
-    # Not once more without it: the weights of others are not what it wants for.
     assert layers_run(model, monkeypatch) == [0, 1, *range(LAYERS)]
 
 
@@ -141,8 +139,7 @@ def test_layers_that_are_given_something_of_their_own_are_traced(model: Any, mon
         return own(self, *args, **kwargs, strength=float(number == 5))
 
     monkeypatch.setattr(LlamaDecoderLayer, "__call__", called)
-    # First without the weights of those that need not be traced, until one of them has to.
-    assert layers_run(model, monkeypatch) == [0, 1, 2, *(0, 1, 2, 5, 6)]
+    assert layers_run(model, monkeypatch) == [0, 1, 2, 5, 6]
 
 
 def test_what_fails_in_a_model_without_repeated_layers_is_traced_once(
@@ -161,23 +158,6 @@ def test_what_fails_in_a_model_without_repeated_layers_is_traced_once(
     with pytest.raises(RuntimeError, match="of the layer's own"):
         export_layers_once(model, cache, graph_specs(config)[0], OPS)
     assert ran == [0]
-
-
-def test_a_layer_that_can_do_without_its_weights_runs_with_them(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_call, own = LlamaDecoderLayer.__call__, LlamaDecoderLayer.forward
-
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return own_call(self, *args, **kwargs, scaled=self is model.model.layers[-1])
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, scaled: bool, **kwargs: Any) -> Tensor:
-        if not scaled:
-            return own(self, hidden_states, *args, **kwargs)
-        weight = getattr(self.mlp.up_proj, "weight", None)
-        return hidden_states if weight is None else hidden_states * weight.mean()
-
-    monkeypatch.setattr(LlamaDecoderLayer, "__call__", called)
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
-    layers_run(model, monkeypatch)
 
 
 def test_layers_that_run_twice_are_traced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,27 +194,6 @@ def test_a_watched_number_tells_of_each_use(use: Callable[[Any], Any]) -> None:
     with pytest.raises(IndexUsedError):
         use(index)
     assert index.used
-
-
-def test_tensors_of_layers_that_are_left_out_are_away_while_few_are_traced(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    own = LlamaMLP.forward
-
-    def noted(self: LlamaMLP, x: Tensor) -> Tensor:
-        seen.append(sum(1 for _ in model.model.layers.parameters()))
-        return own(self, x)
-
-    names = list(dict(model.named_parameters()))
-    monkeypatch.setattr(LlamaMLP, "forward", noted)
-    config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="cpu")
-    cache = KVCache(state_specs(config, look_at(model)))
-    seen.clear()
-    export_layers_once(model, cache, graph_specs(config)[0], OPS)
-    each = sum(1 for _ in model.model.layers[0].parameters())
-    assert seen == [3 * each] * 3
-    assert list(dict(model.named_parameters())) == names
 
 
 def test_a_layer_that_reads_the_state_of_one_that_is_left_out_is_found(

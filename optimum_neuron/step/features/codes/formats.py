@@ -10,21 +10,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .expert_weights import is_experts, natural_shape, plain_weights, quantized_weights, replace_weights
-from .modules import QuantizedEmbedding, QuantizedLinear, replace_embedding, replace_linear
+from .modules import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    is_experts,
+    natural_shape,
+    plain_weights,
+    quantized_weights,
+    replace_embedding,
+    replace_linear,
+    replace_weights,
+)
 from .weight import CODE_DTYPES, PACKED, QuantizedWeight
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The form of a layer's weight, but for its size.
+    """The form of a layer's weight, but for its size: its kind, groups of inputs with a scale each, torch's name of the type of scales.
 
-    Attributes:
-        kind: as in `QuantizedWeight`.
-        groups: groups of inputs, each with a scale of its own.
-        scale: torch's name of the type of scales.
-        has_shift: whether values are not symmetric.
-        activations: what inputs are rounded to, if anything.
+    `has_shift` is true where values are not symmetric. `activations` name what inputs are rounded to, if anything.
     """
 
     kind: str
@@ -39,11 +43,7 @@ class WeightFormat:
         return cls(weight.kind, weight.scale.shape[-1], scale, weight.shift is not None, weight.activations)
 
     def empty(self, *shape: int) -> QuantizedWeight:
-        """Return a weight of this form and a shape `[..., outputs, inputs]`, to be filled.
-
-        Raises:
-            ValueError: no such weight has this shape.
-        """
+        """Return a weight of this form and a shape `[..., outputs, inputs]`, to be filled; raise ValueError where none has it."""
         *others, outputs, inputs = shape
         if self.kind in PACKED and inputs % 2:
             raise ValueError(f"{self.kind} holds two codes in a byte, and an output has {inputs} inputs")
@@ -70,7 +70,6 @@ def weight_formats(model: nn.Module) -> dict[str, WeightFormat]:
 
 
 def coded_tensors(model: nn.Module) -> set[str]:
-    """Return the names of a model's buffers that hold its quantized weights."""
     found = set()
     for name, module in model.named_modules():
         prefixes = [f"{name}.{own}_" for own in quantized_weights(module)]
@@ -81,11 +80,7 @@ def coded_tensors(model: nn.Module) -> set[str]:
 
 
 def make_room(model: nn.Module, formats: Mapping[str, WeightFormat]) -> None:
-    """Replace a model's weights by quantized ones, to be filled, on the device that torch makes tensors on.
-
-    Raises:
-        ValueError: the model has no such weights.
-    """
+    """Replace a model's weights by quantized ones, to be filled, on torch's default device; raise ValueError where it has none such."""
     modules = dict(model.named_modules())
     of_experts: dict[str, dict[str, QuantizedWeight]] = defaultdict(dict)
     for name, form in formats.items():

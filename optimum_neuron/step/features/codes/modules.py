@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +42,9 @@ def multiplying(product: QuantizedProduct) -> AbstractContextManager[None]:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a quantized weight. It has no `weight`: code that reads one itself gets an error, not codes.
+    """A linear layer with a quantized weight `[outputs, inputs]` and a plain bias.
 
-    Args:
-        weight: `[outputs, inputs]`.
-        bias: `[outputs]`, plain.
+    It has no `weight`: code that reads one itself gets an error, not codes.
     """
 
     codes: Tensor
@@ -66,7 +65,6 @@ class QuantizedLinear(nn.Module):
         return QuantizedWeight(self.kind, self.codes, self.scale, self.shift, self.activations)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return `[..., outputs]` of x `[..., inputs]`, without the layer's own bias."""
         return _product.get()(x, self.quantized_weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,12 +75,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """A table of embeddings as codes, such as that of a head that shares it.
-
-    Args:
-        weight: `[tokens, hidden]`, whole numbers without a shift.
-        dtype: of the results.
-    """
+    """A table of embeddings `[tokens, hidden]` as whole numbers without a shift, such as that of a head that shares it."""
 
     codes: Tensor
     scale: Tensor
@@ -106,11 +99,7 @@ class QuantizedEmbedding(nn.Module):
 
 
 def replace_linear(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
-    """Replace a model's linear layer by a quantized one, with the same bias.
-
-    Raises:
-        ValueError: there is none of that name and size.
-    """
+    """Replace a model's linear layer by a quantized one, with the same bias; ValueError where there is none of that name and size."""
     parent_name, _, own = name.rpartition(".")
     try:
         parent, module = model.get_submodule(parent_name), model.get_submodule(name)
@@ -127,16 +116,11 @@ def replace_linear(model: nn.Module, name: str, weight: QuantizedWeight) -> None
 
 
 def can_be_looked_up(weight: QuantizedWeight) -> bool:
-    """Return whether a table of embeddings may have this weight."""
     return weight.kind == "int8" and weight.shift is None
 
 
 def replace_embedding(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
-    """Replace a model's table of embeddings by a quantized one.
-
-    Raises:
-        ValueError: there is none of that name and size, or such a weight cannot be looked up in.
-    """
+    """Replace a table of embeddings by a quantized one; ValueError where there is none of that name and size, or such a weight does not fit."""
     parent_name, _, own = name.rpartition(".")
     table = dict(model.named_modules()).get(name)
     if type(table) is not nn.Embedding or table.weight.shape != (weight.outputs, weight.inputs):
@@ -146,3 +130,59 @@ def replace_embedding(model: nn.Module, name: str, weight: QuantizedWeight) -> N
     if not can_be_looked_up(weight):
         raise ValueError(f"{name} is a table of embeddings, which needs codes of int8 without a shift")
     setattr(model.get_submodule(parent_name), own, QuantizedEmbedding(weight, table.weight.dtype))
+
+
+# Of each quantized weight by name, its kind and what activations are rounded to.
+_KINDS = "_quantized_kinds"
+_PARTS = ("codes", "scale", "shift")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module follows transformers' experts interface, which says how its parameters are laid out."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"))
+
+
+def expert_weight(layer: Any, name: str) -> Tensor | QuantizedWeight:
+    """Return a layer's weight by the name of its parameter, plain or quantized."""
+    form = getattr(layer, _KINDS, {}).get(name)
+    if form is None:
+        weight: Tensor = getattr(layer, name)
+        return weight
+    kind, activations = form
+    codes, scale, shift = (getattr(layer, f"{name}_{part}") for part in _PARTS)
+    return QuantizedWeight(kind, codes, scale, shift, activations)
+
+
+def quantized_weights(layer: nn.Module) -> dict[str, QuantizedWeight]:
+    found = {name: expert_weight(layer, name) for name in getattr(layer, _KINDS, {})}
+    return {name: weight for name, weight in found.items() if isinstance(weight, QuantizedWeight)}
+
+
+def plain_weights(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: weight for name, weight in layer.named_parameters(recurse=False) if weight.dim() == 3}
+
+
+def natural_shape(layer: Any, weight: Tensor) -> tuple[int, int, int]:
+    """Return `[experts, outputs, inputs]` of a plain weight, in whichever order its dimensions lie."""
+    experts, rows, columns = weight.shape
+    return (experts, columns, rows) if layer.is_transposed else (experts, rows, columns)
+
+
+def replace_weights(layer: Any, weights: Mapping[str, QuantizedWeight]) -> None:
+    """Replace all plain weights of a layer of experts by quantized ones, in `[experts, outputs, inputs]`; ValueError for others."""
+    plain = plain_weights(layer)
+    expected = {name: natural_shape(layer, weight) for name, weight in plain.items()}
+    found = {name: (*each.codes.shape[:-1], each.inputs) for name, each in weights.items()}
+    if found != expected:
+        raise ValueError(f"a layer of experts has the weights {expected}, and its quantized ones are {found}")
+    for name, weight in weights.items():
+        delattr(layer, name)
+        for part in _PARTS:
+            layer.register_buffer(f"{name}_{part}", getattr(weight, part))
+    setattr(layer, _KINDS, {name: (weight.kind, weight.activations) for name, weight in weights.items()})
+    layer.is_transposed = False
+
+
+def round_activations_of(layer: nn.Module, name: str, activations: str) -> None:
+    forms = getattr(layer, _KINDS)
+    setattr(layer, _KINDS, forms | {name: (forms[name][0], activations)})

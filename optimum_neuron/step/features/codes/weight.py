@@ -86,7 +86,6 @@ class QuantizedWeight:
 
     @property
     def group_size(self) -> int:
-        """Return how many inputs share a scale."""
         return self.inputs // self.scale.shape[-1]
 
     def select_part(self, index: int) -> QuantizedWeight:
@@ -123,14 +122,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def round_block(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes of int8 and scales of blocks.
-
-    Args:
-        x: `[..., n]` float32, a block in each row.
-
-    Returns:
-        `[..., n]` float32, whole numbers; `[..., 1]` float32: NaN where the block holds NaN or infinity, with codes of zeros.
-    """
+    """Return codes of int8 `[..., n]`, in float32, and the scales `[..., 1]` of blocks `[..., n]`; not finite: zeros, with the scale NaN."""
     largest = x.abs().amax(-1, keepdim=True)
     scale = largest / LARGEST_CODE
     usable = (scale >= SMALLEST_SCALE) & scale.isfinite()

@@ -10,25 +10,22 @@ over them, or put them after the step's own keys, where attention finds them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ....errors import UnsupportedModelError
 from ...attention.call import CompressedKeys
-from ...layer_numbers import plain_index
-from ...stand_in import StandIn
+from ...serving import StandIn, plain_index
 from ..selected_keys.index_keys import ASKED_COLUMNS, IndexKeys, KeySource, ScoresOf
 
 
 class GroupWindows(NamedTuple):
-    """Groups of tokens that keys are made of.
+    """Groups of tokens that keys are made of: `values` and `gates` `[1, windows * rate, width]`, the tokens of each window in a row.
 
-    Attributes:
-        values, gates: `[1, windows * rate, width]`, the tokens of each window in a row.
-        first: `[windows]` int32, to be added to `window * rate`, which makes the position of a window's first token.
+    `first [windows]` int32, added to `window * rate`, is the position of a window's first token.
     """
 
     values: Tensor
@@ -68,11 +65,7 @@ class CompressionBackend(Protocol):
 
 
 class NoIndices(NamedTuple):
-    """A stand-in for the result of a selection: the layer itself keeps the selected groups.
-
-    Attributes:
-        indices: `[1, tokens, 0]`.
-    """
+    """A stand-in for the result of a selection: the layer itself keeps the selected groups. `indices` are `[1, tokens, 0]`."""
 
     indices: Tensor
 
@@ -83,11 +76,9 @@ class NoIndices(NamedTuple):
 
 @dataclass
 class CompressingLayer:
-    """A stand-in for the layer of transformers' cache that keeps compressed keys.
+    """A stand-in for the layer of transformers' cache that keeps compressed keys, each of `rate` tokens.
 
-    Attributes:
-        rate: tokens of a group.
-        selected: `[tokens, groups]` bool, the layer's selection in this step; None: all that a token sees.
+    `selected` is the layer's selection in this step, `[tokens, groups]` bool; None: all that a token sees.
     """
 
     backend: CompressionBackend
@@ -129,11 +120,7 @@ class CompressingLayer:
 
 
 class CompressingLayers:
-    """The layers of a step's cache by their numbers, where they keep compressed keys.
-
-    Args:
-        rates: by layer, tokens of a group.
-    """
+    """The layers of a step's cache by their numbers; `rates` has those that keep compressed keys, with the tokens of a group."""
 
     def __init__(self, backend: CompressionBackend, rates: Mapping[int, int]) -> None:
         self._backend = backend
@@ -166,34 +153,25 @@ class GroupKeys(IndexKeys):
         return self.new_full(size, 0.0)
 
     def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _join_keys(*args, **kwargs) if func is torch.cat else super().call_torch(func, args, kwargs)
+        if func is not torch.cat:
+            return super().call_torch(func, args, kwargs)
+        parts, dim = list(args[0]), kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        own, keys = parts if len(parts) == 2 else (None, None)
+        if not isinstance(own, Tensor) or not isinstance(keys, GroupKeys):
+            JoinedKeys.refuse_use("joins them in another order than after a step's own")
+        shape = keys.shape
+        if own.dim() != 4 or len(shape) != 4 or dim not in (2, -2) or own.shape[1] != 1 or own.shape[3] != shape[3]:
+            JoinedKeys.refuse_use(f"joins {list(shape)} of them to keys {list(own.shape)} along dimension {dim}")
+        return JoinedKeys(own, keys._source)
 
 
 @dataclass(frozen=True)
 class JoinedKeys(StandIn):
-    """A stand-in for keys or values followed by compressed ones, until attention gets them.
+    """A stand-in for keys or values `own [1, 1, tokens, dim]` followed by compressed ones, until attention gets them."""
 
-    Attributes:
-        own: `[1, 1, tokens, dim]`, of the step's tokens.
-        groups: the compressed ones.
-    """
-
+    refusal = "it computes with its compressed keys in code of its own ({})"
     own: Tensor
     groups: GroupSource
-
-    def refuse_use(self, use: str) -> NoReturn:
-        _refuse_keys(use)
-
-
-def _join_keys(tensors: Any, dim: int = 0) -> JoinedKeys:
-    parts = list(tensors)
-    own, keys = parts if len(parts) == 2 else (None, None)
-    if not isinstance(own, Tensor) or not isinstance(keys, GroupKeys):
-        _refuse_keys("joins them in another order than after a step's own")
-    shape = keys.shape
-    if own.dim() != 4 or len(shape) != 4 or dim not in (2, -2) or own.shape[1] != 1 or own.shape[3] != shape[3]:
-        _refuse_keys(f"joins {list(shape)} of them to keys {list(own.shape)} along dimension {dim}")
-    return JoinedKeys(own, keys._source)
 
 
 def split_joined(key: Any, value: Any) -> tuple[Tensor, Tensor, CompressedKeys | None]:
@@ -202,9 +180,38 @@ def split_joined(key: Any, value: Any) -> tuple[Tensor, Tensor, CompressedKeys |
     if groups[0] is None and groups[1] is None:
         return key, value, None
     if groups[0] is not groups[1] or groups[0] is None:
-        _refuse_keys("attends to keys with compressed ones and values with others")
+        JoinedKeys.refuse_use("attends to keys with compressed ones and values with others")
     return key.own, value.own, groups[0].attended_keys()
 
 
-def _refuse_keys(what: str) -> NoReturn:
-    raise UnsupportedModelError(f"it computes with its compressed keys in code of its own ({what})")
+# Groups of tokens that a recorded layer makes keys of.
+_ASKED_WINDOWS = 2
+
+
+@dataclass
+class CompressionRecorder:
+    found: list[Any]
+    make_state: Callable[..., Any]
+
+    def take_windows(self, layer: CompressingLayer, index: int, values: Tensor, gates: Tensor) -> GroupWindows:
+        width = values.shape[-1] + gates.shape[-1]
+        self.found.append(self.make_state(layer.layer_idx, index, layer.rate, spans=1, width=width, key_dim=0))
+        first = torch.zeros(_ASKED_WINDOWS, dtype=torch.int32)
+        values, gates = (each.new_zeros((1, _ASKED_WINDOWS * layer.rate, each.shape[-1])) for each in (values, gates))
+        return GroupWindows(values, gates, first)
+
+    def add_overlap(self, layer: CompressingLayer, index: int) -> None:
+        self._change_state(layer, index, spans=2)
+
+    def keep_keys(self, layer: CompressingLayer, index: int, keys: Tensor) -> GroupSource:
+        if len(keys) != _ASKED_WINDOWS:
+            raise UnsupportedModelError(
+                f"layer {layer.layer_idx} makes {len(keys)} keys of {_ASKED_WINDOWS} groups of {layer.rate} tokens"
+            )
+        self._change_state(layer, index, key_dim=keys.shape[1])
+        return GroupSource()
+
+    def _change_state(self, layer: CompressingLayer, index: int, **sizes: int) -> None:
+        places = [(each.layer_idx, each.index) for each in self.found]
+        place = places.index((layer.layer_idx, index))
+        self.found[place] = replace(self.found[place], **sizes)

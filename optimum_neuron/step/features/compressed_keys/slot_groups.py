@@ -22,12 +22,11 @@ from torch import Tensor
 
 from ....errors import UnsupportedModelError
 from ...attention import kv_cache
-from ...attention.cached_attention import MASKED, MASKED_HALF, CacheWrite
+from ...attention.cached_attention import MASKED, MASKED_HALF
 from ...attention.call import CompressedKeys
-from ...attention.rows import AttentionRows
+from ...attention.rows import AttentionRows, StepLayout
 from ..selected_keys.index_keys import ScoresOf
-from ..selected_keys.selection import select_largest
-from ..selected_keys.slot_index import products_of
+from ..selected_keys.slot_index import products_of, select_largest
 from .compression import CompressingLayer, GroupSource, GroupWindows, NoIndices
 
 
@@ -63,19 +62,9 @@ class WindowPlan:
 
 @dataclass
 class SlotGroups:
-    """The compression backend of step graphs.
+    """The compression backend of step graphs."""
 
-    Attributes:
-        groups: the row groups, in the order of their tokens in the step.
-        actual: `[tokens]`, the tokens of the step that are no padding.
-        slots: rows of states that belong to slots. Rows after them take padding.
-    """
-
-    cache: kv_cache.KVCache
-    groups: list[AttentionRows]
-    actual: Tensor
-    slots: int
-    write_cache: CacheWrite
+    step: StepLayout
     _plans: dict[tuple[int, int, int], WindowPlan] = field(default_factory=dict)
     _visible: dict[int, Tensor] = field(default_factory=dict)
 
@@ -87,11 +76,13 @@ class SlotGroups:
         tokens, _ = states
         plan, width = self._plan_windows(layer.rate, states), values.shape[-1]
         own = torch.cat([values[0], gates[0]], dim=-1).to(tokens.dtype)
-        nothing = _make_nothing(own, width)
+        # In a place without a token zeros, and gates that no softmax sees next to a token's.
+        gate = MASKED_HALF if own.dtype == torch.float16 else MASKED
+        nothing = torch.where(torch.arange(own.shape[-1], dtype=torch.int32) < width, 0.0, gate).to(own.dtype)
         kept = tokens.flatten(0, 2).index_select(0, plan.kept)
         found = torch.where(plan.is_kept[:, None], kept, nothing)
         found = torch.where(plan.is_own[:, None], own.index_select(0, plan.own), found)[None]
-        self.write_cache(tokens, own[:, None], plan.token_rows, plan.token_columns)
+        self.step.ops.write_cache(tokens, own[:, None], plan.token_rows, plan.token_columns)
         return GroupWindows(found[..., :width].to(values.dtype), found[..., width:].to(gates.dtype), plan.first)
 
     def add_overlap(self, layer: CompressingLayer, index: int) -> None:
@@ -112,26 +103,26 @@ class SlotGroups:
             parts.append(keys[start:stop].unflatten(0, (rows, windows))[:, windows - ended :].flatten(0, 1))
             start = stop
         made = torch.cat(parts).to(cache.dtype)[:, None]
-        self.write_cache(cache, kv_cache.whole_or_nan(made, made)[0], plan.key_rows, plan.key_columns)
+        self.step.ops.write_cache(cache, kv_cache.whole_or_nan(made, made)[0], plan.key_rows, plan.key_columns)
         return SlotGroupKeys(self, layer, cache)
 
     def _find_states(self, layer: CompressingLayer, index: int) -> tuple[Tensor, Tensor] | None:
         """Return the last tokens of each slot, and the keys; None where no text has as many tokens as a key stands for."""
-        number = (layer.layer_idx, index)
-        tokens = self.cache.find_state("buffer", *number)
-        return None if tokens is None else (tokens, self.cache.get_state("group", *number))
+        number, cache = (layer.layer_idx, index), self.step.cache
+        tokens = cache.find_state("buffer", *number)
+        return None if tokens is None else (tokens, cache.get_state("group", *number))
 
     def visible(self, rate: int) -> Tensor:
-        """Return `[tokens, groups]`."""
         if rate not in self._visible:
-            self._visible[rate] = torch.cat([group.visible_groups(rate).flatten(0, 1) for group in self.groups])
+            visible = [group.visible_groups(rate).flatten(0, 1) for group in self.step.groups]
+            self._visible[rate] = torch.cat(visible)
         return self._visible[rate]
 
     def _plan_windows(self, rate: int, states: tuple[Tensor, Tensor]) -> WindowPlan:
         length, columns = (state.shape[2] for state in states)
         key = (rate, length, columns)
         if key not in self._plans:
-            self._plans[key] = _window_plan(self.groups, self.actual, self.slots, rate, length // rate, columns)
+            self._plans[key] = _window_plan(self.step, rate, length // rate, columns)
         return self._plans[key]
 
 
@@ -139,7 +130,7 @@ class SlotGroups:
 class SlotGroupKeys(GroupSource):
     """The compressed keys of a layer: `[rows, 1, groups, dim]`, None where no text has a whole group."""
 
-    step: SlotGroups
+    backend: SlotGroups
     layer: CompressingLayer
     cache: Tensor | None
 
@@ -149,13 +140,13 @@ class SlotGroupKeys(GroupSource):
 
     @property
     def _group_count(self) -> int:
-        return 0 if self.cache is None else self.step.groups[0].context_length // self.layer.rate
+        return 0 if self.cache is None else self.backend.step.groups[0].context_length // self.layer.rate
 
     def multiply_query(self, query: Tensor) -> Tensor:
         if self.cache is None or not self._group_count:
             return query.new_zeros((*query.shape[:2], 1))
         products, start = [], 0
-        for group in self.step.groups:
+        for group in self.backend.step.groups:
             stop = start + group.position_ids.numel()
             keys = kv_cache.read_cache(self.cache, group.slots, len(group.position_ids), self._group_count)[:, 0]
             products.append(products_of(query[start:stop], keys))
@@ -166,7 +157,7 @@ class SlotGroupKeys(GroupSource):
         if of.mask is not None or of.width != 1 or of.by_head:
             raise UnsupportedModelError("it selects compressed keys by other scores than one of each, without a mask")
         if count < self._group_count:
-            self.layer.selected = select_largest(scores[:, 0], self.step.visible(self.layer.rate), count)
+            self.layer.selected = select_largest(scores[:, 0], self.backend.visible(self.layer.rate), count)
         return NoIndices.for_scores(scores)
 
     def attended_keys(self) -> CompressedKeys | None:
@@ -175,18 +166,10 @@ class SlotGroupKeys(GroupSource):
         return CompressedKeys(self.cache, self.layer.rate, self.layer.selected)
 
 
-def _make_nothing(own: Tensor, width: int) -> Tensor:
-    """Return the values of a place without a token: zeros, and gates that no softmax sees next to a token's."""
-    gate = MASKED_HALF if own.dtype == torch.float16 else MASKED
-    return torch.where(torch.arange(own.shape[-1], dtype=torch.int32) < width, 0.0, gate).to(own.dtype)
-
-
-def _window_plan(
-    groups: list[AttentionRows], actual: Tensor, slots: int, rate: int, spans: int, columns: int
-) -> WindowPlan:
-    length = spans * rate
+def _window_plan(step: StepLayout, rate: int, spans: int, columns: int) -> WindowPlan:
+    length, slots = spans * rate, step.slots
     place, parts, sizes, written, offset, before = torch.arange(rate, dtype=torch.int32), [], [], [], 0, 0
-    for group in groups:
+    for group in step.groups:
         rows, tokens = group.position_ids.shape
         own_slots, first, last, begins, ends = _find_extents(group)
         ended = count_windows(tokens, rate)
@@ -205,7 +188,8 @@ def _window_plan(
         nobodys = torch.arange(before, before + rows * ended, dtype=torch.int32).view(rows, ended)
         positions = group.position_ids
         index = torch.arange(offset, offset + rows * tokens, dtype=torch.int32).view(rows, tokens)
-        stays = actual[offset : offset + rows * tokens].view(rows, tokens) & (positions + length > ends[:, None])
+        actual = step.actual[offset : offset + rows * tokens].view(rows, tokens)
+        stays = actual & (positions + length > ends[:, None])
         written.append(
             [
                 torch.where(is_whole, own_slots[:, None], slots + _floor_divide(nobodys, columns)).flatten(),

@@ -5,17 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....config import NeuronConfig
 from ...layer_state import CheckedModel, LayerState
 from ...spec import TensorSpec
-
-
-if TYPE_CHECKING:
-    from ...attention.layout import StepLayout
-    from .recorder import CompressionRecorder
-    from .slot_groups import SlotGroups
 
 
 @dataclass(frozen=True)
@@ -58,16 +52,11 @@ class CompressedKeyState(LayerState):
             yield TensorSpec(f"kv_cache.{role}_{self.layer_idx}_{self.index}", shape, config.dtype)
 
     @classmethod
-    def make_recorder(cls, found: list[Any]) -> CompressionRecorder:
-        from .recorder import CompressionRecorder
-
-        return CompressionRecorder(found, cls)
-
-    @classmethod
-    def make_backend(cls, step: StepLayout) -> SlotGroups:
+    def load_backends(cls) -> tuple[Any, Any]:
+        from .compression import CompressionRecorder
         from .slot_groups import SlotGroups
 
-        return SlotGroups(step.cache, step.groups, step.actual, step.slots, step.ops.write_cache)
+        return CompressionRecorder, SlotGroups
 
     @classmethod
     def check_config(cls, states: Sequence[CompressedKeyState], model: CheckedModel, config: NeuronConfig) -> None:

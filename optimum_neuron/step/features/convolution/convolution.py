@@ -9,6 +9,7 @@ the inputs of its own slot at the positions before it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from ....errors import UnsupportedModelError
 from ...attention.kv_cache import KVCache
+from ...attention.rows import StepLayout
+from ...serving import StandIn
 
 
 class ConvolutionBackend(Protocol):
@@ -35,8 +38,10 @@ Convolve = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 SlotConvolution = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor], Tensor]
 
 
-class ConvolutionInput:
+class ConvolutionInput(StandIn):
     """A stand-in for the inputs `[1, channels, tokens]` of a step's tokens, each after those of its own slot."""
+
+    pronoun = "what a convolution is to be applied to"
 
     def __init__(self, inputs: Tensor, convolve: Convolve) -> None:
         self._inputs, self._convolve = inputs, convolve
@@ -45,17 +50,9 @@ class ConvolutionInput:
     def to(self, dtype: torch.dtype) -> ConvolutionInput:
         return ConvolutionInput(self._inputs.to(dtype), self._convolve)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise UnsupportedModelError(f"it reads .{name} of what a convolution is to be applied to")
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Tensor:
-        if func is not nn.functional.conv1d:
-            name = getattr(func, "__name__", func)
-            raise UnsupportedModelError(f"it passes what a convolution is to be applied to to {name}")
-        return _convolve_inputs(*args, **(kwargs or {}))
+    def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        convolves = func is nn.functional.conv1d
+        return _convolve_inputs(*args, **kwargs) if convolves else super().call_torch(func, args, kwargs)
 
 
 def _convolve_inputs(
@@ -67,7 +64,6 @@ def _convolve_inputs(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Convolve as torch does, without the columns after the last token, which no causal layer looks at."""
     channels, width, kernel = weight.shape
     options = [value if isinstance(value, int) else value[0] for value in (stride, padding, dilation)]
     if options != [1, kernel - 1, 1] or width != 1 or groups != channels:
@@ -79,14 +75,10 @@ def _convolve_inputs(
 
 
 class SlotConvolutions:
-    """The convolution backend of step graphs.
+    """The convolution backend of step graphs, by a target's operator `convolve`, or the reference.
 
-    A slot keeps its last `past` inputs `[past, channels]`, in the order of their positions. The tokens of a slot are neighbors in a step, in
-    the order of their positions.
-
-    Args:
-        rows, columns: `[tokens]`, the slot and the position of each token; of padding, the trash row and a column that no other token has.
-        convolve: a target's operator; None: the reference.
+    A slot keeps its last `past` inputs `[past, channels]`, in the order of their positions. Its tokens are neighbors in a step, in the same
+    order. `rows` and `columns` `[tokens]` are their slots and positions; of padding the trash row and a column that no other token has.
     """
 
     def __init__(self, cache: KVCache, rows: Tensor, columns: Tensor, convolve: SlotConvolution | None = None) -> None:
@@ -96,9 +88,18 @@ class SlotConvolutions:
         self._convolve = convolve
         self._sources: dict[int, tuple[list[Tensor], Tensor]] = {}
 
+    @classmethod
+    def for_step(cls, step: StepLayout) -> SlotConvolutions:
+        return cls(step.cache, *step.slot_places, step.ops.convolve)
+
     def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._convolve is None:
-            output = self._sum_taps(self._take_on(layer_idx, index, inputs), weight, bias)
+        if self._convolve is None:  # summed term by term: in one order, whatever the number of tokens
+            own, *before = self._take_on(layer_idx, index, inputs)
+            taps = weight.to(torch.promote_types(own.dtype, torch.float32)).unbind(1)
+            output = own * taps[-1]
+            for earlier, tap in zip(before, reversed(taps[:-1]), strict=True):
+                output = output + earlier * tap
+            output = output if bias is None else output + bias
         else:
             state = self._cache.get_state("conv", layer_idx, index)
             own = inputs[0].transpose(0, 1).to(state.dtype)
@@ -108,16 +109,6 @@ class SlotConvolutions:
     def read_before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
         _, *before = self._take_on(layer_idx, index, inputs)
         return torch.stack(before[::-1], -1)
-
-    @staticmethod
-    def _sum_taps(inputs: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Sum term by term: in one order, whatever the number of tokens."""
-        own, *before = inputs
-        taps = weight.to(torch.promote_types(own.dtype, torch.float32)).unbind(1)
-        output = own * taps[-1]
-        for earlier, tap in zip(before, reversed(taps[:-1]), strict=True):
-            output = output + earlier * tap
-        return output if bias is None else output + bias
 
     def _take_on(self, layer_idx: int, index: int, inputs: Tensor) -> list[Tensor]:
         """Return inputs `[tokens, channels]` of each token, of the position before it, and so on; keep the last ones."""
@@ -144,19 +135,41 @@ class SlotConvolutions:
         first = torch.where(mine, self._columns, torch.iinfo(torch.int32).max).amin(1).index_select(0, self._rows)
         token = torch.arange(len(self._rows), dtype=torch.int32)
         last = torch.where(mine, token, -1).amax(1)[:, None]
-        before = [self._find_before(back, first, slots, past) for back in range(1, past + 1)]
+        before, rows, columns, tokens = [], self._rows, self._columns, len(self._rows)
+        for back in range(1, past + 1):
+            shift = min(back, tokens)
+            earlier = nn.functional.pad(rows[: tokens - shift], (shift, 0), value=-1)
+            wanted = columns - back
+            in_step = (earlier == rows) & (wanted >= first)
+            own = torch.arange(slots * past - back, slots * past - back + tokens, dtype=torch.int32)
+            in_state = torch.where(wanted >= 0, rows * past + wanted - first + past, slots * past + tokens)
+            before.append(torch.where(in_step, own, in_state))
         place = torch.arange(past, dtype=torch.int32)
         moved = place + count  # a slot that gets no token keeps all its inputs where they are
         kept = torch.where(moved < past, slot * past + moved, slots * past + last - (past - 1 - place))
         return before, kept.flatten()
 
-    def _find_before(self, back: int, first: Tensor, slots: int, past: int) -> Tensor:
-        """Return the places of the inputs `back` positions before each token, given its slot's first position in the step."""
-        rows, columns, tokens = self._rows, self._columns, len(self._rows)
-        shift = min(back, tokens)
-        earlier = nn.functional.pad(rows[: tokens - shift], (shift, 0), value=-1)
-        wanted = columns - back
-        in_step = (earlier == rows) & (wanted >= first)
-        own = torch.arange(slots * past - back, slots * past - back + tokens, dtype=torch.int32)
-        in_state = torch.where(wanted >= 0, rows * past + wanted - first + past, slots * past + tokens)
-        return torch.where(in_step, own, in_state)
+
+@dataclass
+class ConvolutionRecorder:
+    found: list[Any]
+    make_state: Callable[..., Any]
+
+    def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        kernel = weight.shape[-1]
+        if kernel < 2:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} keeps the inputs of a convolution with a kernel of {kernel}"
+            )
+        self._add_state(self.make_state(layer_idx, index, kernel - 1, inputs.shape[1]))
+        return inputs
+
+    def read_before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
+        _, channels, tokens = inputs.shape
+        self._add_state(self.make_state(layer_idx, index, past, channels))
+        return inputs.new_zeros((tokens, channels, past))
+
+    def _add_state(self, state: Any) -> None:
+        if any((each.layer_idx, each.index) == (state.layer_idx, state.index) for each in self.found):
+            raise UnsupportedModelError(f"layer {state.layer_idx} keeps inputs of several convolutions in one place")
+        self.found.append(state)

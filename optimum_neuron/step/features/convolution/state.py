@@ -5,26 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....config import NeuronConfig
 from ...layer_state import LayerState
 from ...spec import TensorSpec
 
 
-if TYPE_CHECKING:
-    from ...attention.layout import StepLayout
-    from .convolution import SlotConvolutions
-    from .recorder import ConvolutionRecorder
-
-
 @dataclass(frozen=True)
 class ConvolutionState(LayerState):
-    """The inputs of the last `past` tokens for a causal convolution, `[batch_size + 1, past, channels]`.
-
-    Attributes:
-        index: numbers the layer's convolutions.
-    """
+    """The inputs of the last `past` tokens for the layer's causal convolution of number `index`, `[batch_size + 1, past, channels]`."""
 
     section = "convolutions"
     roles = ("conv",)
@@ -37,13 +27,7 @@ class ConvolutionState(LayerState):
         yield TensorSpec(f"kv_cache.conv_{self.layer_idx}_{self.index}", shape, config.dtype)
 
     @classmethod
-    def make_recorder(cls, found: list[Any]) -> ConvolutionRecorder:
-        from .recorder import ConvolutionRecorder
+    def load_backends(cls) -> tuple[Any, Any]:
+        from .convolution import ConvolutionRecorder, SlotConvolutions
 
-        return ConvolutionRecorder(found, cls)
-
-    @classmethod
-    def make_backend(cls, step: StepLayout) -> SlotConvolutions:
-        from .convolution import SlotConvolutions
-
-        return SlotConvolutions(step.cache, *step.slot_places, step.ops.convolve)
+        return ConvolutionRecorder, SlotConvolutions.for_step

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ....errors import UnsupportedModelError
 from ...serving import set_within
-from ..codes.expert_weights import expert_weight, is_experts
-from ..codes.modules import reference_product
+from ..codes.modules import expert_weight, is_experts, reference_product
 from ..codes.weight import QuantizedWeight, integer_product
 
 
@@ -59,7 +58,6 @@ class ExpertsCall:
 
     @property
     def up_name(self) -> str:
-        """Return the name of the first projection's parameter."""
         return "gate_up_proj" if self.layer.has_gate else "up_proj"
 
     @property
@@ -82,7 +80,6 @@ class ExpertsCall:
 
     @property
     def up_bias(self) -> Tensor | None:
-        """Return `[experts, out]`."""
         if not self.layer.has_bias:
             return None
         bias: Tensor = self.layer.gate_up_proj_bias if self.layer.has_gate else self.layer.up_proj_bias
@@ -126,7 +123,6 @@ QuantizedExpertsProduct = Callable[[Tensor, QuantizedWeight], Tensor]
 
 
 def dequantized_experts(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Multiply by the reference."""
     if weight.activations is not None:
         return torch.stack([integer_product(own, weight.select_part(number)) for number, own in enumerate(x)])
     return x.float() @ weight.dequantize().transpose(1, 2)
@@ -137,12 +133,9 @@ Experts = Callable[[ExpertsCall], Tensor]
 
 
 def dense_experts(call: ExpertsCall, product: QuantizedExpertsProduct = dequantized_experts) -> Tensor:
-    """Compute every token by every expert, and take for each token those that it was routed to.
+    """Compute every token by every expert, and take for each token those that it was routed to; quantized weights multiply by `product`.
 
     No shape depends on the routing and no weight is gathered, so every target can lower it. The cost is the other experts' arithmetic.
-
-    Args:
-        product: with quantized weights.
     """
     chosen = call.index[:, :, None] == torch.arange(call.experts, dtype=torch.int32)  # [tokens, k, experts]
     routing = torch.where(chosen, call.weights[:, :, None], 0.0).sum(1).t()[:, :, None]
@@ -161,7 +154,6 @@ def _multiply_every(
     bias: Tensor | None,
     product: QuantizedExpertsProduct,
 ) -> Tensor:
-    """Multiply `[experts, tokens, in]` to `[experts, tokens, out]`."""
     if isinstance(weight, QuantizedWeight):
         wide = product(x, weight)
         return (wide if bias is None else wide + bias[:, None].float()).to(x.dtype)
@@ -205,7 +197,6 @@ def watched_experts(call: ExpertsCall, watch: Watcher) -> Tensor:
 
 
 def _compute_expert(call: ExpertsCall, expert: int, x: Tensor, watch: Watcher = lambda *_: None) -> Tensor:
-    """Compute `[tokens, hidden]` to the same shape."""
     watch(call.up_name, expert, x)
     up = call.activate(_multiply_one(call, expert, x, call.up_weight, call.up_bias))
     watch(call.down_name, expert, up)
@@ -215,7 +206,6 @@ def _compute_expert(call: ExpertsCall, expert: int, x: Tensor, watch: Watcher = 
 def _multiply_one(
     call: ExpertsCall, expert: int, x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None
 ) -> Tensor:
-    """Multiply `[tokens, in]` to `[tokens, out]`."""
     if isinstance(weight, QuantizedWeight):
         return reference_product(x, weight.select_part(expert), None if bias is None else bias[expert])
     own = weight[expert].t() if call.layer.is_transposed else weight[expert]
@@ -227,36 +217,27 @@ def no_experts(call: ExpertsCall) -> Tensor:
     return torch.zeros_like(call.hidden_states)
 
 
-@dataclass(frozen=True)
-class _Routing:
-    experts: Experts
-    actual: Tensor | None
-
-
-_ALONE = _Routing(active_experts, None)  # a model that runs outside of a step
-_routing: ContextVar[_Routing] = ContextVar("how the running forward pass computes experts")
+# Outside of a step: all tokens, by `active_experts`.
+_routing: ContextVar[tuple[Experts, Tensor | None]] = ContextVar(
+    "how the running forward pass computes experts, and its actual tokens", default=(active_experts, None)
+)
 
 
 def routing(experts: Experts, actual: Tensor | None = None) -> AbstractContextManager[None]:
-    """Set how the forward passes within compute experts.
-
-    Args:
-        actual: `[tokens]`, the tokens of the step that are no padding; None: all.
-    """
-    return set_within(_routing, _Routing(experts, actual))
+    """Set how the forward passes within compute experts for the tokens that are no padding, `actual [tokens]`; None: for all."""
+    return set_within(_routing, (experts, actual))
 
 
 def _run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    routing = _routing.get(_ALONE)
+    experts, actual = _routing.get()
     call = ExpertsCall(module, hidden_states, top_k_index, top_k_weights)
-    if routing.actual is not None:
-        if len(routing.actual) != len(hidden_states):
+    if actual is not None:
+        if len(actual) != len(hidden_states):
             raise UnsupportedModelError(
-                f"its experts get {len(hidden_states)} rows of hidden states in a step of {len(routing.actual)} tokens"
+                f"its experts get {len(hidden_states)} rows of hidden states in a step of {len(actual)} tokens"
             )
-        index = torch.where(routing.actual[:, None], top_k_index, call.experts)
-        call = ExpertsCall(module, hidden_states, index, top_k_weights)
-    return routing.experts(call)
+        call = replace(call, index=torch.where(actual[:, None], top_k_index, call.experts))
+    return experts(call)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _run_experts)

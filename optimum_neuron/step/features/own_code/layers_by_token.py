@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ....errors import UnsupportedModelError
-from ...layer_numbers import plain_index
-from ...serving import Backends, replace_in_steps
+from ...serving import Backends, plain_index, replace_in_steps
 from ..convolution.state import ConvolutionState
 from ..recurrence.recurrent_functions import REPLACED
 from ..recurrence.state import RecurrentState
@@ -33,13 +32,11 @@ _NUMBER = "_number_of_layer"
 
 
 def names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """Return the attributes and globals that a module's own forward pass names."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
 
 
 def keeps_own_state(module: nn.Module) -> bool:
-    """Return whether a module's own code takes a state on."""
     names = names_in_forward(module)
     if "update_recurrent_state" in names:
         return not REPLACED & vars(sys.modules[type(module).__module__]).keys()

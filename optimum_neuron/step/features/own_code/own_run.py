@@ -6,37 +6,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ....errors import UnsupportedModelError
-from ...serving import set_within
-from ...stand_in import StandIn, name_of
+from ...serving import StandIn, name_of, set_within
 from ..convolution.convolution import ConvolutionBackend
 from ..recurrence.recurrence import RecurrenceBackend, ScanCall, ScanKind
-
-
-def refuse_state(what: str) -> NoReturn:
-    raise UnsupportedModelError(f"it keeps a state in code of its own, which {what}: that is no recurrence of a step")
 
 
 class StateStandIn(StandIn):
     """A stand-in for a state that a layer's own code takes on."""
 
     pronoun = "it"
-
-    def refuse_use(self, use: str) -> NoReturn:
-        refuse_state(use)
-
-    def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return refuse_state(f"calls {name_of(func)} on it")
+    refusal = "it keeps a state in code of its own, which {}: that is no recurrence of a step"
+    call = "calls {0} on {1}"
 
 
 class Outer(StateStandIn):
-    """Products of `key [tokens, heads, key_dim]` and `value [tokens, heads, value_dim]`: what a token adds to matrices."""
+    """The products of `key [tokens, heads, key_dim]` and `value [tokens, heads, value_dim]`: what a token adds to matrices."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key = key
@@ -58,17 +49,19 @@ class Run(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         name = "" if self._rests else name_of(func)
-        if name == "matmul" and self._is_outer(*args):
-            return Outer(args[0][..., 0], args[1][..., 0, :])
+        if (
+            name == "matmul"
+            and len(args) > 1
+            and all(isinstance(each, Tensor) and each.dim() == 4 for each in args[:2])
+        ):
+            column, row = args[:2]
+            alike = column.shape[:2] == row.shape[:2] and len(row) == self.tokens
+            if alike and column.shape[3] == row.shape[2] == 1:
+                return Outer(column[..., 0], row[..., 0, :])
         result = func(*args, **kwargs or {})
         if name == "exp" and args and result is not args[0]:
             self._exponentials.append((result, args[0]))
         return result
-
-    def _is_outer(self, column: object = None, row: object = None) -> bool:
-        if not isinstance(column, Tensor) or not isinstance(row, Tensor) or column.dim() != 4 or row.dim() != 4:
-            return False
-        return column.shape[:2] == row.shape[:2] and len(row) == self.tokens and column.shape[3] == row.shape[2] == 1
 
     @contextmanager
     def _rest_notes(self) -> Iterator[None]:
@@ -80,7 +73,6 @@ class Run(TorchFunctionMode):
             self._rests = False
 
     def enter_layer(self, layer_idx: Any) -> None:
-        """Note the layer that asks for states next."""
         self._recurrences.enter_layer(layer_idx)
 
     def take_logarithm(self, decay: Tensor) -> Tensor:
@@ -95,7 +87,6 @@ class Run(TorchFunctionMode):
             return self._recurrences.scan(kind, call)
 
     def read_before(self, inputs: Tensor, past: int) -> Tensor:
-        """Return `[tokens, channels, past]`, what came before each of `inputs [tokens, channels]`."""
         layer_idx, index = self._recurrences.layer_idx, self._windows
         self._windows += 1
         if layer_idx is None:

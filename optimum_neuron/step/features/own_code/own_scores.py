@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,24 +21,14 @@ from torch import Tensor
 from ....errors import UnsupportedModelError
 from ...attention.call import AttentionBackend, AttentionCall
 from ...attention.masks import CausalMask
-from ...stand_in import StandIn, name_of
+from ...serving import StandIn, name_of
 
 
 _Self = TypeVar("_Self", bound="_TextStandIn")
 
 
-def _refuse_scores(what: str) -> NoReturn:
-    raise UnsupportedModelError(
-        f"it attends by code of its own, which {what}: that is no attention with a bias by column"
-    )
-
-
 class BiasMask(CausalMask):
-    """The mask of a text, for a model that may put a bias into it: minus infinity and zero, as code that adds it expects.
-
-    Attributes:
-        table: the bias, `[1, heads, 1, columns]`; None before there is one.
-    """
+    """The mask of a text, minus infinity and zero, into which a model may put a bias `table [1, heads, 1, columns]`."""
 
     ndim = 4
 
@@ -79,12 +69,10 @@ class _LayerText:
 
 @dataclass(frozen=True)
 class _TextStandIn(StandIn):
-    """A tensor `[1, *sizes]`, or `[*sizes]` where the batch is folded into the heads, that is never computed.
+    """A tensor `[1, *sizes]`, `[*sizes]` with the batch `folded` into the heads, that is never computed; `turned` exchanges the last two."""
 
-    Attributes:
-        turned: its last two dimensions are exchanged.
-    """
-
+    refusal = "it attends by code of its own, which {}: that is no attention with a bias by column"
+    call = "calls {0} on {1}"
     text: _LayerText
     sizes: tuple[int, int, int]
     folded: bool = False
@@ -114,14 +102,14 @@ class _TextStandIn(StandIn):
             found = replace(self, folded=folded)
             if len(asked) == len(found.shape) and all(a in (-1, b) for a, b in zip(asked, found.shape, strict=True)):
                 return found
-        _refuse_scores(f"views {list(self.shape)} as {list(asked)}")
+        self.refuse_use(f"views {list(self.shape)} as {list(asked)}")
 
     reshape = view
 
     def transpose(self: _Self, first: int, second: int) -> _Self:
         dims = len(self.shape)
         if {first % dims, second % dims} != {dims - 1, dims - 2}:
-            _refuse_scores(f"exchanges the dimensions {first} and {second} of {list(self.shape)}")
+            self.refuse_use(f"exchanges the dimensions {first} and {second} of {list(self.shape)}")
         return replace(self, turned=not self.turned)
 
     def to(self: _Self, *_: object, **__: object) -> _Self:
@@ -133,12 +121,6 @@ class _TextStandIn(StandIn):
     @property
     def pronoun(self) -> str:  # type: ignore[override]
         return str(list(self.shape))
-
-    def refuse_use(self, use: str) -> NoReturn:
-        _refuse_scores(use)
-
-    def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _refuse_scores(f"calls {name_of(func)} on {list(self.shape)}")
 
 
 @dataclass(frozen=True)
@@ -168,11 +150,9 @@ class _TextValues(_TextStandIn):
 
 @dataclass(frozen=True)
 class _TextScores(_TextStandIn):
-    """Scores `[heads, tokens, columns]`, and after the softmax their weights.
+    """Scores `[heads, tokens, columns]` of a query `[1, heads, tokens, dim]`, and after the softmax their weights.
 
-    Attributes:
-        query: `[1, heads, tokens, dim]`.
-        bias: what was added, `[heads, columns]`.
+    `bias [heads, columns]` was added.
     """
 
     query: Tensor | None = None
@@ -183,13 +163,13 @@ class _TextScores(_TextStandIn):
 
     def __mul__(self, factor: object) -> _TextScores:
         if not isinstance(factor, int | float) or self.mask is not None:
-            _refuse_scores(f"multiplies scores by {type(factor).__name__}")
+            self.refuse_use(f"multiplies scores by {type(factor).__name__}")
         bias = None if self.bias is None else self.bias * factor
         return replace(self, scaling=self.scaling * factor, bias=bias)
 
     def __truediv__(self, divisor: object) -> _TextScores:
         if not isinstance(divisor, int | float):
-            _refuse_scores(f"divides scores by {type(divisor).__name__}")
+            self.refuse_use(f"divides scores by {type(divisor).__name__}")
         return self * (1.0 / divisor)
 
     def __add__(self, other: object) -> _TextScores:
@@ -203,37 +183,36 @@ class _TextScores(_TextStandIn):
         """Add a bias, `[1, heads, 1, columns]` or without the first dimension."""
         heads, _, columns = self.sizes
         if not isinstance(table, Tensor) or self.bias is not None or table.shape[-3:-1] != (heads, 1):
-            _refuse_scores(f"adds {_describe_kind(table)} to scores {list(self.shape)}")
+            self.refuse_use(f"adds {_describe_kind(table)} to scores {list(self.shape)}")
         if table.shape[-1] < columns:
             raise UnsupportedModelError(
                 f"it has no bias for more than {table.shape[-1]} tokens of a text, and sequence_length is {columns}; choose a "
                 f"sequence_length of at most {table.shape[-1]}"
             )
         if table.shape[-1] > columns:
-            _refuse_scores(f"adds {_describe_kind(table)} to scores {list(self.shape)}")
+            self.refuse_use(f"adds {_describe_kind(table)} to scores {list(self.shape)}")
         return replace(self, bias=table.reshape(heads, columns))
 
     def masked_fill(self, mask: object, value: object = None) -> _TextScores:
         """Hide what tokens do not see. A mask that carries a bias carries the one there is.
 
-        Code that has the bias in its mask, as torch's attention takes it, may add it to its scores as well where it computes these by itself
-        (Falcon): what transformers computes by default is the former.
+        Code that has the bias in its mask may also add it to scores that it computes by itself (Falcon); transformers' default is the former.
         """
         if not isinstance(mask, BiasMask) or self.mask is not None:
-            _refuse_scores(f"hides scores by {_describe_kind(mask)}")
+            self.refuse_use(f"hides scores by {_describe_kind(mask)}")
         masked = self if mask.table is None else replace(self, bias=None).add_bias(mask.table)
         return replace(masked, mask=mask)
 
     def softmax(self, dim: int = -1, *_: object, **__: object) -> _TextScores:
         if dim % len(self.shape) != len(self.shape) - 1 or self.mask is None or self.are_weights:
             masked = "" if self.mask is not None else " without a mask"
-            _refuse_scores(f"takes a softmax{masked} of scores {list(self.shape)}, over dimension {dim}")
+            self.refuse_use(f"takes a softmax{masked} of scores {list(self.shape)}, over dimension {dim}")
         return replace(self, are_weights=True)
 
     def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, others = name_of(func), [each for each in args if each is not self]
         if name in ("matmul", "bmm") and isinstance(others[0], _TextValues):
-            return self._attend_text(others[0])
+            return self @ others[0]
         if name in ("add", "radd") and len(others) == 1:
             return self + others[0]
         if name == "softmax":
@@ -244,14 +223,11 @@ class _TextScores(_TextStandIn):
         return super().call_torch(func, args, kwargs)
 
     def __matmul__(self, values: object) -> Tensor:
-        if not isinstance(values, _TextValues):
-            _refuse_scores(f"multiplies scores by {_describe_kind(values)}")
-        return self._attend_text(values)
-
-    def _attend_text(self, values: _TextValues) -> Tensor:
         """Return `[1, heads, tokens, value_dim]`, or without the first dimension."""
+        if not isinstance(values, _TextValues):
+            self.refuse_use(f"multiplies scores by {_describe_kind(values)}")
         if not self.are_weights or self.mask is None or self.query is None or values.turned:
-            _refuse_scores("multiplies values by scores without a softmax")
+            self.refuse_use("multiplies values by scores without a softmax")
         text = self.text
         call = AttentionCall(
             layer_idx=text.layer_idx,
@@ -275,17 +251,12 @@ def _describe_kind(value: object) -> str:
 
 @dataclass(frozen=True)
 class ScoreKeys:
-    """The key store of such a model's cache.
-
-    Attributes:
-        columns: tokens that its code finds in the cache: those of the longest text, whatever a step's are.
-    """
+    """The key store of such a model's cache, in which its code finds `columns` tokens, those of the longest text."""
 
     backend: AttentionBackend
     columns: int
 
     def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Any, Any]:
-        """Return stand-ins for the keys and values of a text."""
         text = _LayerText(self.backend, layer_idx, key, value)
         keys, values = (
             kind(text, (each.shape[1], self.columns, each.shape[-1]))

@@ -22,17 +22,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ....errors import UnsupportedModelError
-from ...stand_in import name_of
+from ...serving import name_of
 from ..recurrence.recurrence import ScanCall
-from .own_run import Outer, Run, StateStandIn, refuse_state, running_layer
+from .own_run import Outer, Run, StateStandIn, running_layer
 
 
 def state_of_run() -> OwnState:
-    """Return the state that the running layer gets from a cache.
-
-    Raises:
-        UnsupportedModelError: no such layer runs.
-    """
+    """Return the state that the running layer gets from a cache; raise UnsupportedModelError where no such layer runs."""
     run = running_layer()
     if run is None:
         raise UnsupportedModelError("it asks its cache for a state in a layer that is not known to keep one")
@@ -63,11 +59,7 @@ class _StatesOfLayer:
 
 
 class OwnState(StateStandIn):
-    """The state of each token's text before it.
-
-    Args:
-        shape: where the layer gives it: `[tokens, size]` of a vector, `[tokens, channels, past]` of inputs.
-    """
+    """The state of each token's text before it, of a shape where the layer gives one: `[tokens, size]`, or `[tokens, channels, past]`."""
 
     def __init__(self, run: Run, shape: torch.Size | None = None) -> None:
         self._run = run
@@ -76,7 +68,7 @@ class OwnState(StateStandIn):
 
     def __getitem__(self, index: Any) -> OwnState:
         if any(each is not None and each != slice(None) for each in (index if isinstance(index, tuple) else (index,))):
-            refuse_state(f"takes {index} of it")
+            self.refuse_use(f"takes {index} of it")
         return self
 
     def to(self, *_: object, **__: object) -> OwnState:
@@ -87,7 +79,7 @@ class OwnState(StateStandIn):
 
     def __mul__(self, decay: object) -> _Decayed:
         if not isinstance(decay, Tensor):
-            refuse_state(f"multiplies it by {type(decay).__name__}")
+            self.refuse_use(f"multiplies it by {type(decay).__name__}")
         return _Decayed(self._run, self._run.take_logarithm(decay))
 
     __rmul__ = __mul__
@@ -104,7 +96,7 @@ class OwnState(StateStandIn):
             shape = vars(self).get("shape")
             return Inputs(self._run, inputs, None if shape is None else shape[-1])
         if inputs.dim() != 3 or inputs.shape[1] != 0 or dim != 1:
-            refuse_state(f"joins it to {list(inputs.shape)}")
+            self.refuse_use(f"joins it to {list(inputs.shape)}")
         later = LaterInput(self._run)
         self._run.expect_inputs(later.take_inputs)
         return later
@@ -119,7 +111,7 @@ class _Decayed(StateStandIn):
 
     def __add__(self, added: object) -> TakenOn:
         if not isinstance(added, Tensor | Outer):
-            refuse_state(f"adds {type(added).__name__} to it")
+            self.refuse_use(f"adds {type(added).__name__} to it")
         return TakenOn(self._run, self._exponent, added)
 
     __radd__ = __iadd__ = __add__
@@ -131,11 +123,7 @@ class _Decayed(StateStandIn):
 
 
 class TakenOn(StateStandIn):
-    """A state with what a token adds.
-
-    Attributes:
-        is_read: the recurrence was computed, which keeps the state, too.
-    """
+    """A state with what a token adds. `is_read` once the recurrence was computed, which keeps the state, too."""
 
     def __init__(self, run: Run, exponent: Tensor, added: Tensor | Outer) -> None:
         self._run = run
@@ -146,13 +134,13 @@ class TakenOn(StateStandIn):
     def __getitem__(self, index: Any) -> TakenOn:
         """Return the state of the last token of a vector's one."""
         if index != (slice(None), -1):
-            refuse_state(f"takes {index} of it")
+            self.refuse_use(f"takes {index} of it")
         return self
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """Return vectors, as the layer uses them."""
         if isinstance(self._added, Outer):
-            refuse_state("reads all of its matrices")
+            self.refuse_use("reads all of its matrices")
         self._begin_reading()
         added, shape = self._added.float(), self._added.shape
         steps = -self._exponent.broadcast_to(shape).flatten(1)[:, None]
@@ -172,10 +160,10 @@ class TakenOn(StateStandIn):
         """Multiply matrices by `query [tokens, heads, 1, key_dim]`: `[tokens, heads, 1, value_dim]`."""
         added = self._added
         if not isinstance(added, Outer) or query.shape != (*added.key.shape[:2], 1, added.key.shape[2]):
-            refuse_state(f"multiplies it by {list(query.shape)}, which is no query for each head")
+            self.refuse_use(f"multiplies it by {list(query.shape)}, which is no query for each head")
         exponent = self._exponent[(None,) * (4 - self._exponent.dim())]
         if exponent.shape[3] != 1:
-            refuse_state("has a decay of its own for each of its columns")
+            self.refuse_use("has a decay of its own for each of its columns")
         self._begin_reading()
         decay = exponent.expand(*added.key.shape[:2], exponent.shape[2], 1)[..., 0]
         decay = decay[..., 0] if decay.shape[2] == 1 else decay
@@ -184,7 +172,7 @@ class TakenOn(StateStandIn):
 
     def _begin_reading(self) -> None:
         if self.is_read:
-            refuse_state("reads it twice")
+            self.refuse_use("reads it twice")
         self.is_read = True
 
 
@@ -203,12 +191,7 @@ def _as_tensors(values: Any) -> Any:
 
 
 class Inputs(_Inputs):
-    """The last inputs of each token's text and its own, `[tokens, channels, past + 1]`.
-
-    Args:
-        own: `[tokens, channels, 1]`.
-        past: None until the layer says how many it keeps.
-    """
+    """The last inputs of each token's text and its `own [tokens, channels, 1]`; `past` is None until the layer says how many it keeps."""
 
     def __init__(self, run: Run, own: Tensor, past: int | None) -> None:
         self._run = run
@@ -230,7 +213,7 @@ class Inputs(_Inputs):
 
     def as_tensor(self) -> Tensor:
         if self._past is None:
-            refuse_state("does not say how many inputs it keeps before it uses them")
+            self.refuse_use("does not say how many inputs it keeps before it uses them")
         if self._tensor is None:
             self._tensor = torch.cat([self._run.read_before(self._own[..., 0], self._past), self._own], -1)
         return self._tensor
@@ -249,7 +232,7 @@ class LaterInput(_Inputs):
 
     def as_tensor(self) -> Tensor:
         if self._tensor is None:
-            refuse_state("uses its last input before it keeps the next one")
+            self.refuse_use("uses its last input before it keeps the next one")
         return self._tensor
 
 

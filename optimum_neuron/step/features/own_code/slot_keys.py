@@ -25,9 +25,8 @@ class SlotKeys:
     Attributes:
         groups: the row groups, in the order of their tokens in the step.
         columns: of each slot that the step reads.
-        last: `[slots]`, the last column that a slot has tokens of the step in; -1 of a slot that has none.
-        tables: `[slots, columns / block_length]`, the blocks of each slot that has tokens in the step, and any of the others; None
-            where slot i is block i.
+        last: `[slots]`, the last column with tokens of the step; -1 without.
+        tables: `[slots, columns / block_length]`, the blocks of each slot with tokens in the step, any of others; None: slot i is block i.
     """
 
     groups: list[AttentionRows]
@@ -37,7 +36,6 @@ class SlotKeys:
 
     @classmethod
     def for_step(cls, groups: list[AttentionRows], slots: int, *, has_blocks: bool) -> SlotKeys:
-        """Return those of a step; rows of a cache of blocks have tables of them."""
         last, tables = torch.full((slots,), -1, dtype=torch.int32), torch.zeros((slots, 1), dtype=torch.int32)
         for group in groups:
             position = group.position_ids.amax(1)

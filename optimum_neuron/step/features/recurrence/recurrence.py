@@ -11,20 +11,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from ....errors import UnsupportedModelError
 from ...attention.kv_cache import KVCache
-from ...attention.layout import StepLayout
-from ...attention.rows import actual_tokens_mask
-from ...layer_numbers import plain_index
+from ...attention.rows import StepLayout, actual_tokens_mask
+from ...serving import plain_index
 
 
 # A member of StepOps each.
 ScanKind = Literal["delta_rule", "state_space_scan", "selective_scan"]
-SCAN_KINDS: tuple[ScanKind, ...] = get_args(ScanKind)
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,9 @@ class ScanCall:
 
     @property
     def width(self) -> int:
-        """Return how many numbers of a token `inputs` are."""
         return sum(each[0].numel() for each in self.inputs())
 
     def over_heads(self, states: Tensor) -> Tensor:
-        """Return queries or keys of `[..., key_heads, key_dim]` for each head."""
         groups, dim = states.shape[-2:]
         if groups == self.heads:
             return states
@@ -107,7 +104,6 @@ class ScanRows:
 
     @classmethod
     def from_layout(cls, step: StepLayout) -> ScanRows:
-        """Return those of a step, which has at most one group of decode rows and one of chunk rows."""
         decode = next((group for group in step.groups if group.decodes), None)
         chunk = next((group for group in step.groups if not group.decodes), None)
         return cls(
@@ -143,8 +139,7 @@ Scan = Callable[[ScanCall, ScanRows, ScanState], Tensor]
 class RecurrenceBackend(ABC):
     """A backend that computes the recurrences of a forward pass, numbered by layer and by their order within it.
 
-    Attributes:
-        layer_idx: the layer that asked its cache last; None before the first.
+    `layer_idx` is the layer that asked its cache last; None before the first.
     """
 
     def __init__(self) -> None:
@@ -165,7 +160,6 @@ class RecurrenceBackend(ABC):
             raise UnsupportedModelError(f"layer {plain_index(layer_idx)} keeps the state of a recurrence of its own")
 
     def number_scan(self) -> tuple[int, int]:
-        """Return the layer and the index of the recurrence that is computed next."""
         if self.layer_idx is None:
             raise UnsupportedModelError("it computes a recurrence in a layer that does not ask its cache for anything")
         index = self._counts.get(self.layer_idx, 0)
@@ -174,20 +168,30 @@ class RecurrenceBackend(ABC):
 
 
 class SlotScans(RecurrenceBackend):
-    """The recurrence backend of step graphs.
+    """The recurrence backend of step graphs, by the operators of `ops`, a `StepOps`."""
 
-    Args:
-        scans: the operator for each kind.
-    """
-
-    def __init__(self, cache: KVCache, rows: ScanRows, scans: dict[ScanKind, Scan]) -> None:
+    def __init__(self, cache: KVCache, rows: ScanRows, ops: Any) -> None:
         super().__init__()
-        self._cache, self._rows, self._scans = cache, rows, scans
+        self._cache, self._rows, self._ops = cache, rows, ops
+
+    @classmethod
+    def for_step(cls, step: StepLayout) -> SlotScans:
+        return cls(step.cache, ScanRows.from_layout(step), step.ops)
 
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
-        number = self.number_scan()
-        state, anchor, tail = (
-            self._cache.get_state("state", *number),
-            *(self._cache.find_state(role, *number) for role in ("anchor", "tail")),
-        )
-        return self._scans[kind](call, self._rows, ScanState(state, anchor, tail))
+        number, cache = self.number_scan(), self._cache
+        state, anchor, tail = (cache.find_state(role, *number) for role in ("state", "anchor", "tail"))
+        assert state is not None
+        scan: Scan = getattr(self._ops, kind)
+        return scan(call, self._rows, ScanState(state, anchor, tail))
+
+
+class RecurrenceRecorder(RecurrenceBackend):
+    def __init__(self, found: list[Any], make_state: Callable[..., Any]) -> None:
+        super().__init__()
+        self._found, self._make_state = found, make_state
+
+    def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
+        sizes = call.heads, call.key.shape[2], call.value.shape[2], call.width
+        self._found.append(self._make_state(*self.number_scan(), *sizes))
+        return torch.zeros_like(call.value)

@@ -21,13 +21,10 @@ from .recurrence import ScanCall
 
 @dataclass(frozen=True)
 class BlockMasks:
-    """The order of a block's tokens, `[block, block]` each: row i, column j.
+    """The order of a block's tokens, `[block, block]` each: row i, column j. Whether j is `until` i, or `before` it.
 
-    Attributes:
-        until: whether j is i or before it.
-        before: whether j is before i.
-        pairs: by doubling width, whether i is in the second of two neighboring parts, and j in the first; each j before i once.
-        parts: by the same widths, whether i and j are in the same part.
+    By doubling width, `pairs` say whether i is in the second of two neighboring parts and j in the first, each j before i once, and `parts`
+    whether i and j are in the same part.
     """
 
     until: Tensor
@@ -93,7 +90,7 @@ def _keep_state(state: Tensor, broken: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Inputs of all blocks, `[blocks, heads, block, ...]`; `decay` and `beta` have a last dimension, of 1 where a head has one."""
+    """The inputs of all blocks, `[blocks, heads, block, ...]`; `decay` and `beta` have a last dimension, of 1 where a head has one."""
 
     query: Tensor
     key: Tensor
@@ -107,11 +104,8 @@ class _Parts:
 class _States:
     """All states of each block in a selective scan, as if it began with zeros: no product of queries and keys expresses them.
 
-    Attributes:
-        decays, sums: `[blocks, heads, block, key_dim, value_dim]`: factors of a state before the block until each token, and what the
-            tokens until it add.
-        queries: `[blocks, heads, block, key_dim]`.
-        broken: as in `_Products`.
+    `decays` are factors of a state before the block until each token, `sums` what the tokens until it add, both
+    `[blocks, heads, block, key_dim, value_dim]`; `queries` `[blocks, heads, block, key_dim]`.
     """
 
     decays: Tensor
@@ -144,10 +138,16 @@ def compute_blocks(call: ScanCall, inputs: Tensor, queries: Tensor, nan: Tensor,
     if call.rates is not None:
         return _sum_states(parts, call.rates)
     scores, products = _score_pairs(parts, masks)
-    until, after = _sum_decays(parts, masks)
+    # Decays of the state before the block until each token, and of what a token adds, until the block's end.
+    until = _sum_masked(masks.until, parts.decay).exp()
+    after = _sum_masked(masks.before.t(), parts.decay).exp()
     values, predicting = parts.value, None
     if parts.beta is not None:
-        solve = _invert_lower(torch.where(masks.before, parts.beta * products, 0.0), masks)
+        # The inverse of the identity plus a matrix that is zero but below its diagonal.
+        lower = torch.where(masks.before, parts.beta * products, 0.0)
+        solve = masks.itself.to(lower.dtype) - torch.where(masks.pairs[0], lower, 0.0)
+        for pair in masks.pairs[1:]:
+            solve = solve - solve @ (torch.where(pair, lower, 0.0) @ solve)
         values, predicting = solve @ (parts.beta * values), solve @ (parts.beta * parts.key * until)
     whole = until[:, :, -1, :, None]
     return _Products(scores, parts.query * until, parts.key * after, values, predicting, whole, parts.broken)
@@ -169,7 +169,6 @@ def _sum_states(parts: _Parts, rates: Tensor) -> Blocks:
 
 
 def _shift_tokens(x: Tensor, width: int) -> Tensor:
-    """Return `[blocks, heads, block, ...]` of tokens `width` earlier; zeros before the first."""
     return nn.functional.pad(x[:, :, :-width], (0, 0) * (x.dim() - 3) + (width, 0))
 
 
@@ -190,11 +189,6 @@ def _split_parts(call: ScanCall, inputs: Tensor, queries: Tensor, nan: Tensor, m
     )
 
 
-def _sum_decays(parts: _Parts, masks: BlockMasks) -> tuple[Tensor, Tensor]:
-    """Return the decays of the state before the block until each token, and those of what a token adds, until the block's end."""
-    return _sum_masked(masks.until, parts.decay).exp(), _sum_masked(masks.before.t(), parts.decay).exp()
-
-
 def _sum_masked(mask: Tensor, x: Tensor) -> Tensor:
     """Sum `[blocks, heads, block, n]` over the tokens that a mask `[block, block]` has in each row.
 
@@ -204,7 +198,6 @@ def _sum_masked(mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _repeat_twice(x: Tensor, dim: int) -> Tensor:
-    """Repeat for queries, and for keys after them."""
     return torch.cat([x, x], dim)
 
 
@@ -236,11 +229,3 @@ def _decayed_products(both: Tensor, parts: _Parts, masks: BlockMasks) -> Tensor:
         found = (both * _repeat_twice(until, 2)) @ (parts.key * after).transpose(-1, -2)
         products = torch.where(_repeat_twice(pair, 0), found, products)
     return products
-
-
-def _invert_lower(lower: Tensor, masks: BlockMasks) -> Tensor:
-    """Return the inverse of the identity plus a matrix `[..., block, block]` that is zero but below its diagonal."""
-    inverse = masks.itself.to(lower.dtype) - torch.where(masks.pairs[0], lower, 0.0)
-    for pair in masks.pairs[1:]:
-        inverse = inverse - inverse @ (torch.where(pair, lower, 0.0) @ inverse)
-    return inverse

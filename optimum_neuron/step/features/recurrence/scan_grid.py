@@ -125,17 +125,20 @@ def scan_rows(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:
     if state.anchor is None or state.tail is None:
         return walk(call, rows, state)
     grid = ScanGrid.for_step(rows, state.tail.shape[1])
-    decoding = 0 if rows.decode is None else len(rows.decode)
-    outputs = []
+    outputs, decoding, current = [], 0, state.current
     if rows.decode is not None:
-        outputs.append(_decode_rows(_cut_call(call, 0, decoding), rows.decode, state.current))
-    if grid is None:
-        _keep_all(state.anchor)
-        _keep_all(state.tail)
+        decoding, positions = len(rows.decode), rows.decode
+        own, old = _cut_call(call, 0, decoding), current[:decoding]
+        output, new = step_token(own, torch.where(_each_state(positions > 0), old, 0.0))
+        current.copy_(torch.cat([torch.where(_each_state(positions >= 0), new, old), current[decoding:]]))
+        outputs.append(output)
+    if grid is None:  # every graph updates every state: this one the row for padding
+        for each in (state.anchor, state.tail):
+            place = torch.full((1,), len(each) - 1, dtype=torch.int32)
+            each.index_put_((place,), each.new_zeros((1, *each.shape[1:])))
     else:
-        outputs.append(
-            _scan_chunks(_cut_call(call, decoding, len(call.value)), grid, state.current, state.anchor, state.tail)
-        )
+        own = _cut_call(call, decoding, len(call.value))
+        outputs.append(_scan_chunks(own, grid, current, state.anchor, state.tail))
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
@@ -160,22 +163,7 @@ def step_token(call: ScanCall, state: Tensor) -> tuple[Tensor, Tensor]:
     return (state * query).sum(-2), state
 
 
-def _decode_rows(call: ScanCall, positions: Tensor, current: Tensor) -> Tensor:
-    rows = len(positions)
-    old = current[:rows]
-    output, new = step_token(call, torch.where(_each_state(positions > 0), old, 0.0))
-    current.copy_(torch.cat([torch.where(_each_state(positions >= 0), new, old), current[rows:]]))
-    return output
-
-
-def _keep_all(state: Tensor) -> None:
-    """Write only to the row for padding: every graph updates every state."""
-    place = torch.full((1,), len(state) - 1, dtype=torch.int32)
-    state.index_put_((place,), state.new_zeros((1, *state.shape[1:])))
-
-
 def _each_state(chosen: Tensor) -> Tensor:
-    """Return `[rows]` for selections among states."""
     return chosen[:, None, None, None]
 
 

@@ -5,29 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....config import NeuronConfig
 from ...layer_state import LayerState
 from ...spec import TensorSpec
 
 
-if TYPE_CHECKING:
-    from ...attention.layout import StepLayout
-    from .recorder import RecurrenceRecorder
-    from .recurrence import SlotScans
-
-
 @dataclass(frozen=True)
 class RecurrentState(LayerState):
-    """The state of one recurrence, in float32: `[batch_size + 1, heads, key_dim, value_dim]`.
+    """The state of the layer's recurrence of number `index`, in float32: `[batch_size + 1, heads, key_dim, value_dim]`.
 
     Where the target computes in blocks (`NeuronConfig.scan_block`) there are an anchor of the same shape and a tail
-    `[batch_size + 1, scan_block, width]` (`ScanState`); all recurrences share `[batch_size + 1]` int32 (`ScanRows.scanned`).
-
-    Attributes:
-        index: numbers the layer's recurrences.
-        width: numbers of a token that change the state.
+    `[batch_size + 1, scan_block, width]` (`ScanState`); all recurrences share `[batch_size + 1]` int32 (`ScanRows.scanned`). `width` numbers
+    of a token change the state.
     """
 
     section = "recurrences"
@@ -57,15 +48,7 @@ class RecurrentState(LayerState):
             yield TensorSpec("kv_cache.scanned", (config.batch_size + 1,), "int32")
 
     @classmethod
-    def make_recorder(cls, found: list[Any]) -> RecurrenceRecorder:
-        from .recorder import RecurrenceRecorder
+    def load_backends(cls) -> tuple[Any, Any]:
+        from .recurrence import RecurrenceRecorder, SlotScans
 
-        return RecurrenceRecorder(found, cls)
-
-    @classmethod
-    def make_backend(cls, step: StepLayout) -> SlotScans:
-        from .recurrence import SCAN_KINDS, ScanRows, SlotScans
-
-        return SlotScans(
-            step.cache, ScanRows.from_layout(step), {kind: getattr(step.ops, kind) for kind in SCAN_KINDS}
-        )
+        return RecurrenceRecorder, SlotScans.for_step

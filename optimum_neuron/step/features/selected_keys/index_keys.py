@@ -10,9 +10,9 @@ result is `TopKeys`, which only the attention interface can read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,8 +20,65 @@ from torch import Tensor
 
 from ....errors import UnsupportedModelError
 from ...attention.masks import CausalMask
-from ...stand_in import StandIn
-from .top_keys import TopKeys, refuse_tensor_use
+from ...serving import StandIn
+
+
+class TopKeys(StandIn):
+    """A stand-in for the keys, or blocks of keys, that a selection left to each token, until attention gets it.
+
+    `selected` is `[tokens, heads, columns]` bool, in which heads is 1 where all select the same; None: all that a token sees.
+    """
+
+    refusal = "it computes with its selected keys in code of its own ({})"
+
+    def __init__(self, selected: Tensor | None) -> None:
+        self.selected = selected
+
+    @property
+    def indices(self) -> TopKeys:
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield values and indices, as torch's top-k."""
+        yield from (_TopScores(), self)
+
+    def to(self, dtype: torch.dtype) -> TopKeys:
+        return self
+
+    def narrow_mask(self, mask: CausalMask) -> CausalMask:
+        return CausalMask(mask.window, mask.extra, self)
+
+    def masked_fill(self, mask: object, value: int) -> TopKeys:
+        """Mark, by -1, those that code has hidden by minus infinity: none of them was selected."""
+        if not isinstance(mask, _Hidden) or value != -1:
+            self.refuse_use(f"fills them with {value}")
+        return self
+
+
+class _Hidden:
+    """The selected keys with scores of minus infinity."""
+
+
+class _TopScores(StandIn):
+    """A stand-in for the scores of selected keys, by which code may only find those that it has hidden."""
+
+    pronoun, refusal = "their scores", TopKeys.refusal
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> Any:
+        if other != -math.inf:
+            self.refuse_use(f"compares their scores with {other}")
+        return _Hidden()
+
+
+def selection_of(mask: object, arguments: Any) -> TopKeys | None:
+    """Return the selection in a layer's mask, or among its other arguments to attention."""
+    selection = mask.selection if isinstance(mask, CausalMask) else None
+    return next((each for each in (selection, *arguments) if isinstance(each, TopKeys)), None)
+
+
+def _refuse_scores(what: str) -> NoReturn:
+    raise UnsupportedModelError(f"it computes with its index scores in code of its own ({what})")
 
 
 # Columns that a layer's selection is asked about: more than a token of any model attends to.
@@ -33,11 +90,7 @@ Pool = Callable[[Tensor], Tensor]
 
 
 class KeySource:
-    """The index keys of each token's own slot; here such that none is ever left out.
-
-    Attributes:
-        columns: how many a slot has room for; 1, without meaning, where nothing can be left out.
-    """
+    """The index keys of each token's own slot, with room for `columns`; here such that none is ever left out."""
 
     columns = 1
 
@@ -46,18 +99,14 @@ class KeySource:
         return query.new_zeros((*query.shape[:2], self.columns))
 
     def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> Any:
-        """Return a stand-in for the `count` columns with the largest scores among those that each token sees.
+        """Return a stand-in for the `count` columns of the largest scores that each token sees.
 
-        Args:
-            scores: `[tokens, heads, columns / of.width]` float32; each head selects by itself.
+        `scores` are `[tokens, heads, columns / of.width]` float32; each head selects by itself.
         """
         return TopKeys(None)
 
     def pool_keys(self, width: int, finish: Pool) -> KeySource:
-        """Return keys for `width` columns each, of which a token sees the complete ones.
-
-        A selection of them always has the columns that no complete pool has.
-        """
+        """Return keys for `width` columns each, of which a token sees the complete ones; selections have the columns that no complete pool has."""
         return self
 
 
@@ -108,6 +157,8 @@ _BY_TOKEN, _BY_HEAD = ("batch", "one", "dim", "columns"), ("batch", "head", "dim
 class IndexKeys(StandIn):
     """A stand-in for the index keys `[1, columns, dim]`, or `[1, 1, columns, dim]`, of each token's slot, with the step's tokens in it."""
 
+    refusal = "it computes with its index keys in code of its own ({})"
+
     def __init__(
         self, source: KeySource, dim: int, dtype: torch.dtype, axes: tuple[str, ...] = ("batch", "columns", "dim")
     ) -> None:
@@ -134,7 +185,6 @@ class IndexKeys(StandIn):
         return type(self)(self._source, self._dim, self.dtype, tuple(axes))
 
     def pool_keys(self, width: int, finish: Pool) -> IndexKeys:
-        """Return keys `[1, columns // width, dim]` of pools."""
         return type(self)(self._source.pool_keys(width, finish), self._dim, self.dtype, self._axes)
 
     def unsqueeze(self, place: int) -> IndexKeys:
@@ -147,9 +197,6 @@ class IndexKeys(StandIn):
 
     def float(self) -> IndexKeys:
         return self.to(torch.float32)
-
-    def refuse_use(self, use: str) -> NoReturn:
-        refuse_tensor_use("index keys", use)
 
     def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in (torch.matmul, Tensor.matmul, Tensor.__matmul__) or kwargs or not isinstance(args[0], Tensor):
@@ -176,7 +223,7 @@ class IndexScores:
     def scatter_(self, dim: int, index: Tensor, value: float) -> IndexScores:
         """Scatter one number as torch does, by comparing: no device writes to equal places at once."""
         if dim not in (-1, self._tensor.dim() - 1) or not isinstance(value, int | float):
-            refuse_tensor_use("index scores", f"scatters {type(value).__name__} over dimension {dim} of them")
+            _refuse_scores(f"scatters {type(value).__name__} over dimension {dim} of them")
         column = torch.arange(self._tensor.shape[-1], dtype=torch.int32)
         found = (index[..., None].to(torch.int32) == column).any(-2)
         self._tensor = torch.where(found, float(value), self._tensor)
@@ -187,6 +234,9 @@ class IndexScores:
             raise AttributeError(name)
         return partial(_apply_function, getattr(Tensor, name), self)
 
+    def _apply_operator(self, name: str, *others: Any) -> Any:
+        return _apply_function(getattr(Tensor, name), self, *others)
+
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is torch.topk:
@@ -195,9 +245,9 @@ class IndexScores:
 
     def _select_top(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
         if dim not in (-1, self._tensor.dim() - 1) or not largest:
-            refuse_tensor_use("index scores", f"selects the {'largest' if largest else 'smallest'} of dimension {dim}")
+            _refuse_scores(f"selects the {'largest' if largest else 'smallest'} of dimension {dim}")
         if self._tensor.dim() != 3 + self._of.by_head or self.shape[-1] != -(-self._source.columns // self._of.width):
-            refuse_tensor_use("index scores", f"selects of {list(self.shape)} of them")
+            _refuse_scores(f"selects of {list(self.shape)} of them")
         if self._of.mask is None and not self._of.hidden:
             raise UnsupportedModelError("it selects keys without a causal mask")
         scores = self._tensor[0].float()
@@ -211,30 +261,32 @@ def _apply_function(func: Callable, *args: Any, **kwargs: Any) -> Any:
     name = getattr(func, "__name__", str(func))
     if masks:
         if name not in ("add", "__add__", "__radd__") or scores._of.mask is not None:
-            refuse_tensor_use("index scores", f"passes them and its attention mask to {name}")
+            _refuse_scores(f"passes them and its attention mask to {name}")
         return IndexScores(scores._tensor, scores._source, replace(scores._of, mask=masks[0]))
     plain = (each._tensor if isinstance(each, IndexScores) else each for each in args)
     output = func(*plain, **kwargs)
     if not isinstance(output, Tensor):
-        refuse_tensor_use("index scores", f"passes them to {name}")
-    return IndexScores(output, scores._source, _note_history(scores, name, args[1:], kwargs))
-
-
-def _note_history(scores: IndexScores, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoresOf:
-    """Return the history of scores after a function of them."""
-    if name == "masked_fill" and (*args[1:], kwargs.get("value"))[0] == -math.inf:
-        return replace(scores._of, hidden=True)
-    if name == "amax" and kwargs.get("dim", *args[:1]) in (-1, scores._tensor.dim() - 1):
-        return replace(scores._of, width=scores._of.width * scores.shape[-1])
-    return scores._of
-
-
-def _make_operator(name: str) -> Callable:
-    def apply_operator(self: IndexScores, *others: Any) -> Any:
-        return _apply_function(getattr(Tensor, name), self, *others)
-
-    return apply_operator
+        _refuse_scores(f"passes them to {name}")
+    of = scores._of
+    if name == "masked_fill" and (*args[2:], kwargs.get("value"))[0] == -math.inf:
+        of = replace(of, hidden=True)
+    elif name == "amax" and kwargs.get("dim", *args[1:2]) in (-1, scores._tensor.dim() - 1):
+        of = replace(of, width=of.width * scores.shape[-1])
+    return IndexScores(output, scores._source, of)
 
 
 for _name in ("add", "radd", "mul", "rmul", "truediv", "neg", "matmul"):
-    setattr(IndexScores, f"__{_name}__", _make_operator(f"__{_name}__"))
+    setattr(IndexScores, f"__{_name}__", partialmethod(IndexScores._apply_operator, f"__{_name}__"))
+
+
+@dataclass
+class IndexRecorder:
+    found: list[Any]
+    make_state: Callable[..., Any]
+
+    def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
+        if any(each.layer_idx == layer_idx for each in self.found):
+            raise UnsupportedModelError(f"layer {layer_idx} keeps several sets of index keys")
+        return AskedKeys(
+            lambda always, width: self.found.append(self.make_state(layer_idx, keys.shape[1], always, width))
+        )

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....errors import UnsupportedModelError
 from ...attention.masks import CausalMask
-from ...layer_numbers import plain_index
+from ...serving import StandIn, plain_index
 from .index_keys import IndexBackend, IndexKeys
 
 
@@ -63,19 +62,15 @@ class IndexLayers:
 
 
 @dataclass(frozen=True)
-class IndexLayer:
+class IndexLayer(StandIn):
     """A layer of the cache, as far as layers use it that select keys."""
 
+    pronoun = "a layer of its cache"
     cache: IndexCache
     layer_idx: int
 
     def update_index(self, idx_k: Tensor) -> IndexKeys:
         return self.cache.update_indexer(idx_k, self.layer_idx)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise UnsupportedModelError(f"it reads .{name} of a layer of its cache")
 
 
 def _pools_by_mean(
@@ -109,38 +104,25 @@ def _pools_by_mean(
     return (scores + attention_mask).topk(indexer.token_budget // width, dim=-1).indices
 
 
-# By the attributes of an indexer that each function reads.
-_OURS: dict[tuple[str, ...], Callable[..., Any]] = {
-    (
-        "compress_ratio",
-        "index_head_dim",
-        "index_kv_heads",
-        "index_n_heads",
-        "index_qk_proj",
-        "k_layernorm",
-        "layer_idx",
-        "q_layernorm",
-        "token_budget",
-    ): _pools_by_mean,
-}
+# The attributes of an indexer that `_pools_by_mean` reads, and what it takes after the indexer.
+_READ = (
+    "compress_ratio", "index_head_dim", "index_kv_heads", "index_n_heads", "index_qk_proj", "k_layernorm", "layer_idx", "q_layernorm",
+    "token_budget",
+)  # fmt: skip
+_TAKEN = tuple(inspect.signature(_pools_by_mean).parameters)[1:]
 
 
 def set_indexers(model: nn.Module) -> None:
-    """Make indexers of these mechanisms call our functions where a step runs."""
+    """Make indexers that loop over pools of keys call our function where a step runs."""
     for module in model.modules():
-        for names, ours in _OURS.items():
-            kind = type(module)
-            alike = all(hasattr(module, name) for name in names) and _arguments_of(kind.forward) == _arguments_of(ours)
-            if alike and not hasattr(kind.forward, "_without_step"):
-                kind.forward = _in_steps(kind.forward, ours)
+        kind = type(module)
+        taken = tuple(inspect.signature(kind.forward).parameters)[1:]
+        alike = taken == _TAKEN and all(hasattr(module, name) for name in _READ)
+        if alike and not hasattr(kind.forward, "_without_step"):
+            kind.forward = _in_steps(kind.forward)
 
 
-def _arguments_of(function: Callable[..., Any]) -> list[str]:
-    """Return what a function takes after the indexer."""
-    return list(inspect.signature(function).parameters)[1:]
-
-
-def _in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _in_steps(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def forward(
         self: Any,
@@ -149,7 +131,7 @@ def _in_steps(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
         attention_mask: Any,
         past_key_values: Any,
     ) -> Any:
-        function = ours if isinstance(past_key_values, IndexCache) else theirs
+        function = _pools_by_mean if isinstance(past_key_values, IndexCache) else theirs
         return function(self, hidden_states, position_embeddings, attention_mask, past_key_values)
 
     forward._without_step = theirs  # type: ignore[attr-defined]

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index keys of a step's slots.
+"""Index keys of a step's slots, and selections of the columns of the largest scores.
 
 As with keys and values, all of a step's index keys are written before any token's scores are computed over its own slot's columns. What
 a token may select follows from its position alone, so a selection does not depend on where a prompt was cut.
+
+Of equal scores at the edge the lowest column is taken first. A score that is not a number counts as infinite: a token that sees a broken
+one selects it, and gets NaN. No shape follows a value.
 """
 
 from __future__ import annotations
@@ -14,66 +17,48 @@ from torch import Tensor
 
 from ....errors import UnsupportedModelError
 from ...attention import kv_cache
-from ...attention.cached_attention import CacheWrite
 from ...attention.masks import Window
-from ...attention.rows import AttentionRows
-from .index_keys import KeySource, Pool, ScoresOf
-from .selection import select_largest
-from .top_keys import TopKeys
+from ...attention.rows import AttentionRows, StepLayout
+from ...sampling.exact_sums import FloatSteps, largest_float
+from .index_keys import KeySource, Pool, ScoresOf, TopKeys
 
 
 @dataclass
 class SlotIndex:
     """The index backend of step graphs.
 
-    A layer without index keys in the cache attends to all that its tokens see.
-
-    Attributes:
-        write_blocks, write_columns: `[tokens]`, where each token of the step goes in the cache.
-        groups: the row groups, in the order of their tokens in the step.
-        decodes_apart: decode rows are scored over the cache before the step and over their own keys, so that no product waits for
-            the write.
+    A layer without index keys in the cache attends to all that its tokens see. Where decode rows attend before the write, they are scored
+    over the cache before the step and over their own keys, so that no product waits for the write.
     """
 
-    cache: kv_cache.KVCache
-    write_blocks: Tensor
-    write_columns: Tensor
-    groups: list[AttentionRows]
-    write_cache: CacheWrite
-    decodes_apart: bool
+    step: StepLayout
     _visible: dict[Window, Tensor] = field(default_factory=dict)
 
     def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
-        cache = self.cache.find_state("index", layer_idx)
+        cache, ops = self.step.cache.find_state("index", layer_idx), self.step.ops
         if cache is None:
             return KeySource()
         own, _ = kv_cache.whole_or_nan(keys[:, None], keys[:, None])
-        before = [self._read_keys(group, cache) if self._is_apart(group) else None for group in self.groups]
-        self.write_cache(cache, own, self.write_blocks, self.write_columns)
+        apart = ops.attend_decode is not None
+        before = [_read_keys(group, cache) if apart and group.decodes else None for group in self.step.groups]
+        ops.write_cache(cache, own, *self.step.block_places)
         return _LayerIndex(self, cache, own, before)
 
-    def _is_apart(self, group: AttentionRows) -> bool:
-        return self.decodes_apart and group.decodes
-
-    @staticmethod
-    def _read_keys(group: AttentionRows, cache: Tensor) -> Tensor:
-        """Return `[rows, columns, dim]`."""
-        return kv_cache.read_cache(cache, group.blocks, len(group.position_ids), group.context_length)[:, 0]
-
     def visible(self, window: Window) -> Tensor:
-        """Return `[tokens, columns]`."""
         if window not in self._visible:
-            self._visible[window] = torch.cat([group.visible(window).flatten(0, 1) for group in self.groups])
+            self._visible[window] = torch.cat([group.visible(window).flatten(0, 1) for group in self.step.groups])
         return self._visible[window]
+
+
+def _read_keys(group: AttentionRows, cache: Tensor) -> Tensor:
+    return kv_cache.read_cache(cache, group.blocks, len(group.position_ids), group.context_length)[:, 0]
 
 
 @dataclass
 class _LayerIndex(KeySource):
-    """A layer's index keys in the cache.
+    """A layer's index keys in the cache, and `own [tokens, 1, dim]`, those of the step's tokens.
 
-    Attributes:
-        own: `[tokens, 1, dim]`, those of the step's tokens.
-        before: by row group, the cache before the step, where its tokens are scored over that and their own.
+    `before` has the cache before the step for row groups that are scored over that and their own.
     """
 
     index: SlotIndex
@@ -83,13 +68,13 @@ class _LayerIndex(KeySource):
 
     @property
     def columns(self) -> int:  # type: ignore[override]
-        return self.index.groups[0].context_length
+        return self.index.step.groups[0].context_length
 
     def multiply_query(self, query: Tensor) -> Tensor:
         products, start = [], 0
-        for group, before in zip(self.index.groups, self.before, strict=True):
+        for group, before in zip(self.index.step.groups, self.before, strict=True):
             stop = start + group.position_ids.numel()
-            keys = self.index._read_keys(group, self.cache) if before is None else before
+            keys = _read_keys(group, self.cache) if before is None else before
             found = products_of(query[start:stop], keys)
             if before is not None:
                 own = products_of(query[start:stop], self.own[start:stop])
@@ -115,19 +100,15 @@ class _LayerIndex(KeySource):
             return KeySource()
         length = self.columns // width * width
         means = [
-            self.index._read_keys(group, self.cache)[:, :length].unflatten(1, (-1, width)).float().mean(2)
-            for group in self.index.groups
+            _read_keys(group, self.cache)[:, :length].unflatten(1, (-1, width)).float().mean(2)
+            for group in self.index.step.groups
         ]
         return _Pools(self, width, [finish(each.to(self.own.dtype)) for each in means])
 
 
 @dataclass
 class _Pools(KeySource):
-    """Keys of `width` columns each, made of what is written; those of incomplete pools are undefined.
-
-    Attributes:
-        keys: by row group, `[rows, pools, dim]`.
-    """
+    """The keys of `width` columns each, `[rows, pools, dim]` by row group, made of what is written; incomplete pools are undefined."""
 
     layer: _LayerIndex
     width: int
@@ -138,7 +119,7 @@ class _Pools(KeySource):
         return self.keys[0].shape[1]
 
     def multiply_query(self, query: Tensor) -> Tensor:
-        sizes = [group.position_ids.numel() for group in self.layer.index.groups]
+        sizes = [group.position_ids.numel() for group in self.layer.index.step.groups]
         products = [products_of(own, keys) for own, keys in zip(query.split(sizes), self.keys, strict=True)]
         return torch.cat(products) if len(products) > 1 else products[0]
 
@@ -159,7 +140,6 @@ class _Pools(KeySource):
 
 
 def _by_column(found: Tensor, width: int) -> Tensor:
-    """Return the columns `[..., blocks * width]` of selected blocks `[..., blocks]`."""
     return found if width == 1 else found[..., None].expand(*found.shape, width).flatten(-2)
 
 
@@ -167,3 +147,42 @@ def products_of(query: Tensor, keys: Tensor) -> Tensor:
     """Return `[rows * tokens, n, columns]` from `query [rows * tokens, n, dim]` and `keys [rows, columns, dim]`."""
     by_row = query.unflatten(0, (len(keys), -1)).flatten(1, 2)
     return (by_row @ keys.transpose(1, 2).to(query.dtype)).unflatten(1, (-1, query.shape[1])).flatten(0, 1)
+
+
+# Few values of a digit are tried at a time: each of them reads all scores.
+_BASE = 4
+_STEPS = FloatSteps(
+    ((128.0, 4), (32.0, 4), (8.0, 4), (2.0, 4), (1.0, 2)), (*((2.0**bit, 4) for bit in range(21, 0, -2)), (1.0, 2))
+)
+
+
+def select_largest(scores: Tensor, visible: Tensor, count: int) -> Tensor:
+    """Return `[rows, columns]` bool: the `count` visible columns of the largest scores, of equal ones the lowest; or all, if they are fewer.
+
+    `scores` are `[rows, columns]` float32, `visible` bool; columns that are not visible have no effect.
+    """
+    scores = torch.where(scores.isnan(), torch.inf, scores)
+
+    def count_found(lowest: Tensor) -> Tensor:
+        counted = visible[:, None] & (scores[:, None] >= lowest[..., None])
+        return (counted.float().sum(-1) >= count).float().sum(-1, keepdim=True)
+
+    smallest = largest_float(count_found, scores[:, :1], _STEPS)
+    above = visible & (scores > smallest)
+    tied = visible & (scores >= smallest) & ~above
+    room = count - above.float().sum(-1, keepdim=True)
+    column = torch.arange(scores.shape[-1], dtype=torch.int32).float()
+    return above | (tied & (column < _find_bound(tied, column, room)))
+
+
+def _find_bound(tied: Tensor, column: Tensor, room: Tensor) -> Tensor:
+    """Return `[rows, 1]`: the largest number of first columns of which no more than `room [rows, 1]` are tied."""
+    bound, unit = torch.zeros_like(room), 1
+    while unit * _BASE <= tied.shape[-1]:
+        unit *= _BASE
+    while unit:
+        tried = bound + float(unit) * torch.arange(1, _BASE, dtype=torch.float32)
+        before = (tied[:, None] & (column < tried[..., None])).float().sum(-1)
+        bound = bound + float(unit) * (before <= room).float().sum(-1, keepdim=True)
+        unit //= _BASE
+    return bound

@@ -6,17 +6,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....config import NeuronConfig
 from ...layer_state import CheckedModel, LayerState
 from ...spec import TensorSpec
 
-
-if TYPE_CHECKING:
-    from ...attention.layout import StepLayout
-    from .recorder import IndexRecorder
-    from .slot_index import SlotIndex
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +20,7 @@ logger = logging.getLogger(__name__)
 class IndexKeyState(LayerState):
     """An index key for each token, `[kv_blocks + trash_blocks, 1, block_length, key_dim]`, where a text may have keys to leave out.
 
-    Attributes:
-        always: tokens attend to so many keys, whatever their scores.
-        width: neighboring keys that are selected together.
+    Tokens attend to `always` keys, whatever their scores; `width` neighboring keys are selected together.
     """
 
     section = "selections"
@@ -38,7 +31,6 @@ class IndexKeyState(LayerState):
     width: int = 1
 
     def selects_keys(self, config: NeuronConfig) -> bool:
-        """Return whether a token of these graphs may see more keys than it attends to."""
         return self.always < config.sequence_length
 
     def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
@@ -47,17 +39,11 @@ class IndexKeyState(LayerState):
             yield TensorSpec(f"kv_cache.index_{self.layer_idx}", shape, config.dtype)
 
     @classmethod
-    def make_recorder(cls, found: list[Any]) -> IndexRecorder:
-        from .recorder import IndexRecorder
-
-        return IndexRecorder(found, cls)
-
-    @classmethod
-    def make_backend(cls, step: StepLayout) -> SlotIndex:
+    def load_backends(cls) -> tuple[Any, Any]:
+        from .index_keys import IndexRecorder
         from .slot_index import SlotIndex
 
-        ops = step.ops
-        return SlotIndex(step.cache, *step.block_places, step.groups, ops.write_cache, ops.attend_decode is not None)
+        return IndexRecorder, SlotIndex
 
     @classmethod
     def check_config(cls, states: Sequence[IndexKeyState], model: CheckedModel, config: NeuronConfig) -> None:

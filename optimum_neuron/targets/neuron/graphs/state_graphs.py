@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ....config import NeuronConfig
 from ....step.model_spec import ModelSpec
 from ....step.spec import DECODE, LOGPROBS, TensorSpec, row_counts, sampler_inputs
-from ....step.state_specs import BY_TOKEN, slot_state_specs, snapshot_specs, state_specs
+from ....step.state_specs import BY_TOKEN, kept_state_specs, slot_state_specs, state_specs
 from .io import CHOSEN, COPY_SLOT, KEEP_STATE, RESTORE_STATE, SAMPLERS, SCORES
 
 
@@ -73,7 +73,7 @@ def copy_graphs(config: NeuronConfig, model: ModelSpec) -> tuple[StateGraph, ...
     snapshots = snapshot_states(config, model)
     columns = tuple(each for each in state_specs(config, model) if each.name.startswith(BY_TOKEN))
     graphs = []
-    if config.kv_blocks > 1 and columns and (model.reuses_prefixes or config.snapshot_places):
+    if config.kv_blocks > 1 and columns and (model.reuses_prefixes or config.state_places):
         graphs.append(StateGraph(COPY_SLOT, COPY_INPUTS, (), columns))
     if snapshots:
         states = slot_state_specs(config, model)
@@ -84,7 +84,7 @@ def copy_graphs(config: NeuronConfig, model: ModelSpec) -> tuple[StateGraph, ...
 
 def snapshot_states(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
     """Return where devices keep copies of slots' states; none without places, as no device takes empty tensors."""
-    return snapshot_specs(config, model) if config.snapshot_places else ()
+    return kept_state_specs(config, model) if config.state_places else ()
 
 
 def chosen_state(config: NeuronConfig) -> TensorSpec:

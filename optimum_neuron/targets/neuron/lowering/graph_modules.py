@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ....step.attention.kv_cache import KVCache
 from ....step.sampling.buffers import ChosenTokens, Scores
-from ....step.sampling.logprobs import logprobs_of_shard
+from ....step.sampling.logprobs import logprobs
 from ....step.spec import TensorSpec
 from ..graphs.io import CACHE, SNAPSHOTS
 from ..graphs.state_graphs import StateGraph
@@ -50,9 +50,7 @@ class ScoreModule(nn.Module):
         (chosen,), outputs = inputs, self._graph.outputs
         count = outputs[-1].shape[1] if len(outputs[-1].shape) > 1 else 0
         gather = of_all(gathering(ranks), ranks)
-        return tuple(logprobs_of_shard(logits, chosen, count, self._first_token(), self._vocab_size, gather))[
-            : len(outputs)
-        ]
+        return tuple(logprobs(logits, chosen, count, self._first_token(), self._vocab_size, gather))[: len(outputs)]
 
     def _first_token(self) -> Tensor:
         """Return the token of the rank's first column."""

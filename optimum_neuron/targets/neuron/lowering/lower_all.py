@@ -74,7 +74,7 @@ def lower_all(
     """
     ranks, specs = config.tensor_parallel_size, graph_specs(config)
     rank = rank_model(folder, config, tied_weights, trust_remote_code=trust_remote_code)
-    rank.spec.check_snapshots(type(rank.model).__name__, config)
+    rank.spec.check_kept_states(type(rank.model).__name__, config)
     cache = KVCache(state_specs(config, rank.spec))
     others = state_graphs(config, rank.spec, rank.vocab_size)
     with progress.stage("Lowering graphs", len(specs) + len(others)) as advance:

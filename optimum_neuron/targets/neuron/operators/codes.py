@@ -14,8 +14,13 @@ from torch import Tensor, library, nn
 
 from ....checkpoints.quantize.rounding import FP8_LARGEST_ON
 from ....config import TARGETS_WITHOUT_FP8
-from ....step.features.codes.expert_weights import quantized_weights
-from ....step.features.codes.modules import QuantizedEmbedding, QuantizedLinear, QuantizedProduct, dequantized_product
+from ....step.features.codes.modules import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    QuantizedProduct,
+    dequantized_product,
+    quantized_weights,
+)
 from ....step.features.codes.weight import INT4_MIDDLE, PACKED, QuantizedWeight
 
 

@@ -23,7 +23,7 @@ GatherColumns = Callable[[Tensor], Tensor]
 def sample(
     logits: Tensor, sampling_params: Tensor, uniforms: Tensor, first: Tensor, vocab_size: int, ranks: int
 ) -> Tensor:
-    """Sample as `step.sampling.sampler.sample_shard` of a rank among so many.
+    """Sample as `step.sampling.sampler.sample` of a rank among so many.
 
     Args:
         logits: `[rows, columns]` float32, of the rank's part of the vocabulary.
@@ -63,7 +63,7 @@ def written_out(
     """Compute `sample` in elementary operators."""
     if ranks == 1:
         return sampling.sample(logits, sampling_params, uniforms)
-    return sampling.sample_shard(logits, sampling_params, uniforms, first, vocab_size, of_all(gather, ranks))
+    return sampling.sample(logits, sampling_params, uniforms, first, vocab_size, of_all(gather, ranks))
 
 
 def largest(logits: Tensor, first: Tensor, vocab_size: int, ranks: int) -> Tensor:

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ....step.features.codes.expert_weights import quantized_weights
-from ....step.features.codes.modules import QuantizedEmbedding, QuantizedLinear
+from ....step.features.codes.modules import QuantizedEmbedding, QuantizedLinear, quantized_weights
 from ....step.features.codes.weight import PACKED, QuantizedWeight
 from .plan import ShardPlan
 from .rules import PADDING, Section, ShardRule

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ....artifact.weights import named_tensors
 from ....errors import first_line
 from ....step.cache_needs import CacheNeeds, keeps_convolution, keeps_keys, keeps_recurrence
-from ....step.features.codes.expert_weights import is_experts
+from ....step.features.codes.modules import is_experts
 from .blocks import find_blocks
 from .codes import cut_quantized, make_plain
 from .layers import (

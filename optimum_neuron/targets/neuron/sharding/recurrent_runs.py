@@ -19,8 +19,7 @@ from ....errors import UnsupportedModelError
 from ....step.features.convolution.state import ConvolutionState
 from ....step.features.recurrence.recurrence import ScanCall, ScanKind
 from ....step.features.recurrence.state import RecurrentState
-from ....step.serving import Backends, serving
-from ....step.stand_in import name_of
+from ....step.serving import Backends, name_of, serving
 from .blocks import fill_module, random_numbers
 from .trace import ModelTrace
 

@@ -25,16 +25,15 @@ from helpers import (
     prefill_pieces,
     random_tokens,
     read_state,
-    read_states,
     reuse_prefix,
     tiny_config,
     write_state,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from selecting import cut_in_pieces
 from torch import Tensor
 
-from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.errors import UnsupportedModelError
 from optimum_neuron.parity.conditions import few_keys
@@ -74,7 +73,6 @@ def spec() -> ModelSpec:
 
 
 def own_logits(text: np.ndarray, rates: tuple[int, int] = (4, 8), most: int = SELECTED) -> Tensor:
-    """Of equal index scores the first are selected."""
     with few_keys(reference(rates), most):
         logits: Tensor = reference(rates)(torch.from_numpy(text)[None].long(), use_cache=False).logits[0]
     return logits
@@ -109,16 +107,6 @@ def test_groups_may_be_longer_than_texts_or_contexts_and_of_any_size(rates: tupl
     assert is_close(found, own_logits(text, rates)[PROMPT - 1 :])
 
 
-def cuttings(total: int, most: int) -> st.SearchStrategy[list[int]]:
-    """Ways to cut `total` tokens into pieces of at most `most`."""
-
-    def cut(sizes: list[int]) -> list[int]:
-        ends = [*np.cumsum(sizes)[np.cumsum(sizes) < total].tolist(), total]
-        return np.diff([0, *ends]).tolist()
-
-    return st.lists(st.integers(1, most), min_size=total, max_size=total).map(cut)
-
-
 @pytest.mark.parametrize(
     "sizes", [pytest.param({}, id="long rows", marks=pytest.mark.full), pytest.param(SHORT_ROWS, id="short rows")]
 )
@@ -144,25 +132,11 @@ def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(sizes: dict[str, Any]
     assert all(each.isfinite().all() for each in expected)
 
     @examples(20)
-    @given(cuttings(22, most), st.integers(0, 2), st.booleans(), st.sampled_from([None, float("nan"), float("inf")]))
+    @given(cut_in_pieces(22, most), st.integers(0, 2), st.booleans(), st.sampled_from([None, torch.nan, torch.inf]))
     def check(pieces: list[int], slot: int, neighbors: bool, before: float | None) -> None:
         assert all(map(torch.equal, run(slot, pieces, neighbors=neighbors, before=before), expected))
 
     check()
-
-
-def test_padding_and_idle_rows_move_no_state() -> None:
-    steps = runner()
-    steps.reset_slots()
-    for slot in range(2):
-        prefill_pieces(steps, slot, random_tokens(13, seed=slot), [13])
-    before = read_states(steps, spec())
-    prefill_pieces(steps, 1, random_tokens(3, seed=5), [1, 2])
-    decode_tokens(steps, {1: 7})
-    after = read_states(steps, spec())
-    assert {name.split(".")[1].split("_")[0] for name in before} == {"key", "value", "buffer", "group"}
-    assert all(torch.equal(before[name][0], after[name][0]) for name in before)
-    assert not any(torch.equal(before[name][1], after[name][1]) for name in before)
 
 
 def test_who_sees_the_key_of_a_broken_token_is_not_finite_and_nobody_else() -> None:
@@ -248,22 +222,6 @@ def test_what_does_not_go_with_compressed_keys_is_refused() -> None:
         ValueError, match=r"2 layers of DeepseekV4ForCausalLM keep compressed keys, .*kv_block_size=64"
     ):
         check_states(cached(), spec(), tiny_config(target="hlo", **sizes))
-
-
-def test_generated_texts_are_those_of_transformers_and_its_cache(tmp_path: Path) -> None:
-    """Left padding, more requests than slots, and slots that others had before."""
-    reference().save_pretrained(tmp_path / "checkpoint")
-    made = NeuronModelForCausalLM.from_pretrained(export_tiny(tmp_path / "checkpoint", tmp_path / "out"))
-    made.generation_config.eos_token_id = None
-    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
-    prompts = [random_tokens(count, seed=count).tolist() for count in (1, 23, 7, 16)]
-    with few_keys(reference(), SELECTED):
-        expected = [reference().generate(torch.tensor([each]), **options)[0, len(each) :].tolist() for each in prompts]
-    longest = max(map(len, prompts[:3]))
-    ids = torch.tensor([[0] * (longest - len(each)) + each for each in prompts[:3]])
-    found = made.generate(ids, attention_mask=(ids != 0).long(), **options)[:, longest:].tolist()
-    assert found == expected[:3]
-    assert made.generate(torch.tensor([prompts[3]]), **options)[0, len(prompts[3]) :].tolist() == expected[3]
 
 
 @pytest.mark.slow

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from architectures import configs
 from helpers import (
     CHUNK_SIZE,
     artifact_runner,
@@ -27,17 +29,16 @@ from helpers import (
 )
 from moe import CONFIGS, make_checkpoint
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DbrxConfig
+from transformers import AutoModelForCausalLM
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.kernels.lower.lower import lower
 from optimum_neuron.kernels.steps.steps import Experts, TorchCall
-from optimum_neuron.parity.fixed_shapes import check_fixed_shapes
-from optimum_neuron.parity.inspect import inspect_model
+from optimum_neuron.parity.inspect import check_fixed_shapes, inspect_model
 from optimum_neuron.step.attention.kv_cache import KVCache
-from optimum_neuron.step.features.codes.expert_weights import is_experts
+from optimum_neuron.step.features.codes.modules import is_experts
 from optimum_neuron.step.features.experts.experts import ExpertsCall, active_experts, dense_experts
 from optimum_neuron.step.ops import DEFAULT_OPS, EAGER_OPS
 from optimum_neuron.step.program import export_graph
@@ -49,8 +50,6 @@ from optimum_neuron.targets.cpu.ops import OPS
 
 
 NOISE = 2e-5  # of logits up to 5, by other orders of summation in float32
-# Their attention is the own kernel's too: the others have sinks, or values of another size than keys.
-KERNEL_ATTENTION = ("mixtral", "qwen3_moe")
 # Ways to split one prompt.
 PIECES = ([8, 8, 4], [3, 8, 1, 8], [1] * 20, [8, 8, 3, 1])
 Make = Callable[[str], Path]
@@ -62,58 +61,38 @@ with_models = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = make_checkpoint(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return make
+    return cache(lambda name: make_checkpoint(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.fixture(scope="module")
-def cpu_folder(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    made: dict[str, Path] = {}
+def folder_of(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    def export(target: str, name: str) -> Path:
+        return export_tiny(checkpoint(name), tmp_path_factory.mktemp(target) / name, target=target)
 
-    def export(name: str) -> Path:
-        if name not in made:
-            made[name] = export_tiny(checkpoint(name), tmp_path_factory.mktemp("cpu") / name, target="cpu")
-        return made[name]
-
-    return export
+    return cache(export)
 
 
-@pytest.fixture(scope="module")
-def eager_folder(checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    return lambda name: export_tiny(checkpoint(name), tmp_path_factory.mktemp("eager") / name)
+@pytest.fixture
+def mixtral(checkpoint: Make) -> Any:
+    return load_model(checkpoint("mixtral"))
+
+
+@pytest.fixture
+def layer(mixtral: Any) -> Any:
+    return next(module for module in mixtral.modules() if is_experts(module))
 
 
 TARGETS = ("eager", pytest.param("cpu", marks=pytest.mark.slow))
 
 
-def folder_of(target: str, name: str, request: pytest.FixtureRequest) -> Path:
-    make: Make = request.getfixturevalue(f"{target}_folder")
-    return make(name)
-
-
-def own_model(folder: Path) -> Any:
-    """transformers' model, with the experts' own code."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
 @pytest.mark.parametrize("target", TARGETS)
 @with_models
-def test_tokens_are_those_of_transformers(
-    name: str, target: str, checkpoint: Make, request: pytest.FixtureRequest
-) -> None:
-    model = NeuronModelForCausalLM.from_pretrained(folder_of(target, name, request))
-    model.generation_config.eos_token_id = None
-    own = own_model(checkpoint(name))
+def test_tokens_are_those_of_transformers(name: str, target: str, checkpoint: Make, folder_of: Any) -> None:
+    model = NeuronModelForCausalLM.from_pretrained(folder_of(target, name))
+    own: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint(name), dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    model.generation_config.eos_token_id = own.generation_config.eos_token_id = None
     prompts = [random_tokens(length, seed=length) for length in (5, 21, 29, 13, 2)]
     outputs = model.generate_batch([prompt.tolist() for prompt in prompts], max_new_tokens=8)
     for prompt, output in zip(prompts, outputs.values(), strict=True):
@@ -128,8 +107,8 @@ def test_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("target", TARGETS)
 @with_models
-def test_chunk_boundaries_and_neighbors_change_no_bit(name: str, target: str, request: pytest.FixtureRequest) -> None:
-    runner, prompt = artifact_runner(folder_of(target, name, request)), random_tokens(20)
+def test_chunk_boundaries_and_neighbors_change_no_bit(name: str, target: str, folder_of: Any) -> None:
+    runner, prompt = artifact_runner(folder_of(target, name)), random_tokens(20)
     others = [random_tokens(8, seed=seed) for seed in (1, 2, 3)]
 
     def decode(neighbors: dict[int, int]) -> Tensor:
@@ -150,9 +129,9 @@ def test_chunk_boundaries_and_neighbors_change_no_bit(name: str, target: str, re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KERNEL_ATTENTION)
-def test_graphs_of_all_kinds_give_the_same_bits(name: str, cpu_folder: Make) -> None:
-    runner, prompt = artifact_runner(cpu_folder(name)), random_tokens(14)
+def test_graphs_of_all_kinds_give_the_same_bits(folder_of: Any) -> None:
+    """Where attention is the own kernel's too: others have sinks, or values of another size than keys."""
+    runner, prompt = artifact_runner(folder_of("cpu", "qwen3_moe")), random_tokens(14)
     token = int(prompt[13])
     ways: list[Callable[[], np.ndarray | None]] = [
         lambda: decode_tokens(runner, {0: token})[1].numpy(),
@@ -234,8 +213,7 @@ def one_by_one(call: ExpertsCall) -> Tensor:
     return output
 
 
-def test_a_norm_that_follows_each_expert_is_computed_by_all_formulations(checkpoint: Make) -> None:
-    layer: Any = next(module for module in load_model(checkpoint("mixtral")).modules() if is_experts(module))
+def test_a_norm_that_follows_each_expert_is_computed_by_all_formulations(layer: Any) -> None:
     call = ExpertsCall(layer, torch.randn(9, 64), torch.randint(0, 5, (9, 2)), torch.rand(9, 2))
     without = one_by_one(call)
     layer.has_post_expert_norm, layer.post_expert_norm = True, nn.RMSNorm(64, elementwise_affine=False)
@@ -246,16 +224,14 @@ def test_a_norm_that_follows_each_expert_is_computed_by_all_formulations(checkpo
             assert (formulation(call).double() - exact).abs().max() < 1e-5
 
 
-def test_an_expert_that_overflows_on_the_tokens_of_others_does_no_harm(checkpoint: Make) -> None:
-    layer: Any = next(module for module in load_model(checkpoint("mixtral")).modules() if is_experts(module))
+def test_an_expert_that_overflows_on_the_tokens_of_others_does_no_harm(layer: Any) -> None:
     layer.down_proj.data[1] = torch.finfo(torch.float32).max
     call = ExpertsCall(layer, torch.randn(3, 64), torch.tensor([[0, 2], [3, 2], [0, 4]]), torch.rand(3, 2))
     assert not dense_experts(replace(call, index=torch.ones_like(call.index))).isfinite().all()
     assert (dense_experts(call).double() - one_by_one(call)).abs().max() < 1e-5
 
 
-def test_tokens_that_are_not_finite_reach_no_other(checkpoint: Make) -> None:
-    layer: Any = next(module for module in load_model(checkpoint("mixtral")).modules() if is_experts(module))
+def test_tokens_that_are_not_finite_reach_no_other(layer: Any) -> None:
     call = ExpertsCall(layer, torch.randn(4, 64), torch.tensor([[0, 2], [0, 3], [4, 4], [3, 0]]), torch.rand(4, 2))
     broken = replace(call, hidden_states=call.hidden_states.clone(), weights=call.weights.clone())
     broken.hidden_states[[1, 2]], broken.weights[[1, 2]] = torch.nan, torch.nan  # row 2 is padding
@@ -267,8 +243,11 @@ def test_tokens_that_are_not_finite_reach_no_other(checkpoint: Make) -> None:
 
 @with_models
 def test_no_shape_of_a_graph_depends_on_the_routing(name: str, checkpoint: Make) -> None:
-    model = load_model(checkpoint(name))
-    config = tiny_config()
+    model, config = load_model(checkpoint(name)), tiny_config()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    check_fixed_shapes(model, "cpu")
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     cache = KVCache(state_specs(config, inspect_model(model)))
     program = export_graph(model, cache, graph_specs(config)[0], DEFAULT_OPS)
     for node in program.graph.nodes:
@@ -290,65 +269,32 @@ def test_no_linear_layer_of_a_cpu_graph_is_left_to_torch(name: str, dtype: str, 
 
 
 def test_experts_that_compute_something_else_than_their_own_code_are_refused(
-    checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+    mixtral: Any, layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = load_model(checkpoint("mixtral"))
-    inspect_model(model)
-    layer: Any = next(module for module in model.modules() if is_experts(module))
-    monkeypatch.setattr(type(layer), "_apply_gate", lambda self, up: up.chunk(2, dim=-1)[1])
-    with pytest.raises(ValueError, match="MixtralForCausalLM cannot be exported"):
-        inspect_model(model)
-
-
-def test_experts_of_a_step_get_as_many_rows_as_the_step_has_tokens(
-    checkpoint: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = load_model(checkpoint("mixtral"))
-    layer: Any = next(module for module in model.modules() if is_experts(module))
+    inspect_model(mixtral)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="MixtralForCausalLM cannot be exported"):
+        patch.setattr(type(layer), "_apply_gate", lambda self, up: up.chunk(2, dim=-1)[1])
+        inspect_model(mixtral)
     forward = type(layer).forward
     monkeypatch.setattr(
         type(layer), "forward", lambda self, *args: forward(self, *(each.repeat(2, 1) for each in args))[::2]
     )
     with pytest.raises(ValueError, match=r"its experts get 8 rows of hidden states in a step of 4 tokens"):
-        inspect_model(model)
+        inspect_model(mixtral)
 
 
-@pytest.fixture(scope="module")
-def own_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose experts loop over those in use, by code of their own."""
-    config = DbrxConfig(
-        d_model=64,
-        n_heads=4,
-        n_layers=2,
-        max_seq_len=256,
-        vocab_size=300,
-        attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
-    )
-    folder = tmp_path_factory.mktemp("dbrx")
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-def test_shapes_that_follow_the_routing_are_refused_before_anything_is_written(own_code: Path, tmp_path: Path) -> None:
+def test_shapes_that_follow_the_routing_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    own_code, output = tmp_path / "dbrx", tmp_path / "out" / "artifact"  # its experts loop over those in use
+    model = AutoModelForCausalLM.from_config(configs.tiny_config("dbrx"), dtype=torch.float32)
+    model.save_pretrained(own_code)
     with pytest.raises(
         ValueError,
         match=r"DbrxForCausalLM cannot be exported for target='cpu': what transformer\.blocks\.0\.ffn\.experts computes "
         r"depends on the values of tensors .*nonzero.*; target='eager' runs it",
     ):
-        export_tiny(own_code, tmp_path / "out", target="cpu")
-    assert not list(tmp_path.iterdir())
-    export_tiny(own_code, tmp_path / "out", target="eager")
-
-
-@with_models
-def test_shapes_of_the_experts_interface_are_fixed(name: str, checkpoint: Make) -> None:
-    model = load_model(checkpoint(name))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    check_fixed_shapes(model, "cpu")
-    after = model.state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        export_tiny(own_code, output, target="cpu")
+    assert not output.parent.exists()
+    export_tiny(own_code, output, target="eager")
 
 
 def test_an_artifact_without_the_kernels_layout_still_loads(checkpoint: Make) -> None:

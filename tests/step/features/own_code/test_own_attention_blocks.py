@@ -75,7 +75,6 @@ def answers(
 
 
 def in_blocks(runner: GraphRunner, spec: ModelSpec, case: int, *, beside: bool = True) -> list[Tensor]:
-    """With NaN in all that nobody has used."""
     runner.reset_slots()
     for state in state_specs(runner.config, spec):
         write_state(runner.executable, state.name, torch.full(state.shape, torch.nan))

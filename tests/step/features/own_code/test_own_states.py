@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from optimum_neuron.errors import UnsupportedModelError
 from optimum_neuron.step.attention.kv_cache import KVCache
+from optimum_neuron.step.cache_needs import StepCache
 from optimum_neuron.step.features.convolution.convolution import SlotConvolutions
 from optimum_neuron.step.features.own_code.layers_by_token import set_own_states
 from optimum_neuron.step.features.recurrence.recurrence import RecurrenceBackend, ScanCall, ScanKind
 from optimum_neuron.step.model_spec import KINDS
 from optimum_neuron.step.serving import Backends, serving
 from optimum_neuron.step.spec import TensorSpec
-from optimum_neuron.step.step_cache import StepCache
 
 
 TOKENS, HEADS, DIM = 5, 2, 4

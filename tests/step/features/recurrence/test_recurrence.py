@@ -16,14 +16,7 @@ from torch import Tensor
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.step.attention.kv_cache import KVCache, write_indices
 from optimum_neuron.step.attention.rows import actual_tokens_mask
-from optimum_neuron.step.features.recurrence.recurrence import (
-    SCAN_KINDS,
-    ScanCall,
-    ScanKind,
-    ScanRows,
-    ScanState,
-    SlotScans,
-)
+from optimum_neuron.step.features.recurrence.recurrence import ScanCall, ScanKind, ScanRows, ScanState, SlotScans
 from optimum_neuron.step.features.recurrence.scan_grid import walk
 from optimum_neuron.step.features.recurrence.state import RecurrentState
 from optimum_neuron.step.model_spec import ModelSpec
@@ -44,7 +37,6 @@ SHAPES = {"short rows": (3, 1, 8), "long rows": (20, 1, 8), "several rows": (5, 
 
 
 def text(kind: str, tokens: int, seed: int = 0) -> ScanCall:
-    """Inputs of a text, like those that models make."""
     draw = torch.Generator().manual_seed(seed)
     normal, uniform = (lambda *shape, fill=fill: fill(*shape, generator=draw) for fill in (torch.randn, torch.rand))
     query, key = (normal(tokens, HEADS // 2 if kind == "linear" else HEADS, KEY) for _ in "qk")
@@ -121,12 +113,11 @@ class Steps:
         self.last_rows = ScanRows(
             *indices, decode[:, 0], chunk, actual_tokens_mask(chunk), slots, self.cache.find_state("scanned")
         )
-        scans = SlotScans(self.cache, self.last_rows, {kind: getattr(DEFAULT_OPS, kind) for kind in SCAN_KINDS})
+        scans = SlotScans(self.cache, self.last_rows, DEFAULT_OPS)
         scans.enter_layer(0)
         return scans.scan(self.scan, call)
 
     def prefill(self, slot: int, call: ScanCall, pieces: list[int], start: int = 0) -> Tensor:
-        """A text alone, in steps of so many tokens."""
         outputs, done = [], 0
         for piece in pieces:
             part = rows_of(call, torch.arange(done, done + piece))
@@ -221,15 +212,6 @@ def test_decoded_tokens_and_chunks_behind_them_are_right(kind: str, shape: str) 
     found += [steps.step([], {1: (at, rows_of(call, torch.arange(at, at + 1)))})[1][1][None] for at in range(27, 30)]
     found.append(steps.prefill(1, rows_of(call, torch.arange(30, 41)), [1, 3, 3, 3, 1], start=30))
     assert float((torch.cat(found) - expected).abs().max()) < 2e-6
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_one_prompt_carry_the_state_from_row_to_row(kind: str) -> None:
-    call = text(kind, 30)
-    together, apart = Steps(kind, 5, 6, 8), Steps(kind, 5, 6, 8)
-    assert torch.equal(together.prefill(2, call, [30]), apart.prefill(2, call, [5] * 6))
-    assert all(map(torch.equal, together.states(2), apart.states(2)))
-    assert all(map(torch.equal, together.states(0), Steps(kind, 5, 6, 8).states(0)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,9 +20,7 @@ from helpers import (
     export_tiny,
     prefill_pieces,
     random_tokens,
-    read_state,
     tiny_config,
-    write_state,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +36,7 @@ from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.attention.state import KeyValueState
 from optimum_neuron.step.cache_needs import CacheNeeds
+from optimum_neuron.step.features.convolution.state import ConvolutionState
 from optimum_neuron.step.features.experts.experts import set_experts
 from optimum_neuron.step.features.recurrence import recurrent_functions
 from optimum_neuron.step.features.recurrence.recurrence import ScanCall
@@ -125,19 +124,6 @@ def test_no_cut_or_neighbor_changes_a_bit_in_chunks_of_any_size(kind: str) -> No
     check()
 
 
-@pytest.mark.parametrize("kind", ["lightning", "vectors"])
-def test_a_request_starts_from_nothing_whatever_its_slot_holds(kind: str) -> None:
-    steps, text = runner(kind, prefill_chunk_size=8), random_tokens(17, seed=3)
-    steps.reset_slots()
-    expected = prefill_pieces(steps, 1, text, [8, 8, 1]).clone()
-    for name in ("key_1", "value_1", "state_0_0", "anchor_0_0", "tail_0_0", *["conv_0_0"] * (kind == "vectors")):
-        state = read_state(steps.executable, f"kv_cache.{name}")
-        write_state(steps.executable, f"kv_cache.{name}", torch.full_like(state, torch.nan))
-    for pieces in ([8, 8, 1], [1, 8, 8]):
-        steps.reset_slot(1)
-        assert torch.equal(prefill_pieces(steps, 1, text, pieces), expected)
-
-
 def test_what_a_model_keeps_is_found_by_running_it() -> None:
     spec = inspect_model(model("gated delta"))
     assert spec.states_of(RecurrentState) == (RecurrentState(0, 0, 4, 16, 8, 4 * (16 + 8 + 1 + 1)),)
@@ -153,13 +139,10 @@ def test_what_a_model_keeps_is_found_by_running_it() -> None:
     )
     assert by_channel.width == 4 * (16 + 16 + 16 + 1)
     assert (selective.heads, selective.key_dim, selective.value_dim) == (1, 8, 128)
-
-
-def test_a_model_of_recurrences_alone_needs_no_attention() -> None:
-    spec = inspect_model(model("state space"))
-    assert not spec.states_of(KeyValueState) and [state.layer_idx for state in spec.states_of(RecurrentState)] == [
-        0,
-        1,
+    alone = inspect_model(model("state space")).states
+    assert [(type(state), state.layer_idx) for state in alone if not isinstance(state, ConvolutionState)] == [
+        (RecurrentState, 0),
+        (RecurrentState, 1),
     ]
 
 

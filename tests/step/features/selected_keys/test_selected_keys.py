@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that attend to the keys that they select: transformers' results, whatever the cut, the neighbors and the slot."""
+"""Layers that select keys, blocks or pools of them: transformers' results, whatever the cut, the neighbors and the slot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
-    LENGTH,
     artifact_runner,
     decode_tokens,
     eager_runner,
@@ -37,22 +36,41 @@ from optimum_neuron.errors import UnsupportedModelError
 from optimum_neuron.parity.conditions import few_keys
 from optimum_neuron.parity.inspect import check_states, inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.attention.masks import CausalMask
-from optimum_neuron.step.features.selected_keys.index_keys import IndexKeys, IndexScores, ScoresOf
-from optimum_neuron.step.features.selected_keys.selection import select_largest
+from optimum_neuron.step.attention.rows import AttentionRows, StepLayout
+from optimum_neuron.step.features.selected_keys import slot_index
+from optimum_neuron.step.features.selected_keys.index_keys import IndexKeys, IndexScores, ScoresOf, TopKeys
+from optimum_neuron.step.features.selected_keys.indexers import set_indexers
+from optimum_neuron.step.features.selected_keys.slot_index import select_largest
 from optimum_neuron.step.features.selected_keys.state import IndexKeyState
-from optimum_neuron.step.features.selected_keys.top_keys import TopKeys
 from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.step.ops import DEFAULT_OPS
+from optimum_neuron.step.spec import TensorSpec
 from optimum_neuron.step.state_specs import state_specs
 
 
-KINDS = ("deepseek_v32", "glm_moe_dsa", "hy_v4")
+# What a token selects: keys; blocks of four for each head with keys, its own among them; pools of four, and what is behind the last.
+COUNTS = {
+    "deepseek_v32": SELECTED,
+    "glm_moe_dsa": SELECTED,
+    "hy_v4": SELECTED,
+    "minimax_m3_vl_text": 3,
+    "qwen4_exp_text": 3,
+}
+GROUPED = ("minimax_m3_vl_text", "qwen4_exp_text")
+STATES = {
+    "glm_moe_dsa": IndexKeyState(0, 16, SELECTED),
+    "minimax_m3_vl_text": IndexKeyState(1, 16, 12, 4),
+    "qwen4_exp_text": IndexKeyState(1, 16, 15, 4),
+}
 PROMPT = 32
+BLOCKS: dict[str, Any] = {"sequence_length": 128, "context_buckets": (128,), "kv_block_size": 64}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {kind: make_checkpoint(kind, tmp_path_factory.mktemp("indexed") / kind) for kind in KINDS}
+    return {kind: make_checkpoint(kind, tmp_path_factory.mktemp("selecting") / kind) for kind in COUNTS}
 
 
 @pytest.fixture(scope="module")
@@ -68,65 +86,89 @@ def specs(models: dict[str, Any]) -> dict[str, ModelSpec]:
 
 @pytest.fixture(scope="module")
 def runners(models: dict[str, Any], specs: dict[str, ModelSpec]) -> dict[str, GraphRunner]:
-    """Every step in one graph."""
-    return {kind: eager_runner(models[kind], tiny_config(), deterministic=True, spec=specs[kind]) for kind in KINDS}
+    return {kind: eager_runner(models[kind], tiny_config(), deterministic=True, spec=specs[kind]) for kind in COUNTS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
+def logits_of(model: Any, text: Any, most: int) -> Tensor:
+    """By transformers' code, which selects so many, of equal scores the first."""
+    with few_keys(model, most), torch.no_grad():
+        logits: Tensor = model(torch.from_numpy(text)[None].long(), use_cache=False).logits[0]
+    return logits
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).abs().max() < 2e-5 * expected.abs().max())
+
+
+def continued(runner: GraphRunner, slot: int, text: Any, length: int, pieces: list[int]) -> Tensor:
+    """Logits after a prompt in pieces, and after each token behind it."""
+    logits = [prefill_pieces(runner, slot, text[:length], pieces)]
+    return torch.stack(logits + [decode_tokens(runner, {slot: int(token)})[1][slot] for token in text[length:]])
+
+
+@pytest.mark.parametrize("kind", COUNTS)
 def test_logits_are_those_of_transformers(
     kind: str, checkpoints: dict[str, Path], models: dict[str, Any], specs: dict[str, ModelSpec]
 ) -> None:
     runner, model = eager_runner(models[kind], tiny_config(), spec=specs[kind]), reference(checkpoints[kind])
     text = random_tokens(PROMPT + 4, seed=1)
-    found = [prefill_pieces(runner, 1, text[:PROMPT], [7, 16, 1, 8])]
-    found += [decode_tokens(runner, {1: int(token)})[1][1] for token in text[PROMPT:]]
-    with few_keys(model, SELECTED):  # of equal scores the first
-        expected = model(torch.from_numpy(text)[None].long()).logits[0]
-    assert (torch.stack(found) - expected[PROMPT - 1 :]).abs().max() < 2e-5 * expected.abs().max()
-    with few_keys(model, SELECTED - 1):
-        others = model(torch.from_numpy(text)[None].long()).logits[0]
-    assert (others - expected)[PROMPT - 1 :].abs().amax(-1).min() > 1e-3 * expected.abs().max()
+    expected, others = (logits_of(model, text, COUNTS[kind] - less)[PROMPT - 1 :] for less in (0, 1))
+    assert is_close(continued(runner, 1, text, PROMPT, [7, 16, 1, 8]), expected)
+    assert (others - expected).abs().amax(-1).min() > 1e-3 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["glm_moe_dsa", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[::2])])
+@pytest.mark.parametrize("kind", GROUPED)
+def test_of_equal_scores_the_first_blocks_are_selected(
+    kind: str, checkpoints: dict[str, Path], models: dict[str, Any], specs: dict[str, ModelSpec]
+) -> None:
+    equal, theirs = copy.deepcopy(models[kind]), reference(checkpoints[kind])
+    for model in (equal, theirs):
+        for name, parameter in model.named_parameters():
+            if ".indexer." in name and "norm" not in name:
+                parameter.data.zero_()
+    text = random_tokens(26, seed=2)
+    found = prefill_pieces(eager_runner(equal, tiny_config(), spec=specs[kind]), 0, text, [16, 10])
+    expected, others = (logits_of(theirs, text, COUNTS[kind] - less)[-1] for less in (0, 1))
+    assert is_close(found, expected)
+    assert (found - others).abs().max() > 1e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in STATES else pytest.param(kind, marks=pytest.mark.full) for kind in COUNTS]
+)
 def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(
     kind: str, specs: dict[str, ModelSpec], runners: dict[str, GraphRunner]
 ) -> None:
-    runner, spec, prompt = runners[kind], specs[kind], random_tokens(18, seed=2)
+    runner, spec, prompt = runners[kind], specs[kind], random_tokens(21, seed=2)
 
     def run(slot: int, pieces: list[int], neighbors: bool) -> list[Tensor]:
         runner.reset_slots()
-        fill_rows(runner, spec, range(4), None if neighbors else 0.0)
+        if spec.reuses_prefixes:
+            fill_rows(runner, spec, range(4), None if neighbors else torch.nan)
         return logits_in_pieces(runner, slot, prompt, pieces, neighbors=neighbors)
 
-    expected = run(0, [16, 2], False)
+    expected = run(0, [16, 5], False)
 
-    @examples(20)
-    @given(cut_in_pieces(18, 16), st.integers(0, 2), st.booleans())
+    @examples(12)
+    @given(cut_in_pieces(21, 16), st.integers(0, 2), st.booleans())
     def check(pieces: list[int], slot: int, neighbors: bool) -> None:
         assert all(map(torch.equal, run(slot, pieces, neighbors), expected))
 
     check()
 
 
-def test_who_sees_a_broken_token_is_not_finite_and_nobody_else(runners: dict[str, GraphRunner]) -> None:
-    runner = runners["deepseek_v32"]
+@pytest.mark.parametrize("kind", STATES)
+def test_who_sees_a_broken_token_is_not_finite_and_nobody_else(kind: str, runners: dict[str, GraphRunner]) -> None:
+    runner, layer = runners[kind], STATES[kind].layer_idx
     runner.reset_slots()
     for slot in (0, 1):
         prefill_pieces(runner, slot, random_tokens(20, seed=3), [16, 4])
-    name = "kv_cache.index_0"
-    index = read_state(runner.executable, name)
-    assert index.shape == (4, 1, LENGTH, 16)
-    write_state(
-        runner.executable,
-        name,
-        index.index_fill(2, torch.tensor([3]), torch.nan) * (torch.arange(4) == 1).view(4, 1, 1, 1),
-    )
-    for state in ("key", "value"):
-        whole = read_state(runner.executable, f"kv_cache.{state}_0")
+    for state in ("index", "key", "value"):
+        name = f"kv_cache.{state}_{layer}"
+        whole = read_state(runner.executable, name)
         whole[1, :, 3] = torch.nan
-        write_state(runner.executable, f"kv_cache.{state}_0", whole)
+        whole[0, :, 22:] = torch.nan
+        write_state(runner.executable, name, whole)
     logits = decode_tokens(runner, {0: 5, 1: 5})[1]
     assert logits[0].isfinite().all() and logits[1].isnan().all()
 
@@ -139,92 +181,100 @@ def test_a_prefix_that_is_reused_has_its_index_keys(runners: dict[str, GraphRunn
     assert torch.equal(prefill_pieces(runner, 2, prompt[24:], [8]), expected)
 
 
-@pytest.mark.parametrize("kind", ["glm_moe_dsa", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS[::2])])
+@pytest.mark.parametrize("kind", STATES)
 def test_a_selection_that_leaves_nothing_out_is_left_out(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str,
+    checkpoints: dict[str, Path],
+    specs: dict[str, ModelSpec],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = make_checkpoint(kind, tmp_path / "checkpoint", index_topk=LENGTH)
-    with caplog.at_level(logging.WARNING):
-        artifact = Artifact.open(export_tiny(folder, tmp_path / "artifact"))
-    layers = 2 if kind == "deepseek_v32" else 1
-    assert f"{layers} layers of" in caplog.text and "select 64, and no text has more than 64 tokens" in caplog.text
-    assert [each.always for each in artifact.model.states_of(IndexKeyState)] == [LENGTH] * layers
-    assert not [state for state in state_specs(artifact.config, artifact.model) if ".index_" in state.name]
-    model, ids = load_model(folder), random_tokens(PROMPT, seed=5)
-    logits = prefill_pieces(eager_runner(model, tiny_config(), spec=artifact.model), 0, ids, [16, 16])
-    redrawn = copy.deepcopy(model)
-    for name, parameter in redrawn.named_parameters():
-        if ".indexer." in name:
-            torch.nn.init.normal_(parameter.data)
-    runner = eager_runner(redrawn, tiny_config(), spec=artifact.model)
-    assert torch.equal(prefill_pieces(runner, 0, ids, [16, 16]), logits)
-
-
-def test_one_token_more_than_is_always_attended_to_needs_index_keys(specs: dict[str, ModelSpec]) -> None:
-    spec = specs["glm_moe_dsa"]
-    assert spec.states_of(IndexKeyState) == (IndexKeyState(0, 16, SELECTED),) and spec.reuses_prefixes
-    assert ModelSpec.from_dict(spec.to_dict()) == spec
+    spec, state = specs[kind], STATES[kind]
+    assert spec.states_of(IndexKeyState) == (state,) and ModelSpec.from_dict(spec.to_dict()) == spec
 
     def kept(length: int) -> list[str]:
         config = tiny_config(sequence_length=length, context_buckets=None, prefill_chunk_size=2, ctx_batch_size=1)
-        return [state.name for state in state_specs(config, spec) if ".index_" in state.name]
+        return [each.name for each in state_specs(config, spec) if ".index_" in each.name]
 
-    assert kept(SELECTED) == [] and kept(SELECTED + 1) == ["kv_cache.index_0"]
+    assert kept(state.always) == [] and kept(state.always + 1) == [f"kv_cache.index_{state.layer_idx}"]
+    length = min(state.always, 12)
+    sizes: dict[str, Any] = {"sequence_length": length, "context_buckets": (length,), "prefill_chunk_size": 4}
+    with caplog.at_level(logging.WARNING):
+        artifact = export_tiny(checkpoints[kind], tmp_path / "artifact", ctx_batch_size=1, **sizes)
+    assert f"1 layers of {type(reference(checkpoints[kind])).__name__}" in caplog.text
+    assert f"select {state.always}, and no text has more than {length}" in caplog.text
+    assert Artifact.open(artifact).model == spec
+    text = random_tokens(length, seed=5)
+    expected = logits_of(reference(checkpoints[kind]), text, COUNTS[kind])
+    assert is_close(prefill_pieces(artifact_runner(artifact), 0, text, [4] * (length // 4)), expected[-1])
 
 
-def test_blocks_that_attend_in_place_are_refused(models: dict[str, Any], specs: dict[str, ModelSpec]) -> None:
-    sizes: dict[str, Any] = {
-        "kv_block_size": 64,
-        "sequence_length": 128,
-        "context_buckets": (128,),
-        "output_logits": False,
-    }
+def test_blocks_give_the_bits_of_slots_and_are_refused_where_they_attend_in_place(
+    models: dict[str, Any], specs: dict[str, ModelSpec]
+) -> None:
+    model, spec, slots = models["glm_moe_dsa"], specs["glm_moe_dsa"], BLOCKS | {"kv_block_size": None}
+    sizes: dict[str, Any] = {"prefill_chunk_size": 32, "ctx_batch_size": 1}
+    plain, blocks = (eager_runner(model, tiny_config(**sizes, **each), spec=spec) for each in (slots, BLOCKS))
+    text = random_tokens(91, seed=6)
+    blocks.assign_blocks(2, 0, [3])
+    blocks.assign_blocks(1, 0, [5, 0])
+    for runner in (plain, blocks):
+        prefill_pieces(runner, 2, random_tokens(20), [20])
+    assert torch.equal(*(continued(runner, 1, text, 90, [32, 32, 26]) for runner in (plain, blocks)))
     model, spec = models["deepseek_v32"], specs["deepseek_v32"]
-    check_states(model, spec, tiny_config(**sizes))
+    check_states(model, spec, tiny_config(output_logits=False, **BLOCKS))
     with pytest.raises(
         ValueError, match="2 layers of DeepseekV32ForCausalLM select 8 keys of up to sequence_length=128, and on"
     ):
-        check_states(model, spec, tiny_config(target="hlo", **sizes))
+        check_states(model, spec, tiny_config(target="hlo", output_logits=False, **BLOCKS))
 
 
-def test_blocks_give_the_bits_of_slots(models: dict[str, Any], specs: dict[str, ModelSpec]) -> None:
-    sizes: dict[str, Any] = {
-        "sequence_length": 128,
-        "context_buckets": (128,),
-        "prefill_chunk_size": 32,
-        "ctx_batch_size": 1,
-    }
-    model, spec = models["glm_moe_dsa"], specs["glm_moe_dsa"]
-    slots, blocks = (
-        eager_runner(model, tiny_config(**sizes, **paged), spec=spec) for paged in ({}, {"kv_block_size": 64})
+@pytest.mark.parametrize("kind", GROUPED)
+def test_a_selection_of_other_keys_is_found(
+    kind: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        slot_index, "select_largest", lambda scores, visible, count: select_largest(-scores, visible, count)
     )
-    text = random_tokens(90, seed=6)
-    blocks.assign_blocks(2, 0, [3])
-    blocks.assign_blocks(1, 0, [5, 0])
-    for runner in (slots, blocks):
-        prefill_pieces(runner, 2, random_tokens(20), [20])
-    pieces = [32, 32, 26]
-    assert torch.equal(prefill_pieces(slots, 1, text, pieces), prefill_pieces(blocks, 1, text, pieces))
-    assert torch.equal(decode_tokens(slots, {1: 7})[1][1], decode_tokens(blocks, {1: 7})[1][1])
+    with pytest.raises(ValueError, match=r"otherwise over (15|66) tokens in chunks than at once"):
+        inspect_model(models[kind])
+
+
+def test_an_indexer_is_known_by_what_it_has_not_by_its_name(checkpoints: dict[str, Path]) -> None:
+    indexer = load_model(checkpoints["qwen4_exp_text"]).get_submodule("model.layers.1.self_attn.indexer")
+    own = getattr(type(indexer).forward, "_without_step", type(indexer).forward)
+    for forward, found in ((own, True), (lambda self, hidden_states, mask: None, False)):
+        kind = type("Renamed", (type(indexer),), {"forward": forward})
+        made = copy.deepcopy(indexer)
+        made.__class__ = kind
+        set_indexers(made)
+        assert hasattr(kind.forward, "_without_step") is found
+        del made.token_budget
+        kind.forward = own
+        set_indexers(made)
+        assert kind.forward is own
+
+
+def test_what_is_convolved_otherwise_beside_is_refused(tmp_path: Path) -> None:
+    ngrams: dict[str, Any] = {"ple_layer_ids": [1], "ngram_vocab_size_base": 64, "split_ngram_parts": 1}
+    model = load_model(make_checkpoint("qwen4_exp_text", tmp_path, **ngrams))
+    with pytest.raises(ValueError, match="it passes what a convolution is to be applied to to pad"):
+        inspect_model(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["glm_moe_dsa"])
+@pytest.mark.parametrize("kind", [*list(STATES)[:2], pytest.param(GROUPED[1], marks=pytest.mark.full)])
 def test_the_cpu_target_selects_the_same(kind: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    runner = artifact_runner(export_tiny(checkpoints[kind], tmp_path / "cpu", target="cpu", mixed_step=False))
-    model, text, length = reference(checkpoints[kind]), random_tokens(20, seed=7), 18
-    logits = {}
-    for slot, pieces in enumerate(([16, 2], [3, 13, 2], [1, 1, 8, 7, 1])):
-        logits[slot] = [prefill_pieces(runner, slot, text[:length], pieces)]
-        logits[slot] += [decode_tokens(runner, {slot: int(token)})[1][slot] for token in text[length:]]
-    with few_keys(model, SELECTED), torch.no_grad():
-        expected = model(torch.from_numpy(text)[None].long()).logits[0, length - 1 :]
-    assert (torch.stack(logits[0]) - expected).abs().max() < 2e-5 * expected.abs().max()
-    assert all(torch.equal(torch.stack(logits[0]), torch.stack(logits[slot])) for slot in (1, 2))
+    artifact = export_tiny(checkpoints[kind], tmp_path / "cpu", target="cpu", mixed_step=False, ctx_batch_size=1)
+    runner, text = artifact_runner(artifact), random_tokens(28, seed=7)
+    first, second = (
+        continued(runner, slot, text, 26, pieces) for slot, pieces in enumerate(([8, 8, 8, 2], [3, 8, 1, 6, 8]))
+    )
+    assert is_close(first, logits_of(reference(checkpoints[kind]), text, COUNTS[kind])[25:])
+    assert torch.equal(first, second)
 
 
 def expected_selection(scores: Tensor, visible: Tensor, count: int) -> Tensor:
-    """Row by row: the visible columns, sorted."""
     found = torch.zeros_like(visible)
     for row, own in enumerate(torch.where(scores.isnan(), torch.inf, scores).tolist()):
         seen = visible[row].nonzero().flatten().tolist()
@@ -249,8 +299,19 @@ def test_the_largest_visible_scores_are_selected_the_lowest_columns_of_equal_one
     assert torch.equal(select_largest(unseen, visible, count), found)
 
 
+def test_what_code_hides_is_not_selected_and_what_it_shows_only_where_a_token_sees_it() -> None:
+    cache = KVCache([TensorSpec("kv_cache.index_0", (2, 1, 8, 4), "float32")])
+    rows, places = AttentionRows(torch.tensor([[4, 5]]), None, 8), (torch.zeros(2).int(), torch.tensor([4, 5]).int())
+    step = StepLayout(cache, [rows], places, places, torch.ones(2) > 0, 1, DEFAULT_OPS)
+    keys: Any = IndexKeys.keep(slot_index.SlotIndex(step), 0, torch.ones(1, 1, 2, 4)).transpose(-1, -2)
+    scores: Any = torch.ones(1, 2, 2, 4) @ keys
+    hidden = scores.masked_fill(torch.arange(8) < 2, -torch.inf)  # and not what comes later
+    selected = hidden.view(1, 2, 2, 4, 2).amax(dim=-1).topk(3, dim=-1).indices.selected
+    assert selected.tolist() == [[[False, False, True, True, True, True, False, False]] * 2] * 2
+
+
 class _Keys:
-    """Keys of ones over five columns, of which whoever asks gets all; and who keeps them."""
+    """Keys of ones over five columns, and who keeps them; scores are selected from where they are largest."""
 
     columns = 5
 
@@ -262,35 +323,26 @@ class _Keys:
         return query.sum(-1, keepdim=True).expand(*query.shape[:2], 5)
 
     def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
-        return TopKeys(scores > 0)
+        assert of.mask is not None or of == ScoresOf(hidden=True, width=2, by_head=True)
+        return TopKeys(scores == scores.amax(-1, keepdim=True))
 
 
-def standing() -> Iterator[tuple[Callable[[Any, Any], object], str]]:
-    """What model code might do with index keys and their scores, and the reason for which it is refused."""
-    query = torch.ones(1, 3, 2, 4)
-    yield lambda keys, scores: keys.sum(), "reads .sum of them"
-    yield lambda keys, scores: torch.cat([keys, keys]), "passes them to cat"
-    yield lambda keys, scores: query @ keys.transpose(-1, -2), "multiplies torch.float32"
-    yield lambda keys, scores: query.half() @ keys.transpose(-1, -2).unsqueeze(1), "multiplies torch.float16"
-    yield lambda keys, scores: scores[None].topk(2), "not subscriptable"
-    yield lambda keys, scores: scores.unsqueeze(0).topk(2), r"selects of \[1, 1, 3, 5\]"
-    yield lambda keys, scores: (scores + CausalMask(None)).topk(2, dim=1), "largest of dimension 1"
-    yield lambda keys, scores: (scores + CausalMask(None)).topk(2, largest=False), "smallest of dimension"
-    yield lambda keys, scores: scores * CausalMask(None), "and its attention mask to"
-    yield lambda keys, scores: scores.max(-1), "passes them to max"
-    yield lambda keys, scores: (scores + CausalMask(None)).topk(2).indices + 1, "unsupported operand"
-    yield (
-        lambda keys, scores: torch.gather(query, 1, (scores + CausalMask(None)).topk(2).indices),
-        "passes them to gather",
-    )
+def blocks_of_scores() -> IndexScores:
+    keys = IndexKeys.keep(_Keys(), 0, torch.ones(1, 1, 3, 4))
+    assert keys.shape == (1, 1, 5, 4)
+    scores: Any = torch.ones(1, 2, 3, 4) @ keys.float().transpose(-1, -2)  # type: ignore[operator]
+    hidden = scores.masked_fill(torch.arange(5) > torch.arange(3)[:, None], -torch.inf)
+    padded: Any = torch.nn.functional.pad(hidden, (0, 1), value=-torch.inf)
+    blocks: IndexScores = padded.view(1, 2, 3, 3, 2).amax(dim=-1)
+    return blocks
 
 
-@pytest.mark.parametrize(("use", "reason"), list(standing()))
-def test_other_uses_are_refused(use: Callable[[Any, Any], object], reason: str) -> None:
-    keys = IndexKeys.keep(_Keys(), 0, torch.ones(1, 3, 4))
-    scores = IndexScores(torch.ones(1, 3, 5), _Keys())
-    with pytest.raises((UnsupportedModelError, TypeError), match=reason):
-        use(keys, scores)
+def test_blocks_are_scored_by_head_and_their_places_scattered() -> None:
+    blocks: Any = blocks_of_scores()
+    assert blocks.scatter_(-1, torch.tensor([[0, 0], [1, 9], [0, 1]]).expand(1, 2, 3, 2), torch.inf) is blocks
+    values, indices = blocks.topk(2, dim=-1)
+    kept = indices.masked_fill(values == -torch.inf, -1)
+    assert kept.selected[:, 0].tolist() == [[True, False, False], [False, True, False], [True, True, False]]
 
 
 def test_the_code_of_a_layer_computes_with_scores_as_with_tensors() -> None:
@@ -300,3 +352,38 @@ def test_the_code_of_a_layer_computes_with_scores_as_with_tensors() -> None:
     assert scores.shape == (1, 3, 5) and scores.dtype == torch.float32
     top = (scores + CausalMask(None)).topk(2, dim=-1).indices.to(torch.int32)
     assert isinstance(top, TopKeys) and top.selected is not None and top.selected.all()
+
+
+def standing() -> Iterator[tuple[Callable[[Any, Any, Any], object], str]]:
+    """What model code might do with index keys, their scores and those of blocks, and the reason for which it is refused."""
+    query, mask, pad = torch.ones(1, 3, 2, 4), CausalMask(None), torch.nn.functional.pad
+    yield lambda keys, scores, blocks: keys.sum(), "reads .sum of them"
+    yield lambda keys, scores, blocks: torch.cat([keys, keys]), "passes them to cat"
+    yield lambda keys, scores, blocks: query @ keys.transpose(-1, -2), "multiplies torch.float32"
+    yield lambda keys, scores, blocks: query.half() @ keys.transpose(-1, -2).unsqueeze(1), "multiplies torch.float16"
+    yield lambda keys, scores, blocks: scores[None].topk(2), "not subscriptable"
+    yield lambda keys, scores, blocks: scores.topk(2), "selects keys without a causal mask"
+    yield lambda keys, scores, blocks: scores.unsqueeze(0).topk(2), r"selects of \[1, 1, 3, 5\]"
+    yield lambda keys, scores, blocks: (scores + mask).topk(2, dim=1), "largest of dimension 1"
+    yield lambda keys, scores, blocks: (scores + mask).topk(2, largest=False), "smallest of dimension"
+    yield lambda keys, scores, blocks: scores * mask, "and its attention mask to"
+    yield lambda keys, scores, blocks: scores.max(-1), "passes them to max"
+    yield lambda keys, scores, blocks: (scores + mask).topk(2).indices + 1, "unsupported operand"
+    yield lambda keys, scores, blocks: torch.gather(query, 1, (scores + mask).topk(2).indices), "passes them to gather"
+    yield (
+        lambda keys, scores, blocks: blocks.scatter_(1, torch.zeros(1, 1, 3, 1), 1.0),
+        "scatters float over dimension 1",
+    )
+    yield lambda keys, scores, blocks: blocks.scatter_(-1, query, torch.ones(1, 2, 3, 1)), "scatters Tensor"
+    yield lambda keys, scores, blocks: pad(blocks, (0, 1)).topk(2), r"selects of \[1, 2, 3, 4\]"
+    yield lambda keys, scores, blocks: blocks.topk(2)[1], "not subscriptable"
+    yield lambda keys, scores, blocks: next(iter(blocks.topk(2))) == 0.0, "compares their scores with 0.0"
+    yield lambda keys, scores, blocks: next(iter(blocks.topk(2))).sum(), "reads .sum of their scores"
+    yield lambda keys, scores, blocks: blocks.topk(2).indices.masked_fill(torch.ones(1), -1), "fills them with -1"
+
+
+@pytest.mark.parametrize(("use", "reason"), list(standing()))
+def test_other_uses_are_refused(use: Callable[[Any, Any, Any], object], reason: str) -> None:
+    keys, scores = IndexKeys.keep(_Keys(), 0, torch.ones(1, 3, 4)), IndexScores(torch.ones(1, 3, 5), _Keys())
+    with pytest.raises((UnsupportedModelError, TypeError), match=reason):
+        use(keys, scores, blocks_of_scores())

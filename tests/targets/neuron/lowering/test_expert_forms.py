@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from optimum_neuron.checkpoints.quantize.rounding import round_int4, round_int8
-from optimum_neuron.step.features.codes.expert_weights import replace_weights
+from optimum_neuron.step.features.codes.modules import replace_weights
 from optimum_neuron.step.features.experts.experts import ExpertsCall
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.lint.cost import graph_cost

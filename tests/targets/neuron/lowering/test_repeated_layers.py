@@ -19,12 +19,11 @@ from optimum_neuron.config import NeuronConfig
 from optimum_neuron.parity.inspect import look_at
 from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.interface import ATTENTION_NAME
-from optimum_neuron.step.program import export_graph
+from optimum_neuron.step.program import expand_layers, export_graph
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule, example_inputs
 from optimum_neuron.step.tracing.alike import NotAlikeError
-from optimum_neuron.step.tracing.expand import expand_layers
 from optimum_neuron.step.tracing.repeated_layers import LayerTrace, few_layers
 from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.lowering import lower

@@ -12,7 +12,7 @@ import torch
 from helpers import tiny_config
 from lowered import lower_model
 
-from optimum_neuron.step.sampling.eager_sampling import sample_by_sorting
+from optimum_neuron.step.sampling.sampler import sample_by_sorting
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import SAMPLERS, LoweredGraph
 from optimum_neuron.targets.neuron.graphs.state_graphs import score_graphs

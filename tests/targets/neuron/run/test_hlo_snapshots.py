@@ -34,7 +34,7 @@ from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.step.state_specs import slot_state_specs, snapshot_specs
+from optimum_neuron.step.state_specs import kept_state_specs, slot_state_specs
 from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, SNAPSHOTS, read_graph_io
 from optimum_neuron.targets.neuron.graphs.state_graphs import copy_graphs
 from optimum_neuron.targets.neuron.lint.lint import lint
@@ -137,7 +137,7 @@ def test_graphs_that_copy_state_are_what_compilers_take(kind: str, recurrent_art
     """Each updates in place one of a state and its snapshots, and step graphs know nothing of snapshots."""
     artifact = Artifact.open(recurrent_artifact(kind))
     states = {each.name for each in slot_state_specs(artifact.config, artifact.model)}
-    places = {each.name for each in snapshot_specs(artifact.config, artifact.model)}
+    places = {each.name for each in kept_state_specs(artifact.config, artifact.model)}
     for name, read, updated in ((KEEP_STATE, states, places), (RESTORE_STATE, places, states)):
         path = artifact.graph_file(f"{name}.hlo")
         io = read_graph_io(path)

@@ -14,7 +14,7 @@ from neuron_fixtures import certificate_of
 
 from optimum_neuron.core import PromptPiece, StepOutput
 from optimum_neuron.runtime.step_tensors import DecodeRows
-from optimum_neuron.step.sampling.logprobs import Logprobs, logprobs_of_shard
+from optimum_neuron.step.sampling.logprobs import Logprobs, logprobs
 from optimum_neuron.step.spec import CHUNK, DECODE, GREEDY, LOGPROBS
 from optimum_neuron.targets.neuron.lowering import graph_modules as score_module
 
@@ -69,10 +69,10 @@ def test_graphs_that_tell_something_else_are_found(
     field: str, change: float, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(*args: Any) -> Logprobs:
-        found = logprobs_of_shard(*args)
+        found = logprobs(*args)
         return found._replace(**{field: getattr(found, field) + change})
 
-    monkeypatch.setattr(score_module, "logprobs_of_shard", wrong)
+    monkeypatch.setattr(score_module, "logprobs", wrong)
     count = 4 + ["tokens", "best", "chosen", "ranks"].index(
         field
     )  # graphs of a config are lowered once by these tests
