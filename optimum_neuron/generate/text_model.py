@@ -21,7 +21,7 @@ from ..runtime.lengths import most_new_tokens
 from ..runtime.profile import Profile
 from ..targets import get_target
 from ..targets.rank_options import RankOptions
-from ..text.answer import Answer
+from ..text.answer import TextAnswer
 from ..text.template import Message
 from ..text.tokenizer import open_tokenizer
 
@@ -180,7 +180,7 @@ class TextModel:
         max_new_tokens: int | None = None,
         seed: int | None = None,
         **asked: Any,
-    ) -> Answer:
+    ) -> TextAnswer:
         """Return the answer to a prompt, whose text comes as it is iterated over.
 
         Args:
@@ -202,7 +202,7 @@ class TextModel:
             max_new_tokens = min(requests.new_tokens(len(ids)) or DEFAULT_NEW_TOKENS, room)
         request = requests.make_request(f"answer-{next(self._numbers)}", ids, max_new_tokens, seed=seed)
         stream = self._service.submit(request)
-        return Answer(stream, self.tokenizer, requests.stop_strings, prompt_tokens=len(ids))
+        return TextAnswer(stream, self.tokenizer, requests.stop_strings, prompt_tokens=len(ids))
 
     def encode_prompt(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
         """Return the token ids of a prompt, as `answer` takes it.

@@ -12,7 +12,7 @@ from ..engine.stream import TokenStream
 from .stream import Detokenizer, StopStrings
 
 
-class Answer:
+class TextAnswer:
     """The text of a request as it comes; iterate over its pieces once. A stop string ends it, and is left out.
 
     Attributes:

@@ -13,7 +13,7 @@ from ...core import FinishReason, Request
 from ...engine.service import EngineService
 from ...errors import first_line
 from ...runtime.lengths import most_new_tokens
-from ...text.answer import Answer
+from ...text.answer import TextAnswer
 from .settings import DEFAULT_NEW_TOKENS, Settings
 
 
@@ -85,7 +85,7 @@ class ChatSession:
         check_template(tokenizer)
         self._model, self._service, self._tokenizer = model, service, tokenizer
         self._numbers = itertools.count()
-        self._answer: Answer | None = None
+        self._answer: TextAnswer | None = None
         self._interrupted = False
         self.system = system
         self.messages: list[dict[str, str]] = []
@@ -124,7 +124,7 @@ class ChatSession:
         before = statistics.prompt_tokens, statistics.prefix_hit_tokens
         start = time.perf_counter()
         stream = self._service.submit(request)
-        answer = self._answer = Answer(stream, self._tokenizer, self._requests.stop_strings)
+        answer = self._answer = TextAnswer(stream, self._tokenizer, self._requests.stop_strings)
         if self._interrupted:
             answer.abort()
         pieces = []

@@ -29,8 +29,6 @@ from .search import Machine
 from .simulate import StepClock
 
 
-# Runs of one step are unsteady where their middle halves are wider than this, on average.
-STEADY = 0.1
 # The one published pair of compile times: vllm-neuron's README of Qwen3.5 has 37 minutes with a bucket of 1,024 tokens, and 84
 # with one of 2,048. No times of decode graphs are known: a graph is not taken to need less than so many minutes.
 PUBLISHED_MINUTES = {1024: 37.0, 2048: 84.0}
@@ -62,7 +60,7 @@ class CpuMachine(Machine):
             f"Step times are measured on this CPU: {sum(each.runs for each in found)} runs of {graphs} graphs, "
             f"with few and with all of their tokens in use, straight lines in between, and as unlike one another as runs of one step were.",
             "Export times are measured too, with what the compile cache had.",
-            *([unsteady] if spread > STEADY else []),
+            *([unsteady] if spread > 0.1 else []),
         )
 
     @classmethod

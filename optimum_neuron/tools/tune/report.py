@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from .tune import TuneReport
 
-SHOWN = 8
 _NAMES = {"ttft": "TTFT", "itl": "ITL", "e2e": "whole answer", "queue": "queue"}
 
 
@@ -82,7 +81,7 @@ def _candidates_table(report: TuneReport) -> Table:
     headers = ("rows", "chunk", "contexts", "policy", "TTFT\np99", "ITL\np99", "tok/s", "kept", "min", "")
     table = make_table(title, (), headers)
     table.box = None
-    for result in report.search.results[:SHOWN]:
+    for result in report.search.results[:8]:
         sizes, times = result.candidate.config, result.figures.times
         table.add_row(
             str(sizes.batch_size),

@@ -20,7 +20,6 @@ REMEDIES = {
     "itl": "a smaller chunk or fewer rows",
     "e2e": "more replicas, or both limits of its parts",
 }
-DEFAULT_PERCENTILE = 99.0
 _UNITS = {"ms": 1e-3, "s": 1.0}
 _LIMIT = re.compile(r"([a-z0-9]+)(?:\.p(\d+(?:\.\d+)?))?=(\d+(?:\.\d+)?|\.\d+)(ms|s)")
 
@@ -133,7 +132,7 @@ def _parse_limit(part: str) -> Limit:
     metric, percentile, number, unit = found.groups()
     if metric not in REMEDIES:
         raise ValueError(f"--slo has {part!r}, and {metric!r} is no metric; choose one of {', '.join(REMEDIES)}")
-    share = DEFAULT_PERCENTILE if percentile is None else float(percentile)
+    share = 99.0 if percentile is None else float(percentile)
     if not 0 < share <= 100:
         raise ValueError(f"--slo has {part!r}, and p{share:g} is no percentile; give one above 0, up to 100")
     seconds = float(number) * _UNITS[unit]

@@ -176,7 +176,7 @@ class TakenOn(StateStandIn):
         self.is_read = True
 
 
-class _Inputs(StateStandIn):
+class _EarlierInputs(StateStandIn):
     """Inputs of earlier tokens: a tensor to all but the code that keeps them."""
 
     def as_tensor(self) -> Tensor:
@@ -187,10 +187,10 @@ class _Inputs(StateStandIn):
 
 
 def _as_tensors(values: Any) -> Any:
-    return pytree.tree_map(lambda each: each.as_tensor() if isinstance(each, _Inputs) else each, values)
+    return pytree.tree_map(lambda each: each.as_tensor() if isinstance(each, _EarlierInputs) else each, values)
 
 
-class Inputs(_Inputs):
+class Inputs(_EarlierInputs):
     """The last inputs of each token's text and its `own [tokens, channels, 1]`; `past` is None until the layer says how many it keeps."""
 
     def __init__(self, run: Run, own: Tensor, past: int | None) -> None:
@@ -219,7 +219,7 @@ class Inputs(_Inputs):
         return self._tensor
 
 
-class LaterInput(_Inputs):
+class LaterInput(_EarlierInputs):
     """The last input of each token's text, `[tokens, 1, channels]`, of a layer that hands over the next one later."""
 
     def __init__(self, run: Run) -> None:
