@@ -33,16 +33,8 @@ _PUBLIC = {
     "export_model": ".export.recipe",
 }
 __all__ = [
-    "ExportOptions",
-    "NeuronConfig",
-    "NeuronModelForCausalLM",
-    "Profile",
-    "Request",
-    "SamplingParams",
-    "SchedulerOptions",
-    "TextModel",
-    "export_model",
-]
+    "ExportOptions", "NeuronConfig", "NeuronModelForCausalLM", "Profile", "Request", "SamplingParams", "SchedulerOptions", "TextModel", "export_model",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,8 @@ DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype("int64"), "I32": np.dtype("int32"), "I16": np.dtype("int16"), "I8": np.dtype("int8"), "U8": np.dtype("uint8"),
     "BOOL": np.dtype("bool"), "F8_E4M3": np.dtype("float8_e4m3fn"),
 }  # fmt: skip
-# How numpy calls the kind of a type that it got from ml_dtypes.
-_ADDED = "V"
+# dtype.isbuiltin of a type that numpy got from ml_dtypes.
+_ADDED = 2
 
 
 def dtype_name(dtype: object) -> str:
@@ -29,7 +29,7 @@ def dtype_name(dtype: object) -> str:
 
 def as_bits(array: np.ndarray) -> np.ndarray:
     """Return the same memory as whole numbers where numpy computes and copies its type one element at a time."""
-    return array.view(f"i{array.itemsize}") if array.dtype.kind == _ADDED else array
+    return array.view(f"i{array.itemsize}") if array.dtype.isbuiltin == _ADDED else array
 
 
 def to_torch(array: np.ndarray) -> Tensor:
@@ -37,13 +37,13 @@ def to_torch(array: np.ndarray) -> Tensor:
     import torch
 
     tensor = torch.from_numpy(as_bits(array))
-    return tensor.view(getattr(torch, array.dtype.name)) if array.dtype.kind == _ADDED else tensor
+    return tensor.view(getattr(torch, array.dtype.name)) if array.dtype.isbuiltin == _ADDED else tensor
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """Return an array in the memory of a tensor on the CPU."""
     dtype, tensor = np.dtype(dtype_name(tensor.dtype)), tensor.detach()
-    if dtype.kind != _ADDED:
+    if dtype.isbuiltin != _ADDED:
         return tensor.numpy()
     import torch
 

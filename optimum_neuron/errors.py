@@ -46,14 +46,9 @@ def explain_error(error: BaseException) -> str:
         return "the working folder does not exist any more; change to another one"
     name = "what is written" if error.filename is None else str(error.filename)
     name = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
-    known = _OF_PATHS.get(error.errno)
-    return (
-        f"{name} {known}"
-        if known is not None
-        else f"{name}: {error.strerror}"
-        if error.filename
-        else str(error.strerror)
-    )
+    if error.errno in _OF_PATHS:
+        return f"{name} {_OF_PATHS[error.errno]}"
+    return f"{name}: {error.strerror}" if error.filename else str(error.strerror)
 
 
 def _explain_text(error: UnicodeError) -> str:

@@ -62,12 +62,7 @@ def _show_task(
 
 
 def time_text(elapsed: float, done: float, total: float | None, likely_seconds: float | None = None) -> str:
-    """Return in words how long a stage runs, and how long it still will where that is known.
-
-    Args:
-        elapsed: seconds.
-        done, total: finished work, and all of it.
-    """
+    """Return in words how many seconds a stage has run, and how long it still will where that follows from its work."""
     left = None
     if total and done:
         left = elapsed * max(0.0, total - done) / done

@@ -40,7 +40,7 @@ def test_workflows_run_scripts_that_are_there() -> None:
     assert scripts == [".ci/run"] and (ROOT / scripts[0]).is_file()
 
 
-def test_what_outgrows_is_named(
+def test_what_grows_past_its_budget_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     house = runpy.run_path(str(ROOT / ".ci" / "house.py"))

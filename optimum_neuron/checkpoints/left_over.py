@@ -88,7 +88,9 @@ class LeftOver:
         # Names that the model's code ignores; a class's pattern with the number of a layer fits one checkpoint only.
         classes = [type(each) for each in model.modules() if isinstance(each, PreTrainedModel)]
         listed = {name for each in classes for name in each._keys_to_ignore_on_load_unexpected or ()}
-        ignored = set(model._keys_to_ignore_on_load_unexpected or ()) - {each for each in listed if _NUMBERED.search(each)}
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ()) - {
+            each for each in listed if _NUMBERED.search(each)
+        }
         self._patterns = re.compile("|".join(f"(?:{each})" for each in (*_WITHOUT_EFFECT, *ignored)))
         self._buffers = dict(model.named_buffers())
         self._frequencies = [each for name, each in self._buffers.items() if name.endswith("inv_freq")]

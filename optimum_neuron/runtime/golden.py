@@ -114,31 +114,26 @@ def replay(
         decode graphs return none.
     """
     runner.reserve_slots([len(prompt) + count - 1])
+    slots = np.arange(runner.config.batch_size, dtype=np.int32)
+    sampling = np.tile(np.asarray(GREEDY, dtype=np.float32), (len(slots), 1))
+    rows = DecodeRows(np.zeros_like(slots), slots == 0, sampling, np.zeros(len(slots), np.float32))
     chunks = cut_prompt(0, prompt, runner.config.prefill_chunk_size)
     with progress.stage("Following a prompt", len(chunks) + count - 1) as advance:
         for chunk in chunks:
             output = runner.run_step([chunk])
             advance("its tokens")
-        steps = [_chosen(output.chunk_tokens, output.chunk_logits, 0)]
+        steps = [_chosen(output.chunk_tokens, output.chunk_logits)]
         for index in range(count - 1):
-            token = steps[-1][0] if tokens is None else tokens[index]
-            output = runner.run_step((), _first_row(runner, token))
-            steps.append(_chosen(output.decode_tokens, output.decode_logits, 0))
+            rows.token_ids[0] = steps[-1][0] if tokens is None else tokens[index]
+            output = runner.run_step((), rows)
+            steps.append(_chosen(output.decode_tokens, output.decode_logits))
             advance("what follows")
     return steps
 
 
-def _first_row(runner: GraphRunner, token: int) -> DecodeRows:
-    """Decode rows of a step in which slot 0 takes a token, greedily."""
-    count = runner.config.batch_size
-    active = np.arange(count) == 0
-    sampling = np.tile(np.asarray(GREEDY, dtype=np.float32), (count, 1))
-    return DecodeRows(np.full(count, token, dtype=np.int32), active, sampling, np.zeros(count, dtype=np.float32))
-
-
-def _chosen(tokens: np.ndarray | None, logits: np.ndarray | None, row: int) -> tuple[int, np.ndarray | None]:
-    kept = None if logits is None else logits[row].copy()  # a graph may use its output memory again
+def _chosen(tokens: np.ndarray | None, logits: np.ndarray | None) -> tuple[int, np.ndarray | None]:
+    kept = None if logits is None else logits[0].copy()  # a graph may use its output memory again
     if tokens is not None:
-        return int(tokens[row]), kept
+        return int(tokens[0]), kept
     assert kept is not None
     return int(kept.argmax()), kept

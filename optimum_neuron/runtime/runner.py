@@ -24,7 +24,7 @@ from .kept_states import KeptStates
 from .logprobs import TokenLogprobs, score_tokens
 from .process import OwnProcess
 from .step_checks import GivenStep, StepChecks
-from .step_tensors import DecodeRows, InputTensors, StepGraph, copy_output, join_outputs
+from .step_tensors import DecodeRows, InputArrays, StepGraph, copy_output, join_outputs
 
 
 class GraphRunner:
@@ -72,8 +72,8 @@ class GraphRunner:
         self._warm = False
         self.tables = BlockTables(config) if config.kv_block_size else None
         self._checks = StepChecks(config, self._lengths, self.tables, self.family, self.num_embeddings, checks_decodes)
-        tensors = InputTensors()
-        self._graphs = {graph.name: StepGraph(graph, tensors, self.tables) for graph in self.family}
+        arrays: InputArrays = {}
+        self._graphs = {graph.name: StepGraph(graph, arrays, self.tables) for graph in self.family}
 
     def reset_slot(self, slot: int) -> None:
         """Free a slot and its blocks. What they hold stays as it is: no mask ever shows it to the next request."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step graphs with their input tensors, which each step fills; decode rows; and outputs that outlive the next run."""
+"""The step graphs with their input arrays, which each step fills; decode rows; and outputs that outlive the next run."""
 
 from __future__ import annotations
 
@@ -56,22 +56,12 @@ def join_outputs(parts: Sequence[tuple[np.ndarray, StepOutput]]) -> StepOutput:
     return whole._replace(decode_tokens=tokens, decode_logits=logits)
 
 
-class InputTensors:
-    """Input tensors of all graphs, kept between steps: graphs that take a tensor of one name and shape share it."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[TensorSpec, np.ndarray] = {}
-
-    def find_tensors(self, specs: Sequence[TensorSpec]) -> list[np.ndarray]:
-        """Return the tensors of some specs, zeroed where they are new."""
-        for spec in specs:
-            if spec not in self._tensors:
-                self._tensors[spec] = np.zeros(spec.shape, spec.dtype)
-        return [self._tensors[spec] for spec in specs]
+# Input arrays of all graphs, kept between steps: graphs that take one of the same name and shape share it.
+InputArrays = dict[TensorSpec, np.ndarray]
 
 
 class GroupInputs:
-    """Input tensors of one row group of a graph.
+    """Input arrays of one row group of a graph.
 
     Args:
         tables: the blocks of each row; None of a cache without blocks.
@@ -81,14 +71,17 @@ class GroupInputs:
     def __init__(
         self,
         specs: Sequence[TensorSpec],
-        tensors: InputTensors,
+        arrays: InputArrays,
         tables: BlockTables | None,
         owners: OwnerSizes | None = None,
     ) -> None:
-        self.tensors = tensors.find_tensors(specs)
+        for spec in specs:
+            if spec not in arrays:
+                arrays[spec] = np.zeros(spec.shape, spec.dtype)
+        self.arrays = [arrays[spec] for spec in specs]
         self._tables = tables
         self._owners = owners
-        views = {spec.name.split(".")[1]: each for spec, each in zip(specs, self.tensors, strict=True)}
+        views = {spec.name.split(".")[1]: each for spec, each in zip(specs, self.arrays, strict=True)}
         self._owner_views = {name: views[name] for name in BlockOwners._fields if name in views}
         self._block_table: np.ndarray = views.get(BLOCK_TABLE, np.empty((0, 0), np.int32))
         self._write_blocks: np.ndarray = views.get(WRITE_BLOCKS, np.empty((0, 0), np.int32))
@@ -170,19 +163,19 @@ class GroupInputs:
 
 
 class StepGraph:
-    """A graph with its input tensors, and what a step needs to know of it, found once.
+    """A graph with its input arrays, and what a step needs to know of it, found once.
 
     Attributes:
-        inputs: in the order of its spec; the same tensors in every step.
+        inputs: in the order of its spec; the same arrays in every step.
     """
 
-    def __init__(self, graph: GraphSpec, tensors: InputTensors, tables: BlockTables | None) -> None:
+    def __init__(self, graph: GraphSpec, arrays: InputArrays, tables: BlockTables | None) -> None:
         self.name = graph.name
         specs = graph.inputs()
         groups = {
             group: GroupInputs(
                 [spec for spec in specs if spec.name.startswith(f"{group}.")],
-                tensors,
+                arrays,
                 tables,
                 graph.owner_sizes if group == DECODE else None,
             )
@@ -190,7 +183,7 @@ class StepGraph:
             if present
         }
         self._decode, self._chunk = groups.get(DECODE), groups.get(CHUNK)
-        self.inputs: list[np.ndarray] = [tensor for group in groups.values() for tensor in group.tensors]
+        self.inputs: list[np.ndarray] = [array for group in groups.values() for array in group.arrays]
         # StepOutput's fields have the names of a graph's outputs. After these there is one more: None.
         names = [each.name.replace(".", "_") for each in graph.outputs(1)]
         self._count = len(names)

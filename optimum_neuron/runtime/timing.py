@@ -59,22 +59,19 @@ class TracedExecutable(Executable):
         executable, start = self._executable, now()
         found: Sequence[np.ndarray] = ()
         if self._runs[graph] <= OPERATOR_RUNS:
-            found = self._run_by_operators(graph, inputs, outputs=outputs)
+            began = start
+
+            def ended(operator: str) -> None:
+                nonlocal began
+                began = self._trace.add_span("operators", operator, began)
+
+            found = executable.run_by_operators(graph, inputs, ended, outputs=outputs)
         elif outputs:
             found = executable.run(graph, inputs)
         else:
             executable.run_for_states(graph, inputs)
         self._trace.add_span("graphs", graph, start, run=self._runs[graph])
         return found
-
-    def _run_by_operators(self, graph: str, inputs: Sequence[np.ndarray], *, outputs: bool) -> Sequence[np.ndarray]:
-        began = now()
-
-        def ended(operator: str) -> None:
-            nonlocal began
-            began = self._trace.add_span("operators", operator, began)
-
-        return self._executable.run_by_operators(graph, inputs, ended, outputs=outputs)
 
     def touch_states(self) -> None:
         self._executable.touch_states()

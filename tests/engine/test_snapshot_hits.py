@@ -63,7 +63,7 @@ def overwrite(steps: GraphRunner, slot: int | None = None) -> None:
     """NaN, and indices beyond all, in whatever a slot, or all of them, and those of padding, hold."""
     executable: Any = steps.executable
     for state in executable._states.values():
-        state[slice(None) if slot is None else slot] = torch.nan if state.is_floating_point() else 7
+        state[slice(None) if slot is None else slot] = np.nan if state.dtype.kind == "f" else 7
 
 
 def whole(steps: GraphRunner, slot: int, prompt: np.ndarray) -> Tensor:
@@ -136,9 +136,8 @@ class Served:
     def serve(self, name: str, prompt: np.ndarray, new: int = 3) -> tuple[int, Tensor]:
         """How many tokens of a prompt were not computed, and the logits of all new ones."""
         executable: Any = self.steps.executable
-        for name in executable._snapshots:
-            state = executable._states[name]
-            state.fill_(torch.nan if state.is_floating_point() else 7)
+        for state, _ in executable._kept:
+            state.fill(np.nan if state.dtype.kind == "f" else 7)
         before = self.engine.statistics.prefix_hit_tokens
         self.add(name, prompt, new)
         self.finish()

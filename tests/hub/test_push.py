@@ -122,7 +122,7 @@ def test_a_commit_is_whole_and_what_it_replaces_is_gone(artifact: Path, hub: Loo
     assert not hub.asked("PUT", "/lfs/") and again.oid
 
 
-def test_words_of_a_card_stay(
+def test_what_a_person_wrote_into_a_card_stays(
     artifact: Path, hub: LoopbackHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hub.exists = True

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import examples
@@ -175,3 +177,17 @@ def test_whatever_files_say_there_is_a_cpu_to_compute_with(texts: list[str], bro
         patch.setattr(os, "sched_getaffinity", lambda process: cpus, raising=False)
         assert 1 <= cores.usable_cores() <= len(cpus)
         assert 1 <= cores.usable_cpus() <= len(cpus)
+
+
+def test_threads_are_torchs_number_or_the_variables_or_those_of_all_usable_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 5)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(get_num_threads=lambda: 7))
+    assert cores.count_threads() == 7
+    monkeypatch.delitem(sys.modules, "torch")
+    for value, expected in (("3", 3), ("4,2", 4), ("", 5), ("0", 5), ("many", 5)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        cores._count_own_threads.cache_clear()
+        assert cores.count_threads() == expected
+    cores._count_own_threads.cache_clear()

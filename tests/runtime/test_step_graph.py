@@ -8,7 +8,7 @@ import pytest
 from helpers import VOCAB, random_tokens, tiny_config
 
 from optimum_neuron.core import PromptPiece
-from optimum_neuron.runtime.step_tensors import DecodeRows, InputTensors, StepGraph
+from optimum_neuron.runtime.step_tensors import DecodeRows, StepGraph
 from optimum_neuron.step.spec import graph_specs
 
 
@@ -23,7 +23,7 @@ def rows_of(*slots: int) -> DecodeRows:
 @pytest.mark.parametrize("kind", ["token_generation", "mixed"])
 def test_rows_of_the_step_before_are_idle_again(kind: str) -> None:
     spec = SPECS[kind]  # type: ignore[index]
-    graph, lengths = StepGraph(spec, InputTensors(), None), np.array([4, 0, 9], np.int32).data
+    graph, lengths = StepGraph(spec, {}, None), np.array([4, 0, 9], np.int32).data
     names = [each.name for each in spec.inputs()]
     ids, positions = (graph.inputs[names.index(f"decode.{name}")][:, 0] for name in ("input_ids", "position_ids"))
     for slots, expected in (((0, 2), [4, -1, 9]), ((1,), [-1, 0, -1]), ((), [-1, -1, -1]), ((2,), [-1, -1, 9])):
@@ -38,7 +38,7 @@ def test_rows_of_the_step_before_are_idle_again(kind: str) -> None:
 @pytest.mark.parametrize("counts", [(3, 4, 2), (9, 1), (1, 13), (20,)])
 def test_outputs_are_a_row_per_chunk_the_one_of_its_last_token(counts: tuple[int, ...]) -> None:
     spec = SPECS["mixed"]
-    graph = StepGraph(spec, InputTensors(), None)
+    graph = StepGraph(spec, {}, None)
     chunks = [PromptPiece(slot, random_tokens(count)) for slot, count in enumerate(counts)]
     last_rows = graph.fill_inputs(chunks, None, (), np.zeros(3, np.int32).data)
     assert last_rows == (np.cumsum([-(-count // spec.chunk_size) for count in counts]) - 1).tolist()

@@ -12,7 +12,7 @@ import torch
 from helpers import export_tiny, python_process
 
 from optimum_neuron.targets import threads
-from optimum_neuron.targets.threads import fit_threads
+from optimum_neuron.targets.threads import count_fitted, fit_threads
 
 
 Machine = Callable[[int, int], list[int]]
@@ -72,6 +72,11 @@ def test_a_variable_is_a_choice(name: str, machine: Machine, monkeypatch: pytest
     monkeypatch.setenv(name, "")
     fit_threads()
     assert told == [3]
+
+
+def test_torch_that_is_imported_after_a_load_is_fitted_before_it_counts(machine: Machine) -> None:
+    told = machine(16, 3)
+    assert count_fitted() == 16 and told == [3]  # the played torch answers as before
 
 
 CHOOSES_LATER = """

@@ -91,6 +91,17 @@ def _scheme_of(module: str, schemes: Sequence[Scheme], ignore: Sequence[str], so
     )
 
 
+def _read_schemes(document: Document, source: str) -> list[Scheme]:
+    for name, what in _MORE.items():
+        asked = document.get(name)
+        if asked and not (name == "sparsity_config" and take_part(document, name).get("format") == "dense"):
+            raise ValueError(f"{source} asks for {what} ({name}); {_REMEDY}")
+    groups, common = take_part(document, "config_groups"), take_text(document, "format", "")
+    if not groups:
+        raise ValueError(f"{source} has no config_groups in its quantization_config; correct config.json")
+    return [_read_scheme(take_part(groups, name), common, f"{source}: {name}") for name in groups]
+
+
 def _read_scheme(group: Document, common: str, where: str) -> Scheme:
     weights = take_part(group, "weights")
     if not weights:
@@ -142,15 +153,7 @@ class CompressedTensors(SafetensorsFormat):
     """A checkpoint with quant_method "compressed-tensors" in its config."""
 
     def __init__(self, document: Document, files: TensorFiles) -> None:
-        for name, what in _MORE.items():
-            asked = document.get(name)
-            if asked and not (name == "sparsity_config" and take_part(document, name).get("format") == "dense"):
-                raise ValueError(f"{files.source} asks for {what} ({name}); {_REMEDY}")
-        groups, common = take_part(document, "config_groups"), take_text(document, "format", "")
-        if not groups:
-            raise ValueError(f"{files.source} has no config_groups in its quantization_config; correct config.json")
-        schemes = [_read_scheme(take_part(groups, name), common, f"{files.source}: {name}") for name in groups]
-        ignore = take_texts(document, "ignore")
+        schemes, ignore = _read_schemes(document, files.source), take_texts(document, "ignore")
         other = next((name for name in files.names if name.rpartition(".")[2] in _GLOBAL), None)
         if other is not None:
             raise ValueError(

@@ -8,26 +8,26 @@ import mmap
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import artifact_runner, export_tiny
-from torch import Tensor
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mincore(2) of other systems answers otherwise")
 def test_warm_up_takes_the_memory_of_every_slot(tiny_checkpoint: Path, tmp_path: Path) -> None:
     sizes = {"batch_size": 128, "sequence_length": 256, "context_buckets": (256,), "prefill_chunk_size": 8}
     runner = artifact_runner(export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu", **sizes))
-    states: dict[str, Tensor] = runner.executable._states  # type: ignore[attr-defined]
+    states: dict[str, np.ndarray] = runner.executable._states  # type: ignore[attr-defined]
     assert not all(resident_pages(state) for state in states.values())
     runner.warm_up()
     assert all(resident_pages(state) for state in states.values())
     assert not any(state[:-1].any() for state in states.values())
 
 
-def resident_pages(tensor: Tensor) -> bool:
-    """Return whether each page that lies within a tensor is in memory."""
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    count = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE
+def resident_pages(array: np.ndarray) -> bool:
+    """Return whether each page that lies within an array is in memory."""
+    begin = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    count = (array.ctypes.data + array.nbytes - begin) // mmap.PAGESIZE
     flags = (ctypes.c_ubyte * count)()
     assert (
         ctypes.CDLL(None, use_errno=True).mincore(
