@@ -50,11 +50,7 @@ class HostRequest:
             self._states.pop(chosen - MOST_DROPPED, None)
 
     def rewind_to(self, kept: int) -> None:
-        """Forget all tokens but the first `kept`: the next one is drawn with the random numbers of the first that is forgotten.
-
-        Raises:
-            RuntimeError: vLLM drops more tokens than can be on their way.
-        """
+        """Forget all tokens but the first `kept`: the next one is drawn with the random numbers of the first that is forgotten."""
         chosen = self.state.output_token_ids
         if self.state.generator is not None and kept < len(chosen):
             if kept not in self._states:
@@ -102,14 +98,11 @@ class HostSampler:
     def sample_tokens(
         self, requests: Sequence[HostRequest], logits: Tensor, scheduler_output: Any, grammar: Any | None
     ) -> tuple[list[str], list[int], LogprobsLists | None]:
-        """Return the next token of each request, added to its output tokens.
+        """Return request ids, their next tokens, added to their output tokens, and logprobs where one of them asked, in one order.
 
         Args:
             logits: `[requests, vocab]` float32, in the requests' order; overwritten.
-            scheduler_output, grammar: what vLLM gave for this step; the grammar's bit masks, or None.
-
-        Returns:
-            Request ids, their tokens and, where one of them asked, logprobs, in one order.
+            grammar: bit masks of structured output, or None.
         """
         logits = self._arrange_batch(requests, logits)
         batch = self._batch

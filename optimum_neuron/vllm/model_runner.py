@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,9 @@ from ..runtime.step_rows import StepRows
 from ..step.model_spec import ModelSpec
 from .host_sampler import HostSampler
 from .logprobs import join_logprobs
-from .requests import RequestTable, RowState
-from .rows import CacheRows
+from .prefixes import StepPlan
+from .requests import NO_ROW, CacheRows, RequestTable, RowState
 from .sampling import RAW_LOGPROBS
-from .step_plan import StepPlan
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _ComputedStep:
     Attributes:
         on_device: requests that got a token from the graphs, with it and its log-probabilities.
         on_host: requests that get one from vLLM's sampler, with their logits `[vocab]`.
-        started: what waits for runs that have not ended, and gives their requests' tokens.
+        started: waits for runs that have not ended, and gives their requests' tokens.
         prompts: by request, log-probabilities of prompts that are all in the cache now.
     """
 
@@ -51,15 +51,7 @@ class _ComputedStep:
 
 
 class ModelRunner:
-    """Runs vLLM's steps in the graphs. Only one thread at a time may use it.
-
-    Args:
-        runner: the graphs and slots.
-        model: the sizes of the model.
-
-    Attributes:
-        is_loaded: whether there are graphs to run.
-    """
+    """Runs vLLM's steps in the graphs, while it has any: `is_loaded`. Only one thread at a time may use it."""
 
     def __init__(self, runner: GraphRunner, model: ModelSpec, vllm_config: VllmConfig) -> None:
         self._sizes = runner.config
@@ -76,7 +68,6 @@ class ModelRunner:
         self.load_runner(runner)
 
     def load_runner(self, runner: GraphRunner) -> None:
-        """Take loaded graphs, all rows of which are free."""
         self.runner = runner
         self._rows: StepRows[RowState] = StepRows(runner)
         self._cache = CacheRows(self._rows, runner)
@@ -86,23 +77,19 @@ class ModelRunner:
         """Let go of the graphs and of all rows, while no request runs. Requests stay, and with them their random numbers."""
         if self.is_loaded:
             self.is_loaded = False
-            self._requests.leave_rows()
+            for state in self._requests.values():
+                state.slot = NO_ROW
             del self.runner, self._rows, self._cache
 
     def execute_step(self, scheduler_output: Any) -> None:
-        """Run a step; `sample_step` then returns its tokens. Where the device runs ahead, it need not have ended.
-
-        Raises:
-            RuntimeError: a row does not hold what vLLM takes it to.
-        """
+        """Run a step; `sample_step` then returns its tokens. Where the device runs ahead, it need not have ended."""
         self._follow_requests(scheduler_output)
         self._computed = _ComputedStep(scheduler_output)
         decodes, pieces = self._list_rows(scheduler_output)
         scored = [piece for piece in pieces if self._wants_scores(piece)]
         groups = list(self._cut_pieces(piece for piece in pieces if not self._wants_scores(piece)))
-        together = self.runner.family.has_mixed and decodes and groups
         if decodes:
-            self._run_graph(decodes, groups.pop(0) if together else ())
+            self._run_graph(decodes, groups.pop(0) if groups and self.runner.family.has_mixed else ())
         for group in groups:
             self._run_graph((), group)
         for group in self._cut_pieces(scored):
@@ -111,34 +98,13 @@ class ModelRunner:
             self.runner.keep_state(self._requests[request_id].slot, place)
 
     def sample_step(self, grammar: Any | None) -> Callable[[], ModelRunnerOutput]:
-        """Return what gives the tokens of the executed step; it waits for the step's end, so the next one may be executed before.
-
-        Args:
-            grammar: vLLM's bit masks for requests with structured output, or None.
-        """
+        """Return what gives the tokens of the executed step; it waits for the step's end, so the next one may be executed before."""
         step, self._computed = self._computed, None
         if step is None or not step.scheduler_output.num_scheduled_tokens:
             return lambda: EMPTY_MODEL_RUNNER_OUTPUT
         tokens: dict[str, list[int]] = {}
         host_logprobs = self._sample_on_host(step, grammar, tokens) if step.on_host else None
-        return lambda: self._make_output(step, tokens, host_logprobs)
-
-    @staticmethod
-    def _make_output(
-        step: _ComputedStep, tokens: dict[str, list[int]], host_logprobs: LogprobsLists | None
-    ) -> ModelRunnerOutput:
-        for wait in step.started:
-            step.on_device += [(state, token, None) for state, token in wait() if not isinstance(token, np.ndarray)]
-        tokens = tokens | {state.request_id: [token] for state, token, _ in step.on_device}
-        ids = list(step.scheduler_output.num_scheduled_tokens)
-        logprobs = join_logprobs(step.on_device, [state for state, _ in step.on_host], host_logprobs, ids)
-        return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=[tokens.get(request_id, []) for request_id in ids],
-            logprobs=logprobs,
-            prompt_logprobs_dict=step.prompts,
-        )
+        return partial(_make_output, step, tokens, host_logprobs)
 
     def _sample_on_host(
         self, step: _ComputedStep, grammar: Any | None, tokens: dict[str, list[int]]
@@ -158,7 +124,6 @@ class ModelRunner:
         )
 
     def _follow_requests(self, scheduler_output: Any) -> None:
-        """Follow what became of the requests, and make the rows of those that start ready."""
         self._release_rows(scheduler_output)
         starting: dict[str, tuple[RowState, list[int], int]] = {}
         for new in scheduler_output.scheduled_new_reqs:
@@ -187,14 +152,13 @@ class ModelRunner:
 
     def _release_rows(self, scheduler_output: Any) -> None:
         for request_id in scheduler_output.finished_req_ids:
-            ended = self._requests.finish_request(request_id)
-            if ended is not None:
+            ended = self._requests.pop(request_id, None)
+            if ended is not None:  # it got here
                 self._sampler.remove_request(request_id)
                 self._cache.release_row(ended)
         for request_id in scheduler_output.preempted_req_ids or ():
-            preempted = self._requests.find_request(request_id)
-            if preempted is not None:
-                self._cache.release_row(preempted)
+            if request_id in self._requests:
+                self._cache.release_row(self._requests[request_id])
 
     def _check_length(self, state: RowState, computed: int) -> None:
         if self.runner.lengths[state.slot] != computed:
@@ -221,29 +185,21 @@ class ModelRunner:
                 )
             if missing > 0:
                 tokens = state.prefill_token_ids[start : start + count]
-                piece = PromptPiece(
-                    state.slot, tokens, request_id=request_id, start=start, is_last=start + count == end
-                )
-                pieces.append(piece)
+                is_last = start + count == end
+                pieces.append(PromptPiece(state.slot, tokens, request_id=request_id, start=start, is_last=is_last))
             else:
                 decodes.append(state)
         return decodes, pieces
 
     def _cut_pieces(self, pieces: Iterable[PromptPiece]) -> Iterator[list[PromptPiece]]:
-        """Yield pieces in groups that fit one run each: all together, unless the step is larger than that."""
         return cut_pieces(pieces, self._sizes.ctx_batch_size, self._sizes.prefill_chunk_size)
 
     def _wants_scores(self, piece: PromptPiece) -> bool:
-        """Return whether the request wants logits of a piece's tokens."""
         scores = self._requests[piece.request_id].prompt_scores
         return scores is not None and scores.is_open_at(piece.start)
 
     def _run_graph(self, decodes: Sequence[RowState], pieces: Sequence[PromptPiece], *, scores: bool = False) -> None:
-        """Run one graph once; keep what it gives to requests with prompts that are all in the cache.
-
-        Args:
-            scores: the graph is one that returns the logits of all tokens of the pieces.
-        """
+        """Run one graph once, one that scores pieces where asked; keep what it gives to requests with prompts that are all in the cache."""
         assert self._computed is not None
         if not scores and self._rows.may_run_ahead(decodes, pieces):
             self._computed.started.append(self._rows.start_rows(decodes, pieces))
@@ -274,6 +230,24 @@ class ModelRunner:
 
 
 def _find_plan(scheduler_output: Any) -> StepPlan:
-    """Return what the scheduler's process adds to the step."""
     plan = scheduler_output.kv_connector_metadata
     return plan if isinstance(plan, StepPlan) else StepPlan()
+
+
+def _make_output(
+    step: _ComputedStep, tokens: dict[str, list[int]], host_logprobs: LogprobsLists | None
+) -> ModelRunnerOutput:
+    """Return a step's output, once the step has ended."""
+    for wait in step.started:
+        step.on_device += [(state, token, None) for state, token in wait() if not isinstance(token, np.ndarray)]
+    tokens = tokens | {state.request_id: [token] for state, token, _ in step.on_device}
+    ids = list(step.scheduler_output.num_scheduled_tokens)
+    wanted = [(state.request_id, token, each) for state, token, each in step.on_device if each is not None]
+    logprobs = join_logprobs(wanted, [state.request_id for state, _ in step.on_host], host_logprobs, ids)
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+        sampled_token_ids=[tokens.get(request_id, []) for request_id in ids],
+        logprobs=logprobs,
+        prompt_logprobs_dict=step.prompts,
+    )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from ..artifact.artifact import Artifact
 from ..runtime.token_ids import check_token_ids
-from .activation import PLUGIN_NAME
+from . import PLUGIN_NAME
 
 
 if TYPE_CHECKING:  # vLLM imports its platform while it imports its configuration
@@ -127,9 +127,7 @@ def _served_artifact() -> Artifact | None:
     from .settings import ARTIFACT_VARIABLE
 
     path = os.environ.get(ARTIFACT_VARIABLE)
-    return _artifact(path) if path else None
+    return _open_artifact(path) if path else None
 
 
-@lru_cache
-def _artifact(path: str) -> Artifact:
-    return Artifact.open(path, with_graphs=False)
+_open_artifact = lru_cache(partial(Artifact.open, with_graphs=False))

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts that a step of vLLM's scheduler takes in, and how much of each, by the rules of `Engine`."""
+"""The prompts that a step of vLLM's scheduler takes in: those that the cache has room for, and how much of each by the rules of `Engine`."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request as VllmRequest
 
 from ..config import NeuronConfig
 from ..core import Request
 from ..engine.block_draft import BlockDraft
+from ..engine.block_table import BlockTable
 from ..engine.planner import PromptLimits, plan_prompts
 from ..engine.request import RequestState
+from .prefixes import BlockPrefixes
 
 
 # Steps in a row in which short prompts or decodes alone may go before a long prompt: it takes every third step at least.
@@ -74,22 +78,20 @@ class PromptPlanner:
         ]
         if self._by_priority:
             states.sort(key=lambda state: state.request.priority)
-        limits = dataclasses.replace(
-            self._limits, tokens=min(tokens, self._limits.tokens), tokens_per_prompt=tokens_per_prompt
-        )
+        most = min(tokens, self._limits.tokens)
+        limits = replace(self._limits, tokens=most, tokens_per_prompt=tokens_per_prompt)
         plan = plan_prompts(states, slots, limits)
         ends = any(piece.is_last or piece.end == piece.cut for piece in plan.pieces)
         if decodes_first and states[0].bypassed < MAX_BYPASS and not ends:
             states[0].bypassed += 1
             return {}
-        planned = {piece.request_id: piece.count for piece in plan.pieces}
-        found = {piece.request_id: piece.cut for piece in plan.pieces}
+        pieces = {piece.request_id: piece for piece in plan.pieces}
         for state in states:
-            if state.request.request_id in planned:
-                state.bypassed, state.cut = 0, found[state.request.request_id]
+            if (piece := pieces.get(state.request.request_id)) is not None:
+                state.bypassed, state.cut = 0, piece.cut
         if plan.passed_over is not None:
             states[0].bypassed += 1
-        return planned
+        return {name: piece.count for name, piece in pieces.items()}
 
     def _find_state(self, request: VllmRequest, cached: int, cut: int) -> RequestState:
         """Return a request as the planner sees it: cached tokens of one that has not begun are no part of its prompt.
@@ -100,7 +102,13 @@ class PromptPlanner:
         begin = 0 if request.num_computed_tokens else cached
         if state is None or len(state.request.prompt_token_ids) != request.num_tokens - begin:
             bypassed = 0 if state is None else state.bypassed
-            state = self._states[request] = RequestState(self._make_prompt(request, begin), next(self._arrivals), 1)
+            if request.skip_reading_prefix_cache:
+                tokens = np.full(request.num_tokens, _NO_TOKEN, np.int32)
+            else:
+                tokens = np.asarray(request.all_token_ids[begin:], np.int32)
+            priority = request.priority if self._by_priority else 0
+            prompt = Request(request_id=request.request_id, prompt_token_ids=tokens, priority=priority)
+            state = self._states[request] = RequestState(prompt, next(self._arrivals), 1)
             state.bypassed = bypassed
         state.computed = request.num_computed_tokens
         # A request has a row as soon as something of it is computed; vLLM knows which.
@@ -109,10 +117,69 @@ class PromptPlanner:
             state.cut = max(0, cut - begin)
         return state
 
-    def _make_prompt(self, request: VllmRequest, begin: int) -> Request:
-        if request.skip_reading_prefix_cache:
-            tokens = np.full(request.num_tokens, _NO_TOKEN, np.int32)
-        else:
-            tokens = np.asarray(request.all_token_ids[begin:], np.int32)
-        priority = request.priority if self._by_priority else 0
-        return Request(request_id=request.request_id, prompt_token_ids=tokens, priority=priority)
+
+class CacheRoom(Protocol):
+    """The cache as a step's planner needs it; `reuses` says whether the draft finds prefixes of prompts."""
+
+    reuses: bool
+
+    def find_admissible(self, waiting: Sequence[VllmRequest]) -> Mapping[str, int]:
+        """Return the first requests, as far as there is cache for them, with how many tokens of each vLLM's prefix cache holds."""
+
+    def draft_starts(self, starts: int) -> BlockDraft:
+        """Return what requests that start can have; at most `starts` may."""
+
+
+class BlockRoom:
+    """The room of vLLM's own block manager: no chunk row is kept for a request that it would refuse."""
+
+    reuses = False  # vLLM's prefix cache finds them
+
+    def __init__(self, scheduler: Scheduler, config: NeuronConfig, prefixes: BlockPrefixes | None) -> None:
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        self._prefixes = prefixes
+        # Rows that hold nothing and have room for any prompt: vLLM counts the blocks.
+        self._rows = BlockTable(replace(config, kv_block_size=None, kv_cache_tokens=None))
+
+    def find_admissible(self, waiting: Sequence[VllmRequest]) -> Mapping[str, int]:
+        scheduler, size = self._scheduler, self._scheduler.block_size
+        found: dict[str, int] = {}
+        room = self._count_room() if waiting else 0
+        for request in waiting:
+            shared, cached = self._find_cached(request)
+            tokens = request.num_tokens if scheduler.scheduler_reserve_full_isl else cached + 1
+            # Blocks of its prefix that no request has are free, too.
+            room -= -(-tokens // size) - sum(block.ref_cnt > 0 for block in shared)
+            if room < 0:
+                break
+            found[request.request_id] = cached
+        return found
+
+    def draft_starts(self, starts: int) -> BlockDraft:
+        return self._rows.draft_step(most_starts=starts)
+
+    def _count_room(self) -> int:
+        """Return the blocks beyond those that running requests take in this step, or need for what is left of their prompts."""
+        scheduler, manager = self._scheduler, self._manager
+        free: int = manager.block_pool.get_num_free_blocks()
+        if not scheduler.running:
+            return free
+        grown = sum(
+            not request.is_prefill_chunk and request.num_computed_tokens % scheduler.block_size == 0
+            for request in scheduler.running
+        )
+        reserved = int(scheduler._inflight_prefill_reserved_blocks())  # vLLM has no public count
+        return free - grown - reserved - manager.watermark_blocks
+
+    def _find_cached(self, request: VllmRequest) -> tuple[Sequence[Any], int]:
+        """Return blocks that hold the start of a prompt and that it starts with, and how many tokens."""
+        blocks: Sequence[Any] = ()
+        tokens = 0
+        if self._manager.prefix_cache_lookup_enabled(request):
+            (blocks,), tokens, _ = self._manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
+        if self._prefixes is not None:
+            tokens = self._prefixes.find_start(request, tokens)
+        return blocks[: tokens // self._scheduler.block_size], tokens

@@ -26,16 +26,16 @@ def check_request(params: SamplingParams, config: NeuronConfig) -> None:
             "--prompt-logits, or leave it out"
         )
     if getattr(params, "prompt_logprob_token_ids", None) is not None:
-        raise ValueError(
-            "prompt_logprob_token_ids is not supported by this runner; ask for prompt_logprobs, or leave it out"
-        )
+        raise ValueError("prompt_logprob_token_ids is not supported; ask for prompt_logprobs, or leave it out")
     if getattr(params, "watermarking", None):
         raise ValueError("watermarking is not supported by this runner; leave it out")
     reason = host_reason(params, config)
     if reason is not None and not config.returns_decode_logits:
         count = params.logprobs
+        others = copy.copy(params)
+        others.logprobs = None
         few = count is not None and 0 <= count <= MOST_LOGPROBS
-        alone = few and host_reason(_without_logprobs(params), config) is None
+        alone = few and host_reason(others, config) is None
         other = f", or for logprobs alone with --top-logprobs {count}" if alone else ""
         raise ValueError(f"{reason}, and this artifact returns no logits; export it with --output-logits{other}")
 
@@ -44,8 +44,10 @@ def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
     """Return why the on-device sampler cannot choose a request's tokens, or None where it can."""
     if not config.on_device_sampling:
         return "the artifact was exported without on-device sampling"
+    count, most = params.logprobs, config.top_logprobs
+    wants_more = count is not None and (most is None or not 0 <= count <= most)  # -1 is all of them
     asked = {
-        "logprobs": not _tells(config, params.logprobs) or getattr(params, "logprob_token_ids", None) is not None,
+        "logprobs": wants_more or getattr(params, "logprob_token_ids", None) is not None,
         "structured outputs": params.structured_outputs is not None,
         "presence_penalty": params.presence_penalty != 0,
         "frequency_penalty": params.frequency_penalty != 0,
@@ -63,17 +65,6 @@ def host_reason(params: SamplingParams, config: NeuronConfig) -> str | None:
         if wanted:
             return f"{name} needs logits on the host"
     return None
-
-
-def _tells(config: NeuronConfig, count: int | None) -> bool:
-    """Return whether the graphs give log-probabilities of so many tokens next to the chosen one's; -1 is all of them."""
-    return count is None or (config.top_logprobs is not None and 0 <= count <= config.top_logprobs)
-
-
-def _without_logprobs(params: SamplingParams) -> SamplingParams:
-    other = copy.copy(params)
-    other.logprobs = None
-    return other
 
 
 def on_device_params(params: SamplingParams) -> OnDeviceParams:

@@ -3,32 +3,83 @@
 
 vLLM takes decodes and prompts out of one number of tokens, and running prompts come before waiting ones: decodes would leave
 places of chunk rows empty, or prompts take more than one run holds, and short prompts would wait for all of a long one.
+
+Names of vLLM's scheduler that begin with an underscore are no interface of it: tests/vllm/test_surface.py compares each with the
+supported versions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ..engine.scheduler import WAITING_WINDOW
-from .block_room import BlockRoom, CacheRoom
-from .block_snapshots import BlockSnapshots
-from .prompt_planner import PromptPlanner
-from .scheduler_hooks import HookedScheduler, OfferedQueue
-from .settings import find_served
-from .slot_connector import SlotConnector
+from .options import find_served
+from .prefixes import BlockPrefixes, SlotConnector
+from .prompt_planner import BlockRoom, CacheRoom, PromptPlanner
 
 
-class SlotScheduler(HookedScheduler):
+class OfferedQueue(RequestQueue):
+    """A queue of waiting requests that shows vLLM only those that may start in this step, in the order of the offer.
+
+    vLLM starts the first request in its queues, and no setting names the next one. It counts and removes in the whole queue.
+    """
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
+        self._offered: deque[Request] = deque()
+
+    def offer_requests(self, requests: Iterable[Request]) -> None:
+        """Show these requests, which wait in this queue, until the next offer."""
+        self._offered = deque(requests)
+
+    def add_request(self, request: Request) -> None:
+        self._queue.add_request(request)
+
+    def peek_request(self) -> Request:
+        return self._offered[0]
+
+    def pop_request(self) -> Request:
+        request = self._offered.popleft()
+        self._queue.remove_request(request)
+        return request
+
+    def prepend_request(self, request: Request) -> None:
+        self._queue.prepend_request(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        self._queue.prepend_requests(requests)
+
+    def remove_request(self, request: Request) -> None:
+        self.remove_requests([request])
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        gone = set(requests)
+        self._queue.remove_requests(gone)
+        self._offered = deque(request for request in self._offered if request not in gone)
+
+    def __bool__(self) -> bool:
+        return bool(self._offered)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._queue)
+
+
+class SlotScheduler(Scheduler):
     """vLLM's own scheduler, for slots and for state that rows keep next to blocks.
 
     It counts what prompts reuse of slots with the hits of its own prefix cache. Where rows keep state, a hit in blocks ends
@@ -40,28 +91,26 @@ class SlotScheduler(HookedScheduler):
         served = find_served(self.vllm_config)
         assert served is not None, "the platform exports a checkpoint before an engine starts"
         self._sizes = served.artifact.config
-        self._snapshots: BlockSnapshots | None = None
+        self._prefixes: BlockPrefixes | None = None
         if self.cache_config.enable_prefix_caching and not served.artifact.model.reuses_prefixes:
-            self._snapshots = BlockSnapshots(self._sizes)
+            self._prefixes = BlockPrefixes(self._sizes)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = super().schedule(throttle_prefills)
-        if self._snapshots is not None:
-            output.kv_connector_metadata = self._snapshots.plan_step(output, self.requests)
+        if self._prefixes is not None:
+            output.kv_connector_metadata = self._prefixes.plan_step(output, self.requests)
         return output
 
-    def find_prompt_start(self, request: Request, cached: int) -> int:
-        return cached if self._snapshots is None else self._snapshots.find_start(request, cached)
-
     def limit_tokens(self, request: Request, start: int, tokens: int) -> int:
-        cut = 0 if self._snapshots is None else self._snapshots.find_cut(request, start)
+        """Return how many of `tokens`, from place `start` on, a request gets in this step."""
+        cut = 0 if self._prefixes is None else self._prefixes.find_cut(request, start)
         return min(tokens, cut - start) if cut else tokens
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget snapshots with the blocks that they belong to."""
+        """Forget state with the blocks that it belongs to."""
         done: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
-        if done and self._snapshots is not None:
-            self._snapshots.forget_all()
+        if done and self._prefixes is not None:
+            self._prefixes.forget_all()
         return done
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
@@ -70,6 +119,23 @@ class SlotScheduler(HookedScheduler):
             stats.prefix_cache_stats = stats.connector_prefix_cache_stats
             stats.connector_prefix_cache_stats = None
         return stats
+
+    def _get_local_prefix_cache_hit(self, request: Request, *limits: Any) -> tuple[Any, int, Any, bool]:
+        """Cut a hit to where state of its rows was kept: vLLM has groups for such state only where its own kernels keep it.
+
+        Args:
+            limits: from vLLM 0.33 on, the longest hit that is allowed.
+        """
+        blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request, *limits)
+        tokens = cached if self._prefixes is None else self._prefixes.find_start(request, cached)
+        if tokens != cached:
+            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, tokens)
+        return blocks, tokens, boundary, diverged
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Cut a request's tokens: the last hook before vLLM takes blocks for them, and the only one for each request."""
+        tokens = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return self.limit_tokens(request, num_computed_tokens, tokens)
 
 
 class AsyncSlotScheduler(SlotScheduler, AsyncScheduler):
@@ -89,10 +155,9 @@ class StepScheduler(SlotScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         over_slots = isinstance(self.connector, SlotConnector)
-        self._room: CacheRoom = self.connector if over_slots else BlockRoom(self, self._sizes, self._snapshots)
+        self._room: CacheRoom = self.connector if over_slots else BlockRoom(self, self._sizes, self._prefixes)
         by_priority = self.policy == SchedulingPolicy.PRIORITY
         self._planner = PromptPlanner(self._sizes, by_priority=by_priority, reuse=self._room.reuses)
-        self._chunk_tokens = self._sizes.prompt_capacity
         self._most = self.max_num_scheduled_tokens
         self._planned: dict[str, int] = {}
         self._was_refused = False
@@ -103,7 +168,7 @@ class StepScheduler(SlotScheduler):
         decodes = sum(not request.is_prefill_chunk for request in self.running)
         # The client of a request that ended often sends its next one at once: it need not wait for a piece of a long prompt.
         decodes_first = bool(decodes and self.finished_req_ids)
-        planned = self._plan_prompts(min(self._most - decodes, self._chunk_tokens), decodes_first)
+        planned = self._plan_prompts(min(self._most - decodes, self._sizes.prompt_capacity), decodes_first)
         output = self._schedule_planned(decodes, planned, throttle_prefills)
         self._was_refused = not planned.keys() <= output.num_scheduled_tokens.keys()
         return output
@@ -120,7 +185,8 @@ class StepScheduler(SlotScheduler):
     def _plan_prompts(self, tokens: int, decodes_first: bool) -> dict[str, int]:
         if tokens < 1:
             return {}
-        places = self._count_places()
+        running = len(self.running) + self.num_waiting_for_streaming_input
+        places = max(0, min(self.max_num_running_reqs, self.max_num_active_reqs) - running)
         prompts = [request for request in self.running if request.is_prefill_chunk]
         cached: Mapping[str, int] = {}
         # What vLLM did not start, for a reason of its own, keeps no started prompt from advancing.
@@ -129,33 +195,31 @@ class StepScheduler(SlotScheduler):
             prompts += ready
         if not prompts:
             return {}
-        slots, most = self._room.draft_starts(places), self._limit_per_prompt()
-        cuts = {} if self._snapshots is None else self._find_cuts(self._snapshots, prompts, cached)
+        starts = {request: request.num_computed_tokens or cached.get(request.request_id, 0) for request in prompts}
+        cuts: dict[str, int] = {}
+        slots = self._room.draft_starts(places)
+        if self._prefixes is not None:
+            cuts = {request.request_id: self._prefixes.find_cut(request, start) for request, start in starts.items()}
         planned = self._planner.plan_tokens(
-            prompts, cached, slots, tokens, most, cuts=cuts, decodes_first=decodes_first
+            prompts, cached, slots, tokens, self._limit_per_prompt(), cuts=cuts, decodes_first=decodes_first
         )
         return {name: planned[name] for request in prompts if (name := request.request_id) in planned}
-
-    @staticmethod
-    def _find_cuts(snapshots: BlockSnapshots, prompts: Sequence[Request], cached: Mapping[str, int]) -> dict[str, int]:
-        """Return where the next piece of each prompt is to end."""
-        starts = {request: request.num_computed_tokens or cached.get(request.request_id, 0) for request in prompts}
-        return {request.request_id: snapshots.find_cut(request, start) for request, start in starts.items()}
-
-    def _count_places(self) -> int:
-        """Return how many requests may start or continue next to those that run."""
-        running = len(self.running) + self.num_waiting_for_streaming_input
-        return max(0, min(self.max_num_running_reqs, self.max_num_active_reqs) - running)
 
     def _list_ready(self) -> tuple[list[Request], Mapping[str, int]]:
         """Return the first waiting requests in vLLM's order, sessions with a part of the cache before all others, and how many
         tokens of them vLLM has cached."""
-        sessions = [request for request in self.kv_holding_waiting if self.may_start(request)]
+        sessions = [request for request in self.kv_holding_waiting if self._may_start(request)]
         if sessions or self.pause_state != PauseState.UNPAUSED:
             return sessions, {}
-        ready = [request for request in islice(self.waiting, WAITING_WINDOW) if self.may_start(request)]
+        ready = [request for request in islice(self.waiting, WAITING_WINDOW) if self._may_start(request)]
         cached = self._room.find_admissible(ready)
         return ready[: len(cached)], cached
+
+    def _may_start(self, request: Request) -> bool:
+        """Return whether vLLM would start a waiting request. vLLM promotes requests with a finished grammar by the same
+        check, and makes it for offered requests alone; pending output comes before a request starts again."""
+        stale = request.num_stale_output_tokens and not request.drop_stale_output
+        return self._handle_blocked_waiting_request(request) and not stale
 
     def _limit_per_prompt(self) -> int:
         """Return the tokens that vLLM cuts prompts to, as it counts."""

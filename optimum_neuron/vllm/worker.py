@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that vLLM's executor drives: loads an artifact and runs its steps."""
+"""The worker that vLLM's executor drives: it loads an artifact and runs its steps, or refuses a call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +24,46 @@ from ..runtime.runner import GraphRunner
 from ..step.state_specs import byte_count
 from ..targets import get_target
 from .model_runner import ModelRunner
-from .refused_calls import refuse_calls
-from .settings import find_served
+from .options import find_served
 
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
+# Methods that vLLM calls of its workers and that this one refuses, each with the reason. None of vLLM's paths to them has changed
+# the state of the engine before, so that it serves on after the refusal.
+_WEIGHTS = "weights are fixed at export; export the other weights, and serve that artifact"
+_ADAPTERS = "weights are fixed at export; merge the adapter before the export"
+_ONE_WORKER = "an artifact is one worker; leave it out"
+_SNAPSHOT = "an image of the process holds no devices; start the server from the artifact"
+_NO_ENCODER = "there is no encoder; leave it out"
+REFUSED_CALLS = {
+    "add_lora": _ADAPTERS,
+    "remove_lora": _ADAPTERS,
+    "pin_lora": _ADAPTERS,
+    "init_weight_transfer_engine": _WEIGHTS,
+    "shutdown_weight_transfer_engine": _WEIGHTS,
+    "start_weight_update": _WEIGHTS,
+    "start_draft_weight_update": _WEIGHTS,
+    "update_weights": _WEIGHTS,
+    "finish_weight_update": _WEIGHTS,
+    "reset_weights": _WEIGHTS,
+    "compute_weight_checksums": "the compiled graphs hold the weights in their own layout; compare artifacts by neuron inspect",
+    "save_sharded_state": "the artifact is what is saved; copy its folder",
+    "save_tensorized_model": "the artifact is what is saved; copy its folder",
+    "checkpoint_prepare": _SNAPSHOT,
+    "checkpoint_restore": _SNAPSHOT,
+    "take_draft_token_ids": "graphs advance one token per request and step; leave speculative decoding out",
+    "get_encoder_timing_stats": _NO_ENCODER,
+    "elastic_ep_execute": _ONE_WORKER,
+    "reinitialize_distributed": _ONE_WORKER,
+    "handle_ft_command": "vLLM's fault tolerance is for workers with connections to others; restart the server",
+    "get_simple_cpu_offload_num_cpu_blocks": "the cache stays on its devices; leave the offloading of KV out",
+    "profile": "the worker has no profiler; run the artifact under one by itself",
+}
+
 
 class _PendingOutput(AsyncModelRunnerOutput):
-    """A step's output while the step still runs.
-
-    Args:
-        read: waits for the step's end, and returns its output.
-    """
+    """A step's output while the step still runs; `read` waits for its end."""
 
     def __init__(self, read: Callable[[], ModelRunnerOutput]) -> None:
         self._read = read
@@ -47,7 +75,6 @@ class _PendingOutput(AsyncModelRunnerOutput):
         """Return nothing: the connector has no side here. vLLM 0.33 demands the method, 0.32 does not call it."""
 
 
-@refuse_calls
 class NeuronWorker(WorkerBase):
     """The one worker of an engine, whatever number of devices the artifact takes.
 
@@ -66,8 +93,7 @@ class NeuronWorker(WorkerBase):
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         served = find_served(vllm_config)
         assert served is not None, "the platform exports a checkpoint before an engine starts"
-        self._served = served
-        self._artifact: Artifact = served.artifact
+        self._served, self._artifact = served, served.artifact
         self._model = nn.Module()
         self._thread: ThreadPoolExecutor | None = None
         self._executing: Future[None] | None = None
@@ -89,11 +115,9 @@ class NeuronWorker(WorkerBase):
         logger.info("serving %s: %d graphs for %s", artifact.path, len(artifact.graphs), artifact.target)
 
     def _load_graphs(self) -> GraphRunner:
-        artifact = self._artifact
+        artifact, trusts_code = self._artifact, self.model_config.trust_remote_code
         executable = get_target(artifact.target).load(
-            artifact,
-            trust_native_code=self._served.trust_native_code,
-            trust_remote_code=self.model_config.trust_remote_code,
+            artifact, trust_native_code=self._served.trust_native_code, trust_remote_code=trusts_code
         )
         return GraphRunner(executable, artifact.config, artifact.graphs, artifact.model)
 
@@ -103,9 +127,9 @@ class NeuronWorker(WorkerBase):
 
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         """Return all layers as one: its blocks have the bytes of the whole cache. vLLM counts blocks and allocates nothing."""
-        size = self.cache_config.block_size
+        size, blocks = self.cache_config.block_size, self._artifact.config.kv_blocks + 1  # vLLM's own first one, too
         stored = byte_count((*self._artifact.states(), *self._artifact.snapshots()))
-        per_token = -(-stored // (self._block_count * size))
+        per_token = -(-stored // (blocks * size))
         spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=-(-per_token // 2), dtype=torch.int8)
         return {"cache": spec}
 
@@ -115,12 +139,7 @@ class NeuronWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Return the bytes of the cache with its padding: they are allocated whatever vLLM finds."""
         pages: int = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
-        return pages * self._block_count
-
-    @property
-    def _block_count(self) -> int:
-        """Blocks as vLLM counts them: one more than requests can have."""
-        return self._artifact.config.kv_blocks + 1
+        return pages * (self._artifact.config.kv_blocks + 1)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Do nothing: the cache came with the graphs."""
@@ -130,12 +149,11 @@ class NeuronWorker(WorkerBase):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         assert self.model_runner is not None
+        warm_up = self.model_runner.runner.warm_up
         if self._thread is None:
-            self.model_runner.runner.warm_up()
-        else:
-            # In the thread of the steps: OpenMP gives every thread that computes workers of its own, and where there are more
-            # of them than cores, they no longer wait awake for the next layer.
-            self._thread.submit(_inferring, self.model_runner.runner.warm_up).result()
+            warm_up()
+        else:  # OpenMP gives every thread that computes workers, and more of them than cores do not wait awake for the next layer
+            self._thread.submit(_inferring, warm_up).result()
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -159,12 +177,12 @@ class NeuronWorker(WorkerBase):
         assert self.model_runner is not None
         if self._thread is None:
             return self.model_runner.sample_step(grammar_output)()
-        thread = self._thread
+        thread, sample = self._thread, partial(self._sample_step, self._executing, grammar_output)
         if self.model_runner.runner.runs_ahead:
             # vLLM asks once the next step is started. The thread of the steps alone may wait for the device.
-            sampled = thread.submit(_inferring, self._sample_step, self._executing, grammar_output)
+            sampled = thread.submit(_inferring, sample)
             return _PendingOutput(lambda: thread.submit(_inferring, sampled.result()).result())
-        return _PendingOutput(thread.submit(_inferring, self._finish_step, self._executing, grammar_output).result)
+        return _PendingOutput(thread.submit(_inferring, lambda: sample()()).result)
 
     def _sample_step(
         self, executed: Future[None] | None, grammar_output: Any | None
@@ -173,9 +191,6 @@ class NeuronWorker(WorkerBase):
             executed.result()  # done; raises what the step raised
         assert self.model_runner is not None
         return self.model_runner.sample_step(grammar_output)
-
-    def _finish_step(self, executed: Future[None] | None, grammar_output: Any | None) -> ModelRunnerOutput:
-        return self._sample_step(executed, grammar_output)()
 
     def execute_dummy_batch(self) -> None:
         """Do nothing: replicas of a model with experts compute alone, so none waits for the others' steps."""
@@ -197,8 +212,7 @@ class NeuronWorker(WorkerBase):
     def sleep(self, level: int = 1) -> None:
         """Release weights, cache and devices. Loading brings the same weights back, so that both levels of vLLM are one.
 
-        vLLM has preempted or ended all requests before, and forgotten what the cache holds. Without its artifact the worker keeps
-        all, and sleeps no less.
+        vLLM has preempted or ended all requests before. Without its artifact the worker keeps all, and sleeps no less.
         """
         self.synchronize_device()
         assert self.model_runner is not None
@@ -213,11 +227,7 @@ class NeuronWorker(WorkerBase):
         gc.collect()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Load the artifact again. Weights and cache come together, whichever of them `tags` asks for first.
-
-        Raises:
-            FileNotFoundError, ArtifactError: the artifact went away meanwhile. The engine stays asleep.
-        """
+        """Load the artifact again, unless it went away. Weights and cache come together, whichever of them `tags` asks for first."""
         assert self.model_runner is not None
         if not self.model_runner.is_loaded:
             self.model_runner.load_runner(self._load_graphs())
@@ -242,3 +252,11 @@ class NeuronWorker(WorkerBase):
 def _inferring(function: Any, *arguments: Any) -> Any:
     """Call a function in inference mode, which belongs to a thread."""
     return function(*arguments)
+
+
+def _refuse_call(name: str, *_: Any, **__: Any) -> None:
+    raise ValueError(f"{name} is not supported: {REFUSED_CALLS[name]}")
+
+
+for _name in REFUSED_CALLS:
+    setattr(NeuronWorker, _name, partial(_refuse_call, _name))

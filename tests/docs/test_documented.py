@@ -37,7 +37,7 @@ from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 NOT_RUN = {
     "pip install": "would change the environment of this test; the extras are compared with pyproject.toml, and CI installs them",
     "make ": "targets are compared with the Makefile; CI runs demo and test, which run this",
-    "vllm serve": "vLLM has an environment of its own; tests/vllm/test_documents.py has its parser take it, and other files start its server",
+    "vllm serve": "vLLM has an environment of its own; tests/vllm/test_surface.py has its parser take it, and other files start its server",
     "--target trn2": "lowering needs torch-xla, which has an environment of its own; tests/targets/neuron exports and lints",
     "--repo org/compiled": "needs a repository on the Hub; tests/targets/cache has a Hub of its own",
     "optimum-cli neuron check": "needs the device that the artifact is for; tests/tools/check runs it on the CPU",

@@ -20,6 +20,9 @@ from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
 
 # An engine of the tiny model takes some 100 MB; those that no test uses any more make room.
 ENGINES = 4
+TEXT_SIZES = {
+    "batch_size": 4, "sequence_length": 512, "prefill_chunk_size": 32, "dtype": "float32", "output_logits": True, "target": "eager",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,20 +39,10 @@ def text_checkpoint(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory
     """A tiny random Llama in float32 with SmolLM2's tokenizer and chat template."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny-text"
     tokenizer = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    names = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    config = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **sizes, **heads, **names)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for layer in model.model.layers:
@@ -68,21 +61,38 @@ def export_text(text_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     made: dict[str, Path] = {}
 
     def export(**options: Any) -> Path:
-        sizes = {
-            "batch_size": 4,
-            "sequence_length": 512,
-            "prefill_chunk_size": 32,
-            "dtype": "float32",
-            "output_logits": True,
-            "target": "eager",
-        }
-        config = NeuronConfig(**sizes | options)
+        config = NeuronConfig(**TEXT_SIZES | options)
         key = repr(config)
         if key not in made:
             made[key] = export_model(text_checkpoint, tmp_path_factory.mktemp("text") / "artifact", config=config)
         return made[key]
 
     return export
+
+
+@pytest.fixture(scope="session")
+def configured(
+    export_text: Callable[..., Path], tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    """vLLM's configurations by sizes of the artifact and options of the engine; a `stateful` model's rows keep state."""
+    made: dict[str, Any] = {}
+
+    def one(sizes: dict[str, Any], options: dict[str, Any], *, stateful: bool = False) -> Any:
+        from vllm.engine.arg_utils import EngineArgs  # after the environment is set
+
+        key = repr((sizes, options, stateful))
+        if key not in made:
+            if stateful:
+                config = NeuronConfig(**TEXT_SIZES | sizes)
+                artifact = export_model(
+                    tiny_checkpoints["lfm2"], tmp_path_factory.mktemp("lfm2") / "out", config=config
+                )
+            else:
+                artifact = export_text(**sizes)
+            made[key] = EngineArgs(model=str(artifact), **options).create_engine_config()
+        return made[key]
+
+    return one
 
 
 @pytest.fixture(scope="session")

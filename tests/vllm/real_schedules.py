@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own scheduler with this project's connector, over a worker whose model is a SlotModel."""
+"""vLLM's own scheduler over a worker with a SlotModel, and random workloads for it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from running_ahead import AheadOf, ahead_of
-from scheduler_outputs import GREEDY
+from scheduler_outputs import GREEDY, random_prompt
 from slot_model import MODEL, STATEFUL, SlotModel, answer, slot_runner, uniforms
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -24,8 +25,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from optimum_neuron.step.spec import GREEDY as GREEDILY
 from optimum_neuron.step.spec import SamplingParams as SampledOnDevice
 from optimum_neuron.vllm.model_runner import ModelRunner
-from optimum_neuron.vllm.settings import find_served
-from optimum_neuron.vllm.step_plan import StepPlan
+from optimum_neuron.vllm.options import find_served
+from optimum_neuron.vllm.prefixes import StepPlan
 
 
 class Served:
@@ -81,9 +82,8 @@ class Served:
         self.steps: list[dict[str, int]] = []
         self.runs: list[list[str]] = []
         self.reused: list[dict[str, int]] = []
-        self._rows: list[list[tuple[Request, int]]] = [
-            [] for _ in range(self.sizes.batch_size)
-        ]  # a row is some request's n-th token
+        # A row is some request's n-th token.
+        self._rows: list[list[tuple[Request, int]]] = [[] for _ in range(self.sizes.batch_size)]
         self.slot_of: dict[str, int] = {}
 
     def add(self, name: str, prompt: Sequence[int], new_tokens: int, **options: Any) -> Request:
@@ -177,6 +177,16 @@ class Served:
             self.step()
         raise AssertionError(f"requests are not finished after {limit} steps: {self.unfinished()}")
 
+    def finish(self) -> None:
+        """Steps until all requests are finished, and checks their answers."""
+        self.run()
+        self.check_answers()
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Requests that went on behind a prefix, with the tokens that they did not compute."""
+        return {name: length for step in self.reused for name, length in step.items() if length}
+
     def unfinished(self) -> list[str]:
         return [name for name, request in self.requests.items() if not request.is_finished()]
 
@@ -185,9 +195,9 @@ class Served:
         for name, request in self.requests.items():
             tokens, params, prompt = list(request.output_token_ids), request.sampling_params, request.prompt_token_ids
             assert prompt is not None and params is not None
-            sampling = (
-                SampledOnDevice(params.top_k, params.top_p, params.temperature) if params.temperature else GREEDILY
-            )
+            sampling = GREEDILY
+            if params.temperature:
+                sampling = SampledOnDevice(params.top_k, params.top_p, params.temperature)
             assert tokens == answer(prompt, len(tokens), sampling, uniforms(params.seed, len(tokens))), name
             if request.status != RequestStatus.FINISHED_ABORTED:
                 room = self.scheduler.max_model_len - len(prompt)
@@ -209,3 +219,57 @@ def check_all_is_free(engine: Served) -> None:
     assert manager.usage == 0
     runner = engine.worker.runner
     assert runner.tables is not None and not runner.tables.counts.any() and not runner.lengths.any()
+
+
+Action = tuple[str, Any]
+
+SEEDED = {"temperature": 1.0, "top_k": 50, "seed": 5}
+HOST = {"logprobs": 1}
+TOPICS = 3
+
+
+def workloads(
+    shared: int, own: int, new_tokens: int, steps: int, aborted: int, most: int
+) -> st.SearchStrategy[list[Action]]:
+    """Actions: a request (topic, shared tokens, own tokens, new tokens, parameters), an abort, a reset, or some steps.
+
+    Args:
+        shared: tokens that a prompt begins with as others of its topic do, at most.
+        own: other tokens of a prompt, at most.
+        new_tokens: of an answer, at most.
+        steps: of one action, at most.
+        aborted: the highest number of a request that is aborted, whether it was ever added or not.
+        most: actions, at most.
+    """
+    request = st.tuples(
+        st.integers(0, TOPICS - 1),
+        st.integers(0, shared),
+        st.integers(1, own),
+        st.integers(1, new_tokens),
+        st.sampled_from([{}, SEEDED, HOST]),
+    ).map(lambda request: ("add", request))
+    others = (
+        st.tuples(st.just("step"), st.integers(1, steps)),
+        st.tuples(st.just("abort"), st.integers(0, aborted)),
+        st.tuples(st.just("reset"), st.booleans()),
+    )
+    return st.lists(st.one_of(request, request, *others), min_size=1, max_size=most)
+
+
+def play(engine: Served, actions: Sequence[Action]) -> None:
+    """Does all actions, and steps until every request is finished; all answers are checked."""
+    topics = [random_prompt(engine.sizes.sequence_length, seed) for seed in range(TOPICS)]
+    for kind, value in actions:
+        if kind == "add":
+            topic, shared, own, new_tokens, params = value
+            number = len(engine.requests)
+            prompt = topics[topic][:shared] + random_prompt(own, number % 4)
+            engine.add(f"r{number}", prompt, new_tokens, priority=number % 3, **params)
+        elif kind == "step":
+            for _ in range(value):
+                engine.step()
+        elif kind == "abort":
+            engine.abort(f"r{value}")
+        else:
+            engine.reset(value)
+    engine.finish()

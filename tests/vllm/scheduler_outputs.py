@@ -15,7 +15,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from optimum_neuron.core import Prefix
 from optimum_neuron.vllm.model_runner import ModelRunner
-from optimum_neuron.vllm.step_plan import StepPlan
+from optimum_neuron.vllm.prefixes import StepPlan
 
 
 GREEDY = {"temperature": 0.0}

@@ -30,6 +30,7 @@ TAKEN = {
     "truncate_computed_blocks",
     "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "find_longest_cache_hit",
     "vllm.v1.core.block_pool.BlockPool": "get_num_free_blocks",
+    "vllm.v1.core.sched.scheduler.Scheduler": "_inflight_prefill_reserved_blocks scheduler_reserve_full_isl",
     "vllm.v1.core.kv_cache_utils.KVCacheBlock": "ref_cnt",
     "vllm.v1.request.Request": "request_id status priority num_tokens num_computed_tokens all_token_ids block_hashes "
     "is_prefill_chunk num_stale_output_tokens drop_stale_output skip_reading_prefix_cache prefill_stats",
@@ -45,12 +46,7 @@ TAKEN = {
 
 
 class Sources:
-    """Python files by their path from the folder that `vllm` is in.
-
-    Args:
-        read: the text of a path; None where there is no such file.
-        paths: of all files.
-    """
+    """Python files by their path from the folder that `vllm` is in; `read` gives the text of one, or None."""
 
     def __init__(self, read: Callable[[str], str | None], paths: Sequence[str]) -> None:
         self._read, self._paths = read, paths
@@ -129,13 +125,7 @@ class Module:
 
 @dataclass
 class Class:
-    """What a class has of its own.
-
-    Attributes:
-        bases: as `Class.name`, those that are not found left out.
-        names: of methods, fields and whatever is set on `self`.
-        abstract, idle: methods that are abstract, or do nothing but raise NotImplementedError.
-    """
+    """What a class has of its own: methods, fields and whatever is set on `self`; idle methods raise NotImplementedError."""
 
     name: str
     node: ast.ClassDef
@@ -225,13 +215,8 @@ class Surface:
                     yield f"{each.name}.{name} does not take what vLLM gives it: {reason}"
             known = {name for base in [*foreign, *own] for name in base.names}
             # One of several bases of a class of ours may have it.
-            known |= {
-                name
-                for other in classes
-                if each.name in {base.name for base in other.own()}
-                for base in other.own()
-                for name in base.names
-            }
+            heirs = [other for other in classes if each.name in {base.name for base in other.own()}]
+            known |= {name for other in heirs for base in other.own() for name in base.names}
             for name in _of_self(each.node) - known:
                 if not name.startswith("__"):
                     yield f"{each.name} takes {name} of vLLM's class, which has none"
@@ -246,12 +231,8 @@ class Surface:
                 if found is None or not found.name.startswith("vllm."):
                     continue
                 known = {name for base in found.lineage() for name in base.names}
-                known |= {
-                    name
-                    for base in found.lineage()
-                    if "__init__" in base.methods
-                    for name in _names(base.methods["__init__"].args)
-                }
+                made = [base.methods["__init__"] for base in found.lineage() if "__init__" in base.methods]
+                known |= {name for each in made for name in _names(each.args)}
                 for keyword in node.keywords:
                     if keyword.arg is not None and keyword.arg not in known:
                         yield f"{module.name} gives {found.name} the argument {keyword.arg}, which it does not take"
@@ -270,7 +251,7 @@ class Surface:
         assert worker is not None
         done = {name for base in worker.lineage() for name in base.methods.keys() - base.idle}
         done |= {name for each in WRAPPERS if (wrapper := self.find(each)) is not None for name in wrapper.methods}
-        refused = self._plugin.module("optimum_neuron.vllm.refused_calls")
+        refused = self._plugin.module("optimum_neuron.vllm.worker")
         assert refused is not None
         for name in rpc_names(self._vllm) - done - _keys(refused.tree, "REFUSED_CALLS"):
             yield f"vLLM calls {name} of its workers: implement it, or refuse it with a reason"
@@ -300,11 +281,8 @@ def _described(made: Class) -> Class:
             if isinstance(node.body[-1], ast.Raise) and "NotImplementedError" in ast.unparse(node.body[-1]):
                 made.idle.add(node.name)
     for inner in ast.walk(made.node):
-        if (
-            isinstance(inner, ast.Attribute)
-            and isinstance(inner.ctx, ast.Store)
-            and ast.unparse(inner.value) == "self"
-        ):
+        is_stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+        if is_stored and ast.unparse(inner.value) == "self":
             made.names.add(inner.attr)
     fields = [
         node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
@@ -335,11 +313,8 @@ def _refused_call(theirs: ast.arguments, ours: ast.arguments) -> str | None:
     places, given = [*ours.posonlyargs, *ours.args], [*theirs.posonlyargs, *theirs.args]
     if ours.vararg is None and len(given) > len(places):
         return f"{given[len(places)].arg}"
-    if (
-        ours.vararg is None
-        and ours.kwarg is None
-        and (missing := [name for name in _names(theirs) if name not in _names(ours)])
-    ):
+    missing = [name for name in _names(theirs) if name not in _names(ours)]
+    if ours.vararg is None and ours.kwarg is None and missing:
         return ", ".join(missing)
     needed = [each.arg for each in places[: len(places) - len(ours.defaults)]]
     needed += [each.arg for each, value in zip(ours.kwonlyargs, ours.kw_defaults, strict=True) if value is None]

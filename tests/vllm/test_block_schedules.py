@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import examples
 from hypothesis import HealthCheck, given
-from random_workloads import HOST, SEEDED, play, workloads
-from real_schedules import Served, check_all_is_free
+from real_schedules import HOST, SEEDED, Served, check_all_is_free, play, workloads
 from scheduler_outputs import random_prompt
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 
 
 LENGTH, BLOCK, CHUNK, ROWS = 256, 64, 32, 4
@@ -33,36 +30,19 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def configure(export_text: Callable[..., Path]) -> Callable[..., VllmConfig]:
-    made: dict[str, VllmConfig] = {}
-
-    def one(sizes: dict[str, Any], options: dict[str, Any]) -> VllmConfig:
-        key = repr((sizes, options))
-        if key not in made:
-            blocks = {"kv_block_size": BLOCK, "kv_cache_tokens": LENGTH}
-            artifact = export_text(**{"sequence_length": LENGTH, "prefill_chunk_size": CHUNK} | blocks | sizes)
-            made[key] = EngineArgs(model=str(artifact), **options).create_engine_config()
-        return made[key]
-
-    return one
+def configure(configured: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
+    fixed = {"sequence_length": LENGTH, "prefill_chunk_size": CHUNK, "kv_block_size": BLOCK, "kv_cache_tokens": LENGTH}
+    return lambda sizes, options: configured(fixed | sizes, options)
 
 
 @pytest.fixture
 def serve(configure: Callable[..., VllmConfig]) -> Callable[..., Served]:
     """Engines by tokens of the cache and vLLM's options."""
-
-    def start(tokens: int = 4 * LENGTH, ahead: bool = False, **options: Any) -> Served:
-        return Served(configure({"kv_cache_tokens": tokens}, options), ahead=ahead)
-
-    return start
+    return lambda tokens=4 * LENGTH, **options: Served(configure({"kv_cache_tokens": tokens}, options))
 
 
 def preemptions(engine: Served) -> int:
     return sum(request.num_preemptions for request in engine.requests.values())
-
-
-def hits(engine: Served) -> dict[str, int]:
-    return {name: length for step in engine.reused for name, length in step.items()}
 
 
 @ASYNC
@@ -81,9 +61,8 @@ def test_whole_blocks_of_a_prefix_are_shared_with_who_runs_and_who_ran(
     assert tables.blocks[0, 2] != tables.blocks[1, 2]
     engine.run()
     engine.add("after", list(engine.requests["a"].all_token_ids)[:195] + random_prompt(5, 2), 3)
-    engine.run()
-    engine.check_answers()
-    assert hits(engine) == {"beside": 2 * BLOCK, "after": 3 * BLOCK}
+    engine.finish()
+    assert engine.hits == {"beside": 2 * BLOCK, "after": 3 * BLOCK}
     check_all_is_free(engine)
 
 
@@ -93,8 +72,7 @@ def test_a_prompt_of_the_same_step_shares_what_that_step_writes(configure: Calla
     )
     engine.add("a", PREFIX[:100], 5)
     engine.add("b", PREFIX[:64] + random_prompt(5, 1), 5)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     assert engine.reused[0] == {"b": BLOCK} and set(engine.steps[0]) == {"a", "b"}
 
 
@@ -105,8 +83,7 @@ def test_where_blocks_run_out_the_last_one_waits_and_all_get_their_tokens(
     engine = serve(tokens=LENGTH, async_scheduling=asynchronous)
     for index, params in enumerate(({}, SEEDED, HOST, SEEDED | {"seed": 7})):
         engine.add(f"r{index}", random_prompt(50 + index, index), 40, **params)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     assert preemptions(engine) > 0 and not engine.requests["r0"].num_preemptions
     check_all_is_free(engine)
 
@@ -115,39 +92,9 @@ def test_a_preempted_request_begins_with_the_blocks_that_nobody_took(serve: Call
     engine = serve(tokens=LENGTH)
     engine.add("first", random_prompt(110, 1), 40)
     engine.add("last", random_prompt(110, 2), 60)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     assert engine.requests["last"].num_preemptions == 1
-    assert hits(engine) == {"last": BLOCK}
-
-
-@ASYNC
-def test_more_requests_run_than_fit_at_full_length(serve: Callable[..., Served], asynchronous: bool) -> None:
-    engine = serve(tokens=LENGTH, async_scheduling=asynchronous)  # 4 blocks, and each request takes one
-    for index in range(9):
-        engine.add(f"r{index}", random_prompt(10, index), 20)
-    most = 0
-    while engine.unfinished():
-        engine.step()
-        most = max(most, len(engine.scheduler.running))
-    engine.run()
-    engine.check_answers()
-    assert most == ROWS and preemptions(engine) == 0
-    check_all_is_free(engine)
-
-
-@ASYNC
-def test_an_abort_gives_blocks_and_row_to_who_waits(serve: Callable[..., Served], asynchronous: bool) -> None:
-    engine = serve(tokens=LENGTH, async_scheduling=asynchronous)
-    engine.add("long", random_prompt(200, 1), 50)
-    engine.add("waits", random_prompt(100, 2), 5)
-    for _ in range(6):
-        engine.step()
-    assert "waits" not in set(engine.first_steps())
-    engine.abort("long")
-    engine.run()
-    engine.check_answers()
-    check_all_is_free(engine)
+    assert engine.hits == {"last": BLOCK}
 
 
 @ASYNC
@@ -160,8 +107,7 @@ def test_blocks_that_a_prompt_under_way_needs_are_given_to_no_other_prompt(
     engine.step()
     engine.add("other", random_prompt(180, 2), 3)  # 3 blocks
     engine.add("short", random_prompt(20, 3), 3)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     chunks = [number for number, step in enumerate(engine.steps) if step.get("long", 0) > 1]
     assert min(number for number, step in enumerate(engine.steps) if "other" in step) > chunks[-1]
     assert list(engine.first_steps()) == ["long", "other", "short"] and preemptions(engine) == 0
@@ -176,8 +122,7 @@ def test_a_long_prompt_never_stalls_decodes(serve: Callable[..., Served], asynch
         engine.step()
     before = len(engine.steps)
     engine.add("long", random_prompt(200, 9), 3)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     chunks = [step for step in engine.steps[before:] if step.get("long", 0) > 1]
     assert len(chunks) == 7
     assert all({"r0", "r1", "r2"} <= set(step) for step in chunks)

@@ -4,24 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import examples
 from hypothesis import HealthCheck, example, given
-from random_workloads import play, workloads
-from real_schedules import Served, check_all_is_free
+from real_schedules import Served, check_all_is_free, play, workloads
 from scheduler_outputs import random_prompt
 from slot_model import answer
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.request import RequestStatus
 
-from optimum_neuron import NeuronConfig, export_model
 
-
-LENGTH, BLOCK, CHUNK, ROWS = 256, 64, 32, 4
+LENGTH, BLOCK, CHUNK = 256, 64, 32
 PREFIX = random_prompt(140, 99)
 ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 # Who starts alike finds blocks with a snapshot and without one; a crowd of others then takes either.
@@ -44,83 +39,32 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def configure(
-    tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., VllmConfig]:
-    made: dict[str, VllmConfig] = {}
-
-    def one(sizes: dict[str, Any], options: dict[str, Any]) -> VllmConfig:
-        key = repr((sizes, options))
-        if key not in made:
-            fixed = {
-                "batch_size": ROWS,
-                "sequence_length": LENGTH,
-                "prefill_chunk_size": CHUNK,
-                "kv_block_size": BLOCK,
-            }
-            config = NeuronConfig(
-                **{**fixed, "kv_cache_tokens": LENGTH, **sizes}, output_logits=True, target="eager", dtype="float32"
-            )
-            artifact = export_model(
-                tiny_checkpoints["lfm2"], tmp_path_factory.mktemp("artifact") / "lfm2", config=config
-            )
-            made[key] = EngineArgs(model=str(artifact), **options).create_engine_config()
-        return made[key]
-
-    return one
+def configure(configured: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
+    fixed = {"sequence_length": LENGTH, "prefill_chunk_size": CHUNK, "kv_block_size": BLOCK, "kv_cache_tokens": LENGTH}
+    return lambda sizes, options: configured(fixed | sizes, options, stateful=True)
 
 
 @pytest.fixture
 def serve(configure: Callable[..., VllmConfig]) -> Callable[..., Served]:
-    """Engines by sizes of the artifact, which has blocks for four requests unless they say otherwise, and vLLM's options."""
-
-    def start(asynchronous: bool = False, options: dict[str, Any] | None = None, **sizes: Any) -> Served:
-        return Served(
-            configure({"kv_cache_tokens": 4 * LENGTH, **sizes}, {"async_scheduling": asynchronous, **(options or {})})
-        )
-
-    return start
+    """Engines by sizes of the artifact, which has blocks for four requests unless they say otherwise."""
+    return lambda asynchronous=False, **sizes: Served(
+        configure({"kv_cache_tokens": 4 * LENGTH} | sizes, {"async_scheduling": asynchronous})
+    )
 
 
 def other(seed: int, length: int = 5) -> list[int]:
     return random_prompt(length, seed)
 
 
-def hits(engine: Served) -> dict[str, int]:
-    """The tokens that requests did not compute, of those who went on behind any."""
-    return {name: length for step in engine.reused for name, length in step.items()}
-
-
 def ask(engine: Served, name: str, prompt: list[int], new_tokens: int = 2, **options: Any) -> int:
     """Serves a request to its end; the tokens that it did not compute."""
     engine.add(name, prompt, new_tokens, **options)
-    engine.run()
-    engine.check_answers()
-    return hits(engine).get(name, 0)
+    engine.finish()
+    return engine.hits.get(name, 0)
 
 
 def chunks(engine: Served, name: str) -> list[int]:
     return [step[name] for step in engine.steps if name in step]
-
-
-@ASYNC
-def test_a_prompt_goes_on_at_the_last_border_of_blocks_within_one_that_runs(
-    serve: Callable[..., Served], asynchronous: bool
-) -> None:
-    engine = serve(asynchronous)
-    engine.add("a", PREFIX, 60)
-    while not engine.requests["a"].output_token_ids:
-        engine.step()
-    engine.add("beside", PREFIX + other(1), 3)
-    while not engine.requests["beside"].output_token_ids:
-        engine.step()
-    tables = engine.worker.runner.tables
-    assert tables is not None and tables.blocks[0, :2].tolist() == tables.blocks[1, :2].tolist()
-    assert tables.blocks[0, 2] != tables.blocks[1, 2]
-    engine.run()
-    engine.check_answers()
-    assert hits(engine) == {"beside": 2 * BLOCK}
-    assert chunks(engine, "a")[:5] == [32, 32, 32, 32, 12]
 
 
 @pytest.mark.parametrize(("length", "same", "longer"), [(63, 0, 0), (64, 0, 64), (65, 64, 64), (128, 64, 128)])
@@ -164,19 +108,9 @@ def test_blocks_without_a_snapshot_are_computed_again(serve: Callable[..., Serve
         ask(engine, f"r{seed}", random_prompt(70, seed))
     blocks = engine.scheduler.kv_cache_manager.get_computed_blocks(engine.add("again", PREFIX + other(1), 2))
     assert blocks[1] == 2 * BLOCK
-    engine.run()
-    engine.check_answers()
-    assert hits(engine) == {} and chunks(engine, "again")[:5] == [32, 32, 32, 32, 17]
+    engine.finish()
+    assert engine.hits == {} and chunks(engine, "again")[:5] == [32, 32, 32, 32, 17]
     assert ask(engine, "last", PREFIX + other(2)) == 2 * BLOCK  # which the one before left
-
-
-def test_one_place_has_the_last_border_that_was_worth_it(serve: Callable[..., Served]) -> None:
-    """Chunks that end elsewhere leave nothing there, nor does one that goes on behind it."""
-    engine = serve(state_snapshots=1)
-    ask(engine, "a", PREFIX)
-    assert ask(engine, "shorter", PREFIX[:100]) == 0
-    assert ask(engine, "between", PREFIX + other(1)) == BLOCK
-    assert ask(engine, "last", PREFIX + other(2)) == 2 * BLOCK
 
 
 def test_a_snapshot_without_its_blocks_is_no_hit_until_they_are_computed_again(serve: Callable[..., Served]) -> None:
@@ -195,19 +129,9 @@ def test_a_prompt_goes_on_behind_an_older_snapshot_in_blocks_that_another_one_co
     ask(engine, "other", random_prompt(250, 1))
     engine.add("first", PREFIX[:64] + other(2), 2)
     engine.add("beside", PREFIX[:64] + other(3), 2)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     assert {"first", "beside"} in [set(step) for step in engine.steps]
-    assert hits(engine) == {"beside": BLOCK}
-
-
-def test_a_preempted_request_goes_on_behind_its_own_snapshot(serve: Callable[..., Served]) -> None:
-    engine = serve(kv_cache_tokens=LENGTH)
-    engine.add("first", random_prompt(110, 1), 40)
-    engine.add("last", random_prompt(110, 2), 60)
-    engine.run()
-    engine.check_answers()
-    assert engine.requests["last"].num_preemptions == 1 and hits(engine) == {"last": BLOCK}
+    assert engine.hits == {"beside": BLOCK}
 
 
 @ASYNC
@@ -245,7 +169,7 @@ def test_the_next_turn_of_a_session_leaves_snapshots_too(serve: Callable[..., Se
     engine.run()
     engine.add("b", text, 3)
     engine.run()
-    assert hits(engine)["b"] == BLOCK and list(engine.requests["b"].output_token_ids) == answer(text, 3)
+    assert engine.hits["b"] == BLOCK and list(engine.requests["b"].output_token_ids) == answer(text, 3)
 
 
 def test_a_short_prompt_passes_a_long_one_though_a_cut_makes_two_steps_of_it(serve: Callable[..., Served]) -> None:
@@ -254,8 +178,7 @@ def test_a_short_prompt_passes_a_long_one_though_a_cut_makes_two_steps_of_it(ser
     engine.step()
     for seed in (2, 3):
         engine.add(f"short{seed}", random_prompt(90, seed), 1)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     assert engine.steps[:4] == [{"long": 96}, {"short2": 64}, {"short2": 26}, {"long": 96}]
 
 
@@ -272,8 +195,8 @@ def test_all_requests_get_their_tokens_whatever_is_restored_and_preempted(
     engine = Served(config)
     play(engine, actions)
     check_all_is_free(engine)
-    assert not engine.scheduler._snapshots._prompts
+    assert not engine.scheduler._prefixes._prompts
     budget = config.scheduler_config.max_num_batched_tokens
     assert all(sum(counts.values()) <= budget for counts in engine.steps)
-    if budget <= CHUNK * engine.sizes.ctx_batch_size + ROWS:
+    if budget <= CHUNK * engine.sizes.ctx_batch_size + engine.sizes.batch_size:
         assert all(len(runs) <= 1 for runs in engine.runs)

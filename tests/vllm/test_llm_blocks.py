@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine in this process over a cache of blocks: the tokens of slots, and vLLM's own metrics count hits and preemptions."""
+"""vLLM's engine over a cache of blocks, and over a model whose slots keep more than keys and values: the tokens of slots."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_answers import NEW, ask, graph_runner, random_prompt
+import recurrent
+import torch
+from llm_answers import NEW, ask, graph_runner, greedy, random_prompt
+from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
+from optimum_neuron import NeuronConfig, export_model
 from optimum_neuron.artifact.artifact import Artifact
+from optimum_neuron.step.state_specs import byte_count
 
 
 BLOCK, LENGTH = 64, 512
@@ -34,11 +40,10 @@ def check_all_is_free(llm: LLM) -> None:
     assert runner.tables is not None and runner.tables.counts.sum() <= 1
 
 
-@pytest.mark.parametrize("target", ["eager", "cpu"])
 def test_a_prefix_is_shared_by_reference_and_the_tokens_are_those_of_slots(
-    export_text: Callable[..., Path], open_llm: Callable[..., LLM], greedy: Greedy, target: str
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], greedy: Greedy
 ) -> None:
-    llm = open_llm(export_text(**BLOCKS, target=target), disable_log_stats=False)
+    llm = open_llm(export_text(**BLOCKS, target="cpu"), disable_log_stats=False)
     expected = [greedy(prompt, NEW) for prompt in PROMPTS]
     assert ask(llm, PROMPTS) == expected
     before = counted(llm)
@@ -85,20 +90,6 @@ def test_seeds_and_log_probabilities_are_those_of_slots_though_requests_are_pree
                 assert other[token].rank == logprob.rank
 
 
-def test_an_abort_frees_blocks_for_others(
-    export_text: Callable[..., Path], open_llm: Callable[..., LLM], greedy: Greedy
-) -> None:
-    llm = open_llm(export_text(**SMALL))
-    engine = llm.llm_engine
-    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True, detokenize=False)
-    engine.add_request("whole", {"prompt_token_ids": random_prompt(460)}, params)
-    for _ in range(20):
-        engine.step()
-    engine.abort_request(["whole"])
-    prompt = random_prompt(460, 1)
-    assert ask(llm, [prompt]) == [greedy(prompt, NEW)]
-
-
 def test_vllm_counts_the_bytes_and_tokens_of_the_compiled_cache(
     export_text: Callable[..., Path], open_llm: Callable[..., LLM]
 ) -> None:
@@ -109,3 +100,52 @@ def test_vllm_counts_the_bytes_and_tokens_of_the_compiled_cache(
     manager = core.scheduler.kv_cache_manager
     assert manager.block_pool.num_gpu_blocks == LENGTH // BLOCK + 1
     assert (core.scheduler.block_size, core.scheduler.connector) == (BLOCK, None)
+
+
+SIZES = NeuronConfig(
+    batch_size=4, sequence_length=128, prefill_chunk_size=16, dtype="float32", output_logits=True, target="eager"
+)
+STATE_BLOCKS = dataclasses.replace(SIZES, kv_block_size=64, kv_cache_tokens=256)
+
+
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    if request.param == "lfm2":
+        return tiny_checkpoints["lfm2"]
+    recurrent.model(request.param).save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "sizes"),
+    [
+        ("lfm2", SIZES),
+        ("gated delta", STATE_BLOCKS),
+        ("mamba2", SIZES),
+        ("qwen3_5_text", SIZES),
+    ],
+    indirect=["checkpoint"],
+    ids=["slots", "a hybrid over blocks", "recurrences alone", "whose code in vLLM needs torchvision"],
+)
+def test_prompts_that_start_alike_get_what_transformers_gives_them(
+    checkpoint: Path, tmp_path: Path, open_llm: Callable[..., LLM], sizes: NeuronConfig
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    path = export_model(checkpoint, tmp_path / "out", config=sizes)
+    shared = random_prompt(70, vocab=300)
+    prompts = [shared + random_prompt(length, vocab=300) for length in (1, 9, 24, 2, 30, 5)]
+    expected = [greedy(model, prompt, NEW) for prompt in prompts]
+    # Of models without attention vLLM leaves it off by itself.
+    llm = open_llm(path, skip_tokenizer_init=True, disable_log_stats=False, enable_prefix_caching=True)
+    for _ in range(2):  # the second time all slots hold what they could be asked for
+        assert ask(llm, prompts) == expected
+    # What an answer ends with begins the next question.
+    longer = [prompt + answer + [7] for prompt, answer in zip(prompts, expected, strict=True)]
+    assert ask(llm, longer) == [greedy(model, prompt, NEW) for prompt in longer]
+    hits = next(metric.value for metric in llm.get_metrics() if metric.name == "vllm:prefix_cache_hits")
+    assert hits > 0
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    artifact = Artifact.open(path)
+    stored = byte_count((*artifact.states(), *artifact.snapshots()))
+    assert stored <= worker.determine_available_memory() < stored * 1.01

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long prompts and short ones: who goes first, and that nobody waits for ever."""
+"""Which prompts take the chunk rows of a step: who goes first, and that nobody waits for ever."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import examples
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from real_schedules import Served
 from scheduler_outputs import random_prompt
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 
 
 SLOTS, LENGTH, CHUNK = 4, 96, 8
@@ -23,16 +22,14 @@ ENGINES = {"one row": (1, False), "one row, async": (1, True), "two rows": (2, F
 
 
 @pytest.fixture(scope="module")
-def serve(export_text: Callable[..., Path]) -> Callable[[str], Served]:
-    made: dict[str, VllmConfig] = {}
+def serve(configured: Callable[..., VllmConfig]) -> Callable[..., Served]:
+    """Engines over an artifact of 4 slots of 96 tokens and chunk rows of 8."""
 
-    def start(name: str) -> Served:
-        if name not in made:
-            rows, asynchronous = ENGINES[name]
-            artifact = export_text(sequence_length=LENGTH, prefill_chunk_size=CHUNK, ctx_batch_size=rows)
-            args = EngineArgs(model=str(artifact), async_scheduling=asynchronous, enable_prefix_caching=False)
-            made[name] = args.create_engine_config()
-        return Served(made[name])
+    def start(name: str = "one row", **options: Any) -> Served:
+        rows, asynchronous = ENGINES[name]
+        sizes = {"sequence_length": LENGTH, "prefill_chunk_size": CHUNK, "ctx_batch_size": rows}
+        how = {"async_scheduling": asynchronous, "enable_prefix_caching": False} | options
+        return Served(configured(sizes, how))
 
     return start
 
@@ -47,11 +44,11 @@ def prompt_steps(engine: Served, name: str) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "a step later"])
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("name", ["one row", "one row, async"])
+@pytest.mark.parametrize(
+    ("name", "count", "at_once"), [("one row", 1, True), ("one row", 3, False), ("one row, async", 2, False)]
+)
 def test_a_short_prompt_behind_long_ones_has_its_first_token_by_the_second_step(
-    serve: Callable[[str], Served], name: str, count: int, at_once: bool
+    serve: Callable[..., Served], name: str, count: int, at_once: bool
 ) -> None:
     engine = serve(name)
     longs = [f"long{index}" for index in range(count)]
@@ -60,8 +57,7 @@ def test_a_short_prompt_behind_long_ones_has_its_first_token_by_the_second_step(
     if not at_once:
         engine.step()
     engine.add("short", random_prompt(CHUNK, 9), 2)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     assert prompt_steps(engine, "short") == [1 if at_once else 2]
     taken = [prompt_steps(engine, long) for long in longs]  # chunks of 8 of their 80 tokens
     assert [step for steps in taken for step in steps] == [
@@ -69,7 +65,7 @@ def test_a_short_prompt_behind_long_ones_has_its_first_token_by_the_second_step(
     ]
 
 
-def test_who_comes_while_a_step_of_a_long_prompt_runs_is_in_the_next_one(serve: Callable[[str], Served]) -> None:
+def test_who_comes_while_a_step_of_a_long_prompt_runs_is_in_the_next_one(serve: Callable[..., Served]) -> None:
     """Asynchronous scheduling makes a step ahead of time, but none that such a request would have to wait for."""
     engine = serve("one row, async")
     engine.add("decodes", random_prompt(3, 7), 20)
@@ -80,8 +76,7 @@ def test_who_comes_while_a_step_of_a_long_prompt_runs_is_in_the_next_one(serve: 
     engine.step()  # the worker still has the long prompt's first chunk
     assert len(engine.steps) == before
     engine.add("short", random_prompt(CHUNK, 9), 2)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     assert prompt_steps(engine, "short") == [before + 1]
     # Every step of a prompt was done before the next one was made, and no other: then two are on their way.
     assert engine.most_in_flight == 2
@@ -89,7 +84,7 @@ def test_who_comes_while_a_step_of_a_long_prompt_runs_is_in_the_next_one(serve: 
 
 @pytest.mark.parametrize("name", ["one row", "one row, async"])
 def test_after_a_request_ended_decodes_go_first_so_that_a_following_short_prompt_need_not_wait_for_a_chunk(
-    serve: Callable[[str], Served], name: str
+    serve: Callable[..., Served], name: str
 ) -> None:
     engine = serve(name)
     engine.add("decodes", random_prompt(3, 7), 40)
@@ -103,8 +98,7 @@ def test_after_a_request_ended_decodes_go_first_so_that_a_following_short_prompt
         engine.step()
     assert engine.steps[ended] == {"decodes": 1}
     engine.add("short", random_prompt(CHUNK, 9), 40)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     assert prompt_steps(engine, "short") == [ended + 2]
     # Nobody else ended since: the long prompt goes on in all other steps.
     steps = prompt_steps(engine, "long")
@@ -113,7 +107,7 @@ def test_after_a_request_ended_decodes_go_first_so_that_a_following_short_prompt
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_where_a_request_ends_in_every_step_a_long_prompt_still_goes_on_in_every_third(
-    serve: Callable[[str], Served], name: str
+    serve: Callable[..., Served], name: str
 ) -> None:
     engine = serve(name)
     for index in range(SLOTS - 1):
@@ -126,44 +120,21 @@ def test_where_a_request_ends_in_every_step_a_long_prompt_still_goes_on_in_every
         assert len(engine.steps) < 100
     steps = prompt_steps(engine, "long")
     assert all(after - before <= 3 for before, after in pairwise(steps))
-    engine.run()
-    engine.check_answers()
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_stream_of_short_prompts_leaves_each_long_one_every_third_step_at_least(
-    serve: Callable[[str], Served], name: str
-) -> None:
-    engine = serve(name)
-    chunks = 80 // CHUNK
-    for index in range(2):
-        engine.add(f"long{index}", random_prompt(80, index), 2)
-    while any(f"long{index}" in engine.unfinished() for index in range(2)):
-        engine.add(f"s{len(engine.requests)}", random_prompt(CHUNK, len(engine.requests)), 1)
-        engine.step()
-        assert len(engine.steps) < 100
-    first, second = prompt_steps(engine, "long0"), prompt_steps(engine, "long1")
-    assert first[-1] <= 3 * chunks
-    assert second[-1] - first[-1] <= 3 * chunks
-    for steps in (first, second):
-        assert all(after - before <= 3 for before, after in pairwise(steps))
-    engine.run()
-    engine.check_answers()
+    engine.finish()
 
 
 @pytest.mark.parametrize("name", ENGINES)
 @examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90), st.integers(1, 5)), min_size=1, max_size=14))
 def test_whoever_is_first_goes_on_in_every_third_step_and_all_decode_in_every_step(
-    serve: Callable[[str], Served], name: str, arrivals: list[tuple[int, int, int]]
+    serve: Callable[..., Served], name: str, arrivals: list[tuple[int, int, int]]
 ) -> None:
     engine = serve(name)
     for number, (steps, length, new_tokens) in enumerate(arrivals):
         for _ in range(steps):
             engine.step()
         engine.add(f"r{number}", random_prompt(length, number), new_tokens)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     assert all(len(runs) == 1 for runs in engine.runs)
     check_progress(engine)
 
@@ -188,7 +159,7 @@ def check_progress(engine: Served) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_who_waits_for_a_slot_waits_in_vllms_order_and_for_capacity(serve: Callable[[str], Served], name: str) -> None:
+def test_who_waits_for_a_slot_waits_in_vllms_order_and_for_capacity(serve: Callable[..., Served], name: str) -> None:
     engine = serve(name)
     names = [f"r{number}" for number in range(16)]
     for number, each in enumerate(names):
@@ -201,3 +172,96 @@ def test_who_waits_for_a_slot_waits_in_vllms_order_and_for_capacity(serve: Calla
         assert len(engine.scheduler.waiting) == len(waiting) == engine.scheduler.get_request_counts()[1]
     assert list(engine.first_steps()) == names
     engine.check_answers()
+
+
+def test_a_prompt_waits_where_the_tail_of_another_leaves_room_but_no_row(serve: Callable[..., Served]) -> None:
+    engine = serve()
+    engine.add("a", random_prompt(12, 1), 8)
+    engine.step()
+    engine.add("b", random_prompt(20, 2), 8)
+    engine.add("c", random_prompt(3, 3), 8)
+    engine.finish()
+    assert engine.steps[:6] == [
+        {"a": 8},
+        {"a": 4},  # 4 tokens are left, and no row
+        {"a": 1, "c": 3},  # passes b
+        {"a": 1, "c": 1, "b": 8},
+        {"a": 1, "c": 1, "b": 8},
+        {"a": 1, "c": 1, "b": 4},
+    ]
+    assert all(len(runs) <= 1 for runs in engine.runs)
+
+
+@pytest.mark.parametrize("name", ["one row", "one row, async"])
+def test_chunk_rows_are_full_whatever_else_decodes(serve: Callable[..., Served], name: str) -> None:
+    engine = serve(name)
+    engine.add("long", random_prompt(60, 1), 2)
+    for name, tokens in (("a", 20), ("b", 13)):
+        engine.add(name, random_prompt(3, len(name) + tokens), tokens)
+    engine.add("behind", random_prompt(50, 9), 2)
+    engine.finish()
+    chunks = [count for step in engine.steps for name, count in step.items() if name == "long" and count > 1]
+    assert chunks == [8] * 7 + [4]  # alone
+    chunks = [count for step in engine.steps for name, count in step.items() if name == "behind" and count > 1]
+    assert chunks == [8] * 6 + [2]  # beside decodes
+    assert all(len(runs) <= 1 for runs in engine.runs)
+
+
+def test_a_prompt_that_needs_more_rows_than_are_left_waits_and_a_shorter_one_goes_first(
+    serve: Callable[..., Served],
+) -> None:
+    engine = serve("two rows")
+    engine.add("a", random_prompt(20, 1), 4)
+    engine.add("b", random_prompt(20, 2), 4)
+    engine.add("c", random_prompt(7, 3), 4)
+    engine.finish()
+    # c leaves a one of the two rows; after a's tail of 4 tokens there is one row for b, whatever number of tokens is left.
+    assert engine.steps[:3] == [{"a": 8, "c": 7}, {"a": 12, "c": 1}, {"a": 1, "c": 1, "b": 16}]
+    assert all(len(runs) <= 1 for runs in engine.runs)
+
+
+def test_nobody_passes_where_all_slots_are_taken_or_priorities_forbid(serve: Callable[..., Served]) -> None:
+    for options in ({"max_num_seqs": 1}, {"scheduling_policy": "priority"}):
+        engine = serve(**options)
+        engine.add("long", random_prompt(60, 1), 2)
+        engine.step()
+        engine.add("short", random_prompt(3, 2), 2, priority=1)
+        engine.finish()
+        steps = [step for step in engine.steps if step.get("long", 0) > 1]
+        assert len(steps) == 8 and all("short" not in step for step in steps), options
+
+
+def test_a_larger_budget_holds_no_prompt_back(serve: Callable[..., Served]) -> None:
+    engine = serve(max_num_batched_tokens=64)
+    for index in range(4):
+        engine.add(f"r{index}", random_prompt(12, index), 2)
+    engine.step()
+    assert engine.steps == [{f"r{index}": 12 for index in range(4)}]
+    assert len(engine.runs[0]) == 8
+    engine.finish()
+
+
+def test_a_more_urgent_long_prompt_takes_the_rows_of_one_that_has_begun(serve: Callable[..., Served]) -> None:
+    engine = serve(scheduling_policy="priority")
+    engine.add("begun", random_prompt(40, 1), 2, priority=5)
+    engine.step()
+    engine.add("urgent", random_prompt(24, 2), 2, priority=1)
+    engine.finish()
+    assert engine.steps[:5] == [{"begun": 8}, *[{"urgent": 8}] * 3, {"urgent": 1, "begun": 8}]
+
+
+def test_a_prompt_goes_on_beside_one_that_vllm_does_not_start(serve: Callable[..., Served]) -> None:
+    engine = serve(scheduling_policy="priority")
+    engine.add("begun", random_prompt(40, 1), 2, priority=5)
+    engine.step()
+    manager = engine.scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+    manager.allocate_slots = lambda request, *rest, **named: (
+        None if request.request_id == "urgent" else allocate(request, *rest, **named)
+    )
+    engine.add("urgent", random_prompt(24, 2), 2, priority=1)
+    for _ in range(9):
+        engine.step()
+    assert engine.unfinished() == ["urgent"]
+    manager.allocate_slots = allocate
+    engine.finish()

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types and steps that differ from an artifact's, artifacts that are damaged, and where a user reads about it."""
+"""Artifacts that are damaged, requests that an artifact cannot answer, and where a user reads about it."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from serving import run_until_it_ends
 from vllm import SamplingParams
-from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.outputs import LogprobsLists
 
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.runtime.logprobs import TokenLogprobs
+from optimum_neuron.vllm.logprobs import join_logprobs
 from optimum_neuron.vllm.platform import NeuronPlatform
-from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE
+from optimum_neuron.vllm.sampling import check_request, host_reason
+from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE, _fit_model
 
 
 VOCAB = 49152
@@ -27,37 +35,6 @@ VOCAB = 49152
 @pytest.fixture(autouse=True)
 def _served_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ARTIFACT_VARIABLE, "")
-
-
-def configure(model: Path, **arguments: Any) -> VllmConfig:
-    """What `vllm serve` does before it starts an engine."""
-    return EngineArgs(model=str(model), **arguments).create_engine_config()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_type_of_an_artifact_comes_before_what_vllm_would_choose(
-    export_text: Callable[..., Path], dtype: str
-) -> None:
-    artifact = export_text(dtype=dtype)
-    for asked in ("auto", dtype):
-        assert configure(artifact, dtype=asked).model_config.dtype == getattr(torch, dtype)
-
-
-def test_the_type_of_a_checkpoint_is_refused_where_the_artifact_has_another(export_text: Callable[..., Path]) -> None:
-    with pytest.raises(
-        ValueError, match=r"--dtype float32 differs from the bfloat16 that the artifact was exported with"
-    ):
-        configure(export_text(dtype="bfloat16"), dtype="float32")
-
-
-def test_a_larger_step_than_the_graphs_hold_is_kept_and_more_requests_than_slots_wait(
-    export_text: Callable[..., Path],
-) -> None:
-    vllm_config = configure(export_text(), max_model_len=300, max_num_seqs=100, max_num_batched_tokens=1200)
-    for _ in range(2):
-        assert vllm_config.scheduler_config.max_num_batched_tokens == 1200
-        assert vllm_config.scheduler_config.max_num_seqs == 4
-        vllm_config.__post_init__()  # as in the engine's process, from what it is given
 
 
 @pytest.mark.parametrize(
@@ -79,7 +56,7 @@ def test_a_damaged_artifact_is_refused_before_an_engine_starts(
     folder = Path(shutil.copytree(export_text(), tmp_path / "damaged"))
     damage(folder)
     with pytest.raises(ValueError, match=sentence):
-        configure(folder)
+        EngineArgs(model=str(folder)).create_engine_config()
 
 
 def truncate(path: Path) -> None:
@@ -107,3 +84,52 @@ def test_token_ids_that_the_served_model_lacks_are_a_fault_of_the_request(
     NeuronPlatform.validate_request({"type": "token", "prompt_token_ids": [0, VOCAB - 1]}, SamplingParams())
     with pytest.raises(VLLMValidationError, match=r"the prompt (has the token id|holds) .* 0 to 49151"):
         NeuronPlatform.validate_request({"type": "token", "prompt_token_ids": given}, SamplingParams())
+
+
+ON_TRN2 = NeuronConfig(target="trn2", top_logprobs=5, dtype="bfloat16")
+
+
+def told(*best: int) -> TokenLogprobs:
+    tokens = np.array(best, np.int32)
+    return TokenLogprobs(np.array(-0.5), np.array(2), tokens, -tokens.astype(np.float32))
+
+
+def test_requests_find_their_own_rows_whoever_chose() -> None:
+    of_host = LogprobsLists(np.array([[7, 8]], np.int32), np.array([[-3.0, -4.0]], np.float32), np.array([6]))
+    found = join_logprobs([("b", 2, told(5, 6, 4))], ["c"], of_host, ["c", "a", "b"])
+    assert found is not None
+    b, c = found.slice_request(2, 1), found.slice_request(0, 1)
+    assert b.logprob_token_ids.tolist() == [[2, 5, 6, 4]] and b.logprobs.tolist() == [[-0.5, -5.0, -6.0, -4.0]]
+    assert c.logprob_token_ids[:, :2].tolist() == [[7, 8]] and c.logprobs[:, :2].tolist() == [[-3.0, -4.0]]
+    assert (b.sampled_token_ranks.tolist(), c.sampled_token_ranks.tolist()) == ([2], [6])
+    assert join_logprobs([], [], None, ["a"]) is None
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_graphs_tell_as_many_as_they_were_exported_for(count: int) -> None:
+    params = SamplingParams(logprobs=count)
+    check_request(params, ON_TRN2)
+    assert host_reason(params, ON_TRN2) is None
+    assert host_reason(params, replace(ON_TRN2, top_logprobs=None)) == "logprobs needs logits on the host"
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"logprobs": 6}, "--output-logits, or for logprobs alone with --top-logprobs 6"),
+        ({"logprobs": -1}, "--output-logits"),
+        ({"logprobs": 6, "presence_penalty": 1.0}, "--output-logits"),
+    ],
+)
+def test_more_is_refused_with_the_remedy(options: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"export it with {remedy}") + "$"):
+        check_request(SamplingParams(**options), ON_TRN2)
+
+
+def test_a_mode_that_graphs_do_not_know_is_refused_at_the_start() -> None:
+    model: Any = SimpleNamespace(max_model_len=16, dtype=torch.bfloat16, logprobs_mode="processed_logits")
+    with pytest.raises(ValueError, match=r"--logprobs-mode processed_logits needs logits on the host"):
+        _fit_model(model, ON_TRN2)
+    _fit_model(model, replace(ON_TRN2, output_logits=True))
+    model.logprobs_mode = "raw_logprobs"
+    _fit_model(model, ON_TRN2)

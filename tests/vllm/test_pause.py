@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from optimum_neuron.vllm.refused_calls import REFUSED_CALLS
+from optimum_neuron.vllm.worker import REFUSED_CALLS
 
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -64,19 +64,6 @@ def engine(export_text: Callable[..., Path], run: Run) -> Iterator[AsyncLLM]:
 @pytest.fixture(scope="module")
 def expected(engine: AsyncLLM, run: Run) -> dict[str, list[int]]:
     return run(answers(engine))  # type: ignore[no-any-return]
-
-
-def test_requests_that_wait_for_the_end_of_a_pause_get_the_same_answers(
-    engine: AsyncLLM, run: Run, expected: dict[str, list[int]]
-) -> None:
-    async def pause() -> None:
-        for _ in range(4):
-            await engine.pause_generation(mode="keep")
-            assert await engine.is_paused()
-            await engine.resume_generation()
-            await asyncio.sleep(0.05)
-
-    assert run(answers(engine, pause)) == expected
 
 
 def test_a_pause_ends_requests_and_the_engine_serves_on_after_it(

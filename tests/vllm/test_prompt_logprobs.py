@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.vllm.prompt_scores import PromptScores
+from optimum_neuron.vllm.logprobs import PromptScores
 from optimum_neuron.vllm.sampling import check_request
 
 

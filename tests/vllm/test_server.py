@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` on a tiny artifact, asked by the `openai` client: answers, formats, counts and refusals."""
+"""`vllm serve` on a tiny artifact, asked by the `openai` client: answers, formats, counts and refusals, and how it ends."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
-import torch
+from openai import AsyncOpenAI
 from otlp_collector import read_attributes
-from serving import Server, SharedServer, wait_for
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from serving import Server, SharedServer, is_healthy, stop, wait_for
+from transformers import AutoTokenizer
 
 
 LENGTH, SLOTS = 512, 4
@@ -27,14 +31,9 @@ PROMPTS = (
 )
 CHAT = [{"role": "user", "content": "What is the weather in Paris?"}]
 WEATHER: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Paris", "Rome", "Oslo"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
+    "type": "object", "required": ["city", "days"], "additionalProperties": False,
+    "properties": {"city": {"enum": ["Paris", "Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+}  # fmt: skip
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "get_weather", "strict": True, "parameters": WEATHER}},
     {"type": "function", "function": {"name": "get_time", "strict": True, "parameters": WEATHER}},
@@ -88,16 +87,6 @@ def test_prompts_of_all_lengths_at_once_get_what_generate_gives_each(
         assert choice.finish_reason == "length"
 
 
-def test_streamed_pieces_add_up_to_the_text_sent_at_once(text_server: Server) -> None:
-    whole = complete(text_server, PROMPTS[1], 24)
-    pieces = list(complete(text_server, PROMPTS[1], 24, stream=True, stream_options={"include_usage": True}))
-    texts = [choice.text for piece in pieces for choice in piece.choices]
-    assert len(texts) > 12
-    assert "".join(texts) == whole.choices[0].text
-    assert pieces[-1].usage.completion_tokens == 24
-    assert [choice.finish_reason for piece in pieces for choice in piece.choices][-1] == "length"
-
-
 def test_a_chat_is_the_template_and_greedy_generation(
     text_server: Server, tokenizer: Any, greedy: Callable[..., list[int]]
 ) -> None:
@@ -111,45 +100,23 @@ def test_a_chat_is_the_template_and_greedy_generation(
     assert "".join(deltas) == tokenizer.decode(expected)
 
 
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [
-        ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
-        ("required", {"get_weather", "get_time"}),
-    ],
-    ids=["named", "required"],
-)
-def test_a_demanded_tool_is_called_with_arguments_of_its_schema(
-    text_server: Server, tokenizer: Any, choice: Any, names: set[str]
-) -> None:
+def test_a_demanded_tool_is_called_with_arguments_of_its_schema(text_server: Server, tokenizer: Any) -> None:
     # A random model would write spaces and call tools for ever, which the grammar allows.
     bias = {str(token): -100 for token in range(len(tokenizer)) if not tokenizer.decode(token).strip()}
     options: dict[str, Any] = {
         "tools": TOOLS,
-        "tool_choice": choice,
+        "tool_choice": "required",
         "logit_bias": bias,
         "parallel_tool_calls": False,
     }
     answer = chat(text_server, **options).choices[0]
     (call,) = answer.message.tool_calls
-    assert call.function.name in names
+    assert call.function.name in {"get_weather", "get_time"}
     check_weather(call.function.arguments)
     pieces = [piece.choices[0].delta for piece in chat(text_server, stream=True, **options)]
     calls = [part.function for piece in pieces for part in piece.tool_calls or ()]
     assert "".join(part.name or "" for part in calls) == call.function.name
     assert json.loads("".join(part.arguments or "" for part in calls)) == json.loads(call.function.arguments)
-
-
-def test_an_answer_follows_the_json_schema_of_its_request_alone(text_server: Server) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "weather", "strict": True, "schema": WEATHER}}
-    with ThreadPoolExecutor(SLOTS) as threads:
-        plain = threads.submit(chat, text_server)
-        answers = [
-            threads.submit(chat, text_server, response_format=schema, temperature=1, seed=seed) for seed in range(6)
-        ]
-        for answer in answers:
-            check_weather(answer.result().choices[0].message.content)
-        assert plain.result().choices[0].message.content == chat(text_server).choices[0].message.content
 
 
 def check_weather(text: str) -> None:
@@ -159,29 +126,12 @@ def check_weather(text: str) -> None:
     assert 1 <= found["days"] <= 9
 
 
-def test_logprobs_of_requests_at_once_are_the_logits_of_transformers(
-    text_server: Server, text_checkpoint: Path, tokenizer: Any, greedy: Callable[..., list[int]]
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(text_checkpoint).eval()
-    prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS[1:]]
-    for prompt, answer in zip(prompts, complete(text_server, prompts, 8, logprobs=3).choices, strict=True):
-        assert answer.token_ids == greedy(prompt, 8)
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).topk(3)
-        chosen = torch.tensor(answer.logprobs.token_logprobs)
-        torch.testing.assert_close(chosen, expected.values[:, 0], rtol=0, atol=1e-4)
-        for row, top in enumerate(answer.logprobs.top_logprobs):
-            assert list(top) == [tokenizer.decode(token) for token in expected.indices[row]]
-            torch.testing.assert_close(torch.tensor(list(top.values())), expected.values[row], rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("options", [{}, {"extra_body": {"top_k": 40}}], ids=["host", "on_device"])
 def test_a_seed_gives_two_choices_that_differ_and_come_again(text_server: Server, options: dict[str, Any]) -> None:
     first, again, other = (
         [
-            choice.token_ids
-            for choice in complete(text_server, "Hello", 8, temperature=1, n=2, seed=seed, **options).choices
+            each.token_ids
+            for each in complete(text_server, "Hello", 8, temperature=1, n=2, seed=seed, **options).choices
         ]
         for seed in (5, 5, 50)  # the second choice has the next seed
     )
@@ -189,23 +139,9 @@ def test_a_seed_gives_two_choices_that_differ_and_come_again(text_server: Server
     assert len({tuple(tokens) for tokens in first + other}) == 4
 
 
-def test_a_stop_string_ends_the_text_before_it(text_server: Server, tokenizer: Any) -> None:
-    whole = complete(text_server, PROMPTS[1], 24).choices[0]
-    word = tokenizer.decode(whole.token_ids[9]).strip()
-    answer = complete(text_server, PROMPTS[1], 24, stop=["no such words", word]).choices[0]
-    assert answer.finish_reason == "stop"
-    assert answer.stop_reason == word
-    assert answer.text == whole.text[: whole.text.index(word)]
-
-
 def test_a_repeated_prompt_is_counted_as_cached_but_for_its_last_token(text_server: Server) -> None:
     prompt = "Zebras graze where nobody else has ever been before them, " * 3
-    names = (
-        "prefix_cache_hits",
-        "prefix_cache_queries",
-        "external_prefix_cache_hits",
-        "external_prefix_cache_queries",
-    )
+    names = [f"{kind}prefix_cache_{what}" for kind in ("", "external_") for what in ("hits", "queries")]
     before = [text_server.metric(f"{name}_total") for name in names]
     first, again = (complete(text_server, prompt, 4) for _ in range(2))
     tokens = first.usage.prompt_tokens
@@ -239,39 +175,10 @@ def test_what_does_not_fit_is_refused_with_both_numbers(text_server: Server) -> 
     assert len(complete(text_server, [7] * (LENGTH - 1), 1).choices[0].token_ids) == 1
 
 
-def test_prompt_logprobs_are_refused_with_the_reason(text_server: Server) -> None:
-    message = refusal(text_server, extra_body={"prompt_logprobs": 1})
-    assert (
-        "prompt_logprobs needs the logits of all tokens of a prompt, and no graph of this artifact returns them"
-        in message
-    )
-
-
-def test_a_client_that_goes_away_frees_its_slot(text_server: Server, greedy: Callable[..., list[int]]) -> None:
-    generated = text_server.metric("generation_tokens_total")
-    asked = LENGTH - 20
-    for index in range(SLOTS):
-        stream = complete(text_server, [100 + index, 7, 8], asked, stream=True)
-        for _ in range(2):
-            next(stream)
-        stream.close()
-    text_server.wait_idle()
-    assert text_server.metric("generation_tokens_total") - generated < SLOTS * asked
-    prompts = [[200 + index, 7, 8] for index in range(2 * SLOTS)]
-    for prompt, choice in zip(prompts, complete(text_server, prompts, 12).choices, strict=True):
-        assert choice.token_ids == greedy(prompt, 12)
-
-
 def test_a_request_is_a_span_below_its_clients(text_server: Server, shared_server: SharedServer) -> None:
     """The option is vLLM's; `optimum-cli neuron serve` passes it on."""
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    text_server.client.completions.create(
-        model=text_server.model,
-        prompt=[7, 8, 9],
-        max_tokens=4,
-        extra_body={"ignore_eos": True},
-        extra_headers={"traceparent": f"00-{trace}-{parent}-01"},
-    )
+    complete(text_server, [7, 8, 9], 4, extra_headers={"traceparent": f"00-{trace}-{parent}-01"})
 
     def spans() -> list[Any]:
         return [span for span in shared_server.collector.spans if span.trace_id.hex() == trace]
@@ -282,3 +189,121 @@ def test_a_request_is_a_span_below_its_clients(text_server: Server, shared_serve
     assert span.parent_span_id.hex() == parent
     assert (found["gen_ai.usage.prompt_tokens"], found["gen_ai.usage.completion_tokens"]) == (3, 4)
     assert 0 <= found["gen_ai.latency.time_in_queue"] <= found["gen_ai.latency.e2e"]
+
+
+def start_stream(server: Server, new_tokens: int) -> openai.Stream[openai.types.Completion]:
+    """A request that has its first token."""
+    stream = complete(server, [7, 8, 9], new_tokens, stream=True)
+    next(stream)
+    return stream
+
+
+def test_sigterm_finishes_the_running_request_and_leaves_no_process(text_server: Server) -> None:
+    family = text_server.processes()
+    assert len(text_server.engines()) == 1
+    stream = start_stream(text_server, 200)
+    code = stop(text_server)
+    rest = sum(len(piece.choices[0].token_ids) for piece in stream)
+    assert 1 + rest == 200
+    assert code == 0
+    assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert "force killing" not in text_server.output()
+
+
+def test_a_killed_engine_is_reported_to_its_clients_and_ends_the_server(text_server: Server) -> None:
+    (engine,) = text_server.engines()
+    stream = start_stream(text_server, 500)
+    engine.kill()
+    with pytest.raises(openai.APIError):
+        for _ in stream:
+            pass
+    wait_for(lambda: text_server.process.poll() is not None)
+    assert not is_healthy(text_server)
+    assert "EngineDeadError" in text_server.output()
+
+
+REQUESTS, LONGEST_PROMPT, MOST_TOKENS = 200, 300, 32
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client.
+
+    Attributes:
+        gives_up: None, or after how many pieces of its stream; 0 gives up a moment after asking.
+    """
+
+    prompt: list[int]
+    new_tokens: int
+    streams: bool
+    gives_up: int | None
+    moment: float
+
+
+def make_jobs(prompts: list[list[int]], chance: random.Random) -> list[Job]:
+    jobs = []
+    for index in range(REQUESTS):
+        gives_up = None if index % 3 else (0 if index % 2 else chance.randint(1, 6))
+        streams = bool(gives_up) or chance.random() < 0.4
+        new_tokens = (
+            150 if gives_up else chance.randint(1, MOST_TOKENS)
+        )  # who gives up in the middle has not nearly all yet
+        jobs.append(Job(chance.choice(prompts), new_tokens, streams, gives_up, chance.random() * 2))
+    chance.shuffle(jobs)
+    return jobs
+
+
+async def ask(client: AsyncOpenAI, model: str, job: Job) -> list[int]:
+    """The tokens that a client got, all or as far as it read."""
+    options = {"model": model, "prompt": job.prompt, "max_tokens": job.new_tokens, "temperature": 0}
+    options["extra_body"] = {"return_token_ids": True, "ignore_eos": True}
+    if not job.streams:
+        return (await client.completions.create(**options)).choices[0].token_ids
+    tokens, pieces = [], 0
+    stream = await client.completions.create(stream=True, **options)
+    async for piece in stream:
+        tokens += piece.choices[0].token_ids
+        pieces += 1
+        if pieces == job.gives_up:
+            await stream.close()
+            break
+    return tokens
+
+
+async def run_job(client: AsyncOpenAI, model: str, job: Job) -> list[int] | None:
+    """As `ask`; None where the client went away before it had anything."""
+    asking = asyncio.create_task(ask(client, model, job))
+    if job.gives_up != 0:
+        return await asking
+    await asyncio.wait([asking], timeout=job.moment)
+    return None if asking.cancel() else await asking
+
+
+async def run_all(server: Server, jobs: list[Job]) -> list[list[int] | None]:
+    async with server.async_client as client:
+        return await asyncio.gather(*(run_job(client, server.model, job) for job in jobs))
+
+
+def test_200_clients_at_once_of_whom_a_third_gives_up_lose_nothing(
+    text_server: Server, greedy: Callable[[list[int], int], list[int]]
+) -> None:
+    chance = random.Random(7)
+    lengths = [1, 2, 31, 32, 33, LONGEST_PROMPT, *(chance.randint(1, LONGEST_PROMPT) for _ in range(14))]
+    prompts = [[chance.randrange(3, 40_000) for _ in range(length)] for length in lengths]
+    # Prompts that start alike, to be served from each other's slots.
+    prompts += [prompts[5][:150] + prompts[-1], prompts[5][:200]]
+    expected = {tuple(prompt): greedy(prompt, MOST_TOKENS) for prompt in prompts}
+    jobs = make_jobs(prompts, chance)
+    answers = asyncio.run(run_all(text_server, jobs))
+    for job, tokens in zip(jobs, answers, strict=True):
+        right = expected[tuple(job.prompt)]
+        if job.gives_up is None:
+            assert tokens == right[: job.new_tokens]
+        elif tokens is not None:
+            count = min(len(tokens), MOST_TOKENS)
+            assert tokens[:count] == right[:count]
+    assert sum(tokens is None for tokens in answers) >= REQUESTS // 12
+    text_server.wait_idle()
+    (last,) = asyncio.run(run_all(text_server, [Job(prompts[5], MOST_TOKENS, False, None, 0)]))
+    assert last == expected[tuple(prompts[5])]
+    assert text_server.metric("kv_cache_usage_perc") == 0

@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import examples
 from hypothesis import HealthCheck, example, given
-from random_workloads import HOST, SEEDED, play, workloads
-from real_schedules import Served
+from real_schedules import HOST, SEEDED, Served, play, workloads
 from scheduler_outputs import random_prompt
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
-
-from optimum_neuron import NeuronConfig, export_model
 
 
-LENGTH = 96
 # A reset lets all requests change slots, and then some of them are preempted, or finish, where another was before.
 SHORT = ("add", (0, 0, 1, 3, {}))
 SWAPPED = [
@@ -58,17 +52,14 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def configure(export_text: Callable[..., Path]) -> Callable[[str], VllmConfig]:
-    made: dict[str, VllmConfig] = {}
+SIZES = {"sequence_length": 96, "prefill_chunk_size": 8}
 
+
+@pytest.fixture(scope="module")
+def configure(configured: Callable[..., VllmConfig]) -> Callable[[str], VllmConfig]:
     def one(name: str) -> VllmConfig:
-        if name not in made:
-            sizes, options = ENGINES[name]
-            artifact = export_text(**{"sequence_length": LENGTH, "prefill_chunk_size": 8} | sizes)
-            options = {"async_scheduling": False, **options}
-            made[name] = EngineArgs(model=str(artifact), **options).create_engine_config()
-        return made[name]
+        sizes, options = ENGINES[name]
+        return configured(SIZES | sizes, {"async_scheduling": False} | options)
 
     return one
 
@@ -94,7 +85,7 @@ def test_all_requests_get_their_tokens_in_steps_that_fit(
     "name", ["two rows, async, threshold", "whole prompts, async", pytest.param("tiny budget", marks=pytest.mark.full)]
 )
 def test_state_is_that_of_the_tokens_which_a_slot_goes_on_behind(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, name: str
+    configured: Callable[..., VllmConfig], name: str
 ) -> None:
     """Of a model that keeps state, with fewer snapshots than slots, and as many as there are by default, on a device that runs ahead."""
     sizes, options = ENGINES[name]
@@ -117,23 +108,16 @@ def test_state_is_that_of_the_tokens_which_a_slot_goes_on_behind(
         return hits
 
     for snapshots, interval, ahead in ((3, 12, False), (None, None, True)):
-        artifact_sizes = NeuronConfig(
-            **{"batch_size": 4, "sequence_length": LENGTH, "prefill_chunk_size": 8, "target": "eager"} | sizes,
-            output_logits=True,
-            state_snapshots=snapshots,
-            state_snapshot_interval=interval,
-        )
-        artifact = export_model(tiny_checkpoints["lfm2"], tmp_path / f"{snapshots}", config=artifact_sizes)
-        arguments = EngineArgs(model=str(artifact), **{"async_scheduling": False} | options)
-        assert check(arguments.create_engine_config(), ahead=ahead)
+        kept = {"state_snapshots": snapshots, "state_snapshot_interval": interval}
+        config = configured(SIZES | sizes | kept, {"async_scheduling": False} | options, stateful=True)
+        assert check(config, ahead=ahead)
 
 
 def test_a_step_is_started_before_the_one_ahead_of_it_is_read(configure: Callable[[str], VllmConfig]) -> None:
     engine = Served(configure("one row, async"), ahead=True)
     for number, params in enumerate(({}, SEEDED)):
         engine.add(f"r{number}", random_prompt(5, number), 12, **params)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     device = engine.device
     assert device is not None
     # Behind the prompts, whose steps vLLM waits for: each step is started, then the one ahead of it read, tokens alone.
@@ -148,8 +132,7 @@ def test_who_wants_logits_gets_them_and_is_fed_beside_those_who_do_not(configure
     engine = Served(configure("one row, async"), ahead=True)
     for number, params in enumerate(({}, HOST, SEEDED)):
         engine.add(f"r{number}", random_prompt(5, number), 4 + 3 * number, **params)
-    engine.run()
-    engine.check_answers()
+    engine.finish()
     device = engine.device
     assert device is not None
     assert {"decode.logits"} < {name for names in device.transfers for name in names}

@@ -20,6 +20,7 @@ from optimum_neuron.step.spec import SamplingParams
 
 SEEDED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 7}
 HOST = GREEDY | {"logprobs": 0}
+NEGATIVE = SEEDED | {"seed": -3}  # vLLM allows it, NumPy does not
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,12 @@ def undisturbed(prompt: list[int], count: int, params: dict[str, Any]) -> list[i
     if params.get("temperature") == 0:
         return answer(prompt, count)
     sampling = SamplingParams(params["top_k"], params["top_p"], params["temperature"])
-    return answer(prompt, count, sampling, uniforms(params["seed"], count))
+    return answer(prompt, count, sampling, uniforms(params["seed"] % 2**64, count))
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED, HOST], ids=["greedy", "seeded", "vllm samples"])
-@pytest.mark.parametrize("slot", [0, 2], ids=["same slot", "another slot"])
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("params", "slot", "version"), [(GREEDY, 0, 1), (SEEDED, 2, 1), (SEEDED, 0, 2), (HOST, 2, 2), (NEGATIVE, 2, 2)]
+)
 def test_a_preempted_request_rebuilds_its_prompt_and_its_tokens_and_goes_on(
     vllm_config: VllmConfig, version: int, slot: int, params: dict[str, Any]
 ) -> None:
@@ -57,8 +58,7 @@ def test_a_preempted_request_rebuilds_its_prompt_and_its_tokens_and_goes_on(
     assert driver.tokens["b"] == answer(prompts["b"], 8)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED, HOST], ids=["greedy", "seeded", "vllm samples"])
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("params", "version"), [(GREEDY, 1), (SEEDED, 2), (HOST, 1)])
 def test_tokens_that_vllm_dropped_at_a_preemption_are_chosen_again(
     vllm_config: VllmConfig, version: int, params: dict[str, Any]
 ) -> None:
@@ -91,15 +91,6 @@ def test_what_vllms_processors_remember_of_dropped_tokens_is_forgotten(vllm_conf
     assert driver.tokens["a"] == [first, second, third]
 
 
-def test_a_resumed_request_continues_from_the_rows_that_are_still_there(vllm_config: VllmConfig) -> None:
-    driver = Driver(vllm_config, {"a": random_prompt(18, 1)})
-    driver.step({"a": 18}, {"a": 0})
-    driver.step({"a": 1})
-    assert driver.step({"a": 3}, resume={"a": 3}, reuse={"a": (0, 17)}) == ["chunked_prefill | 3:17+3"]
-    driver.step({"a": 1})
-    assert driver.tokens["a"] == answer(driver.prompts["a"], 4)
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_copies_are_made_in_the_order_of_vllms_decisions(vllm_config: VllmConfig, version: int) -> None:
     """vLLM lists new requests before resumed ones. Here the resumed one comes first, and its copy is copied on."""
@@ -121,38 +112,6 @@ def test_copies_are_made_in_the_order_of_vllms_decisions(vllm_config: VllmConfig
     driver.step({"old": 1, "new": 1})
     assert driver.tokens["old"] == answer(prompts["old"], 3)
     assert driver.tokens["new"] == answer(prompts["new"], 2)
-
-
-def test_requests_of_one_step_copy_from_each_other_and_take_each_others_slots(vllm_config: VllmConfig) -> None:
-    shared = random_prompt(20, 1)
-    prompts = {name: shared + random_prompt(2, seed) for seed, name in enumerate("xabc")}
-    driver = Driver(vllm_config, prompts)
-    driver.step({"x": 22}, {"x": 2})
-    # a copies from x's slot, b from a's copy, and c gets x's slot, which holds its prefix in place
-    reuse = {"a": (2, 20), "b": (0, 20), "c": (2, 20)}
-    driver.step({"a": 2, "b": 2, "c": 2}, {"a": 0, "b": 1, "c": 2}, finished=("x",), reuse=reuse)
-    driver.step({"a": 1, "b": 1, "c": 1})
-    for name in "abc":
-        assert driver.tokens[name] == answer(prompts[name], 2)
-
-
-def test_the_next_turn_of_a_session_goes_on_behind_what_its_slot_holds(vllm_config: VllmConfig) -> None:
-    """vLLM keeps a streaming session's block, drops its last token, and sends the longer prompt as a new request."""
-    first = random_prompt(9, 1)
-    driver = Driver(vllm_config, {"s": first})
-    driver.step({"s": 9}, {"s": 1})
-    driver.step({"s": 1})
-    driver.step({"s": 1})
-    assert driver.tokens["s"] == answer(first, 3)
-    second = first + driver.tokens["s"][:2] + random_prompt(5, 2)
-    driver.tokens["s"] = []
-    for step in (
-        step_output({"s": 5}, new=[new_request("s", second, 1, computed=11, **SEEDED)]),
-        step_output({"s": 1}, computed={"s": 16}),
-    ):
-        driver.run(step)
-    assert driver.model.runs[-2:] == ["chunked_prefill | 1:11+5", "token_generation 1"]
-    assert driver.tokens["s"] == undisturbed(second, 2, SEEDED)
 
 
 @pytest.mark.parametrize(
@@ -204,25 +163,6 @@ def test_logprobs_belong_to_their_requests_where_others_have_none(vllm_config: V
         assert one.logprobs[0].tolist() == pytest.approx(expected[ids].tolist(), abs=1e-6)
     assert output.sampled_token_ids[1] == []
     assert driver.tokens["a"] == answer(prompts["a"], 3)
-
-
-def test_random_numbers_do_not_depend_on_chunks_groups_or_neighbours(vllm_config: VllmConfig) -> None:
-    prompts = {"a": random_prompt(20, 1), "b": random_prompt(13, 2), "c": random_prompt(2, 3)}
-    driver = Driver(vllm_config, prompts)
-    driver.params = {"a": SEEDED, "b": SEEDED | {"seed": 8, "temperature": 1.3}, "c": SEEDED | {"seed": -3}}
-    driver.step({"c": 2}, {"c": 3})
-    driver.step({"c": 1, "a": 5}, {"a": 0})
-    driver.step({"c": 1, "a": 15, "b": 13}, {"b": 1})  # a and b end in later runs of the same step
-    driver.step({"b": 1})
-    driver.step({"b": 1, "a": 1, "c": 1})
-    for name in "ab":
-        assert driver.tokens[name] == undisturbed(prompts[name], len(driver.tokens[name]), driver.params[name])
-    assert len(driver.tokens["c"]) == 4
-    twin = Driver(vllm_config, {"c": prompts["c"]})
-    twin.params = driver.params
-    for counts, start in (({"c": 2}, {"c": 0}), *[({"c": 1}, {})] * 3):
-        twin.step(counts, start)
-    assert driver.tokens["c"] == twin.tokens["c"]
 
 
 def test_requests_without_a_seed_draw_from_the_engines(vllm_config: VllmConfig) -> None:

@@ -36,16 +36,6 @@ class Table(NamedTuple):
 
 
 TABLES = {
-    "an unfinished prompt gets no token": Table(
-        {"a": 20},
-        [
-            Step({"a": 8}, {"a": 0}, ["chunked_prefill | 0:0+8"], ""),
-            Step({"a": 8}, {}, ["chunked_prefill | 0:8+8"], ""),
-            Step({"a": 4}, {}, ["chunked_prefill | 0:16+4"], "a"),
-            Step({"a": 1}, {}, ["token_generation 0"], "a"),
-            Step({"a": 1}, {}, ["token_generation 0"], "a"),
-        ],
-    ),
     "a prompt's last token is a chunk, not a decode": Table(
         {"a": 9, "b": 3},
         [
@@ -53,21 +43,6 @@ TABLES = {
             Step({"b": 1, "a": 3}, {}, ["mixed 2 | 0:5+3"], "b"),
             Step({"b": 1, "a": 1}, {}, ["mixed 2 | 0:8+1"], "ab"),
             Step({"b": 1, "a": 1}, {}, ["token_generation 0,2"], "ab"),
-        ],
-    ),
-    "a prompt of one token is a chunk": Table(
-        {"a": 1},
-        [
-            Step({"a": 1}, {"a": 3}, ["chunked_prefill | 3:0+1"], "a"),
-            Step({"a": 1}, {}, ["token_generation 3"], "a"),
-        ],
-    ),
-    "an unfinished prompt that is given one token is a chunk": Table(
-        {"a": 3},
-        [
-            Step({"a": 1}, {"a": 0}, ["chunked_prefill | 0:0+1"], ""),
-            Step({"a": 1}, {}, ["chunked_prefill | 0:1+1"], ""),
-            Step({"a": 1}, {}, ["chunked_prefill | 0:2+1"], "a"),
         ],
     ),
     "a step larger than the graph's rows runs several, decodes in the first": Table(
@@ -119,44 +94,11 @@ TABLES = {
         ],
         {"ctx_batch_size": 2},
     ),
-    "a new request takes the slot of one that has just finished": Table(
-        {"a": 8, "b": 4, "c": 6},
-        [
-            Step({"a": 8}, {"a": 0}, ["chunked_prefill | 0:0+8"], "a"),
-            Step({"a": 1, "b": 4}, {"b": 1}, ["mixed 0 | 1:0+4"], "ab"),
-            Step({"b": 1, "c": 6}, {"c": 0}, ["mixed 1 | 0:0+6"], "bc", finished=("a",)),
-            Step({"b": 1, "c": 1}, {}, ["token_generation 0,1"], "bc"),
-        ],
-    ),
-    "a running request that is not scheduled is left alone": Table(
-        {"a": 8, "b": 4},
-        [
-            Step({"a": 8}, {"a": 0}, ["chunked_prefill | 0:0+8"], "a"),
-            Step({"b": 4}, {"b": 1}, ["chunked_prefill | 1:0+4"], "b"),
-            Step({"b": 1}, {}, ["token_generation 1"], "b"),
-            Step({"a": 1, "b": 1}, {}, ["token_generation 0,1"], "ab"),
-        ],
-    ),
-    "an unfinished prompt that is not scheduled is left alone": Table(
-        {"a": 10, "b": 4},
-        [
-            Step({"a": 8}, {"a": 0}, ["chunked_prefill | 0:0+8"], ""),
-            Step({"b": 4}, {"b": 1}, ["chunked_prefill | 1:0+4"], "b"),
-            Step({"a": 2, "b": 1}, {}, ["mixed 1 | 0:8+2"], "ab"),
-        ],
-    ),
-    "requests that were never heard of may finish": Table(
-        {"a": 2},
-        [
-            Step({"a": 2}, {"a": 0}, ["chunked_prefill | 0:0+2"], "a", finished=("x", "y")),
-            Step({"a": 1}, {}, ["token_generation 0"], "a", finished=("x",)),
-        ],
-    ),
     "a step without tokens runs nothing": Table(
         {"a": 2, "b": 3},
         [
             Step({"a": 2}, {"a": 0}, ["chunked_prefill | 0:0+2"], "a"),
-            Step({}, {}, [], "", finished=("a",)),
+            Step({}, {}, [], "", finished=("a", "never heard of")),
             Step({"b": 3}, {"b": 0}, ["chunked_prefill | 0:0+3"], "b"),
             Step({}, {}, [], ""),
             Step({"b": 1}, {}, ["token_generation 0"], "b"),
@@ -167,13 +109,6 @@ TABLES = {
         [
             Step({"a": 60}, {"a": 1}, [f"chunked_prefill | 1:{at}+{min(8, 60 - at)}" for at in range(0, 60, 8)], ""),
             Step({"a": 4}, {}, ["chunked_prefill | 1:60+4"], "a"),
-        ],
-    ),
-    "the last row of a slot may be a decode": Table(
-        {"a": 63},
-        [
-            Step({"a": 63}, {"a": 0}, [f"chunked_prefill | 0:{at}+{min(8, 63 - at)}" for at in range(0, 63, 8)], "a"),
-            Step({"a": 1}, {}, ["token_generation 0"], "a"),
         ],
     ),
     "one slot alternates between chunks and decodes": Table(

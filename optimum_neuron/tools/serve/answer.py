@@ -151,7 +151,7 @@ class ServedAnswer:
         if index not in self._open:
             return  # a stop string has ended it, or the client is gone
         try:
-            piece = self._make_piece(index, self._check_item(item), now)
+            piece = self._make_piece(index, item, now)
         except Exception as error:  # `pieces` raises it
             self._end_with(error, "error")
             return
@@ -166,26 +166,23 @@ class ServedAnswer:
             slow = f"{_MOST_UNREAD:,} pieces of the answer are not read; read faster"
             self._end_with(ApiError(slow, status=408), "abort")
 
-    def _check_item(self, item: Item) -> TokenEvent:
-        if isinstance(item, TokenEvent):
-            return item
+    def _make_piece(self, index: int, item: Item, now: float) -> Piece:
+        choice, request, times = self._choices[index], self._requests[index], self._times[index]
         if isinstance(item, RequestFailedError):
             raise server_error(str(item), code="request_failed") from item
         if isinstance(item, EngineStoppedError):
             raise server_error(str(item), status=503, code="engine_stopped") from item
         if isinstance(item, BaseException):
             raise item
-        raise server_error("the server ended before the answer did", status=503, code="draining")
-
-    def _make_piece(self, index: int, event: TokenEvent, now: float) -> Piece:
-        choice, request, times = self._choices[index], self._requests[index], self._times[index]
+        if not isinstance(item, TokenEvent):
+            raise server_error("the server ended before the answer did", status=503, code="draining")
         self._metrics.count_token(times, now, len(request.prompt_token_ids))
         if times.last is None:
-            times.started, times.first = event.started, now
+            times.started, times.first = item.started, now
         times.last = now
-        piece = choice.take_token(event)
+        piece = choice.take_token(item)
         if piece.finish_reason is not None:
             self._count_ended(index, piece.finish_reason, now)
-            if event.finish_reason is None:  # a stop string, which the engine does not know
+            if item.finish_reason is None:  # a stop string, which the engine does not know
                 self._service.abort_request(request.request_id)
         return piece

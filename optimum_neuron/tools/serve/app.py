@@ -38,11 +38,11 @@ from .metrics import CONTENT_TYPE, Metrics
 from .prompts import PromptEncoder
 from .protocol import Asked, read_chat, read_completion, unknown_model
 from .tracing import Tracing
-from .writing import AnswerWriter, ChatForm, CompletionForm, Form
+from .writing import AnswerWriter, ChatForm, CompletionForm
 
 
 # The reader of a body, and the form of its answers.
-Kind = tuple[Callable[[Mapping[str, Any], LoadedModel], Asked], Form]
+Kind = tuple[Callable[[Mapping[str, Any], LoadedModel], Asked], CompletionForm]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class AnswerRoute:
         except ClientGoneError:
             pass  # no answer is read any more
 
-    def _read_request(self, body: bytearray) -> tuple[Form, Asked]:
+    def _read_request(self, body: bytearray) -> tuple[CompletionForm, Asked]:
         data = read_object(body)
         read, form = self.kind_of(data)
         return form, read(data, self.served)

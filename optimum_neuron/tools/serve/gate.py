@@ -38,8 +38,7 @@ class Gate:
     """The count of requests to the engine, of which one HTTP request may make several. Only the event loop's thread uses it.
 
     Args:
-        slots: requests that run at once.
-        max_queue: further ones that may wait for a slot.
+        slots, max_queue: requests that run at once, and further ones that may wait for a slot.
         stopped: reason why the engine takes no more requests; None where it does.
 
     Attributes:
@@ -69,15 +68,12 @@ class Gate:
         self.check_open()
         room = self.slots + self.max_queue
         if count > room:
-            raise ApiError(
-                f"the request has {count} prompts and choices, and the server takes in {room} at once (batch_size={self.slots} and "
-                f"--max-queue {self.max_queue}); send fewer",
-                param="n",
-            )
+            text = f"the request has {count} prompts and choices, and the server takes in {room} at once"
+            sizes = f"batch_size={self.slots} and --max-queue {self.max_queue}"
+            raise ApiError(f"{text} ({sizes}); send fewer", param="n")
         if self.live + count > room:
-            wait = max(
-                1, min(_MOST_WAIT, math.ceil(self.mean_seconds * (self.live - self.slots + count) / self.slots))
-            )
+            needed = math.ceil(self.mean_seconds * (self.live - self.slots + count) / self.slots)
+            wait = max(1, min(_MOST_WAIT, needed))
             raise ApiError(
                 f"{self.live} requests run or wait, and the server takes in {room} at once; try again in {wait} s",
                 status=429,
@@ -97,14 +93,12 @@ class Admission:
         gate.live += count
 
     def leave_one(self) -> None:
-        """Let a request that has ended leave."""
         self._count -= 1
         self._gate.live -= 1
         mean, seconds = self._gate.mean_seconds, time.perf_counter() - self._start
         self._gate.mean_seconds += (seconds - mean) * (_NEWEST if mean else 1.0)
 
     def leave_all(self) -> None:
-        """Let all others leave."""
         self._gate.live -= self._count
         self._count = 0
 
@@ -131,12 +125,7 @@ class Body:
         self._size = 0
 
     async def read_all(self, scope: Scope, receive: Receive) -> bytearray:
-        """Return all of it.
-
-        Raises:
-            ApiError: it is too large, comes too slowly, or other bodies leave no room for it.
-            ClientGoneError: the client closed its connection before its end.
-        """
+        """Return all of it; raise ApiError where it is too large, comes too slowly, or other bodies leave no room for it."""
         announced = Headers(scope=scope).get("content-length", "")
         self._check_size(int(announced) if announced.isdecimal() else 0)
         try:

@@ -32,14 +32,7 @@ _LABEL = "model_name"
 
 @dataclass
 class Times:
-    """Moments of a request of the engine, by `time.perf_counter()`; None: it did not come.
-
-    Attributes:
-        arrived: its HTTP request came.
-        queued: the engine got it.
-        started: it had a slot, and its prompt began.
-        first, last: its tokens came.
-    """
+    """Moments of a request, by `time.perf_counter()`: its HTTP request came, the engine got it, it had a slot, tokens came."""
 
     arrived: float
     queued: float | None = None
@@ -117,11 +110,9 @@ class Metrics:
             self._histograms[key].observe(value)
 
     def count_refused(self, status: int) -> None:
-        """Count an HTTP request without answer."""
         self._refused.labels(self._name, str(status)).inc()
 
     def to_text(self) -> bytes:
-        """Return Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -138,12 +129,7 @@ class EngineCollector(Collector):
         waiting = max(self._gate.live - running, 0)
         used = statistics.blocks_in_use / (config.batch_size if config.kv_block_size is None else config.kv_blocks)
         queried = statistics.prompt_tokens + statistics.prefix_hit_tokens
-        uses = list(statistics.graphs.items())
-        runs = [((graph,), use.runs) for graph, use in uses]
-        tokens = [((graph,), use.tokens) for graph, use in uses]
-        padding = [((graph,), use.padding) for graph, use in uses]
-        shares = [((graph,), use.padding / max(use.padding + use.tokens, 1)) for graph, use in uses]
-        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        gauge, counter, model = GaugeMetricFamily, CounterMetricFamily, self._served.name
         for kind, name, text, value in (
             (gauge, "num_requests_running", "Requests that have a slot.", running),
             (gauge, "num_requests_waiting", "Requests that wait for a slot.", waiting),
@@ -154,21 +140,27 @@ class EngineCollector(Collector):
             (counter, "prefix_cache_hits", "Of these, tokens that were reused.", statistics.prefix_hit_tokens),
             (counter, "num_preemptions", "How often a request gave its blocks back.", statistics.preemptions),
             (counter, "engine_steps", "Steps, each a run of a graph.", statistics.steps),
-            (counter, "graph_runs", "Runs of each graph.", runs),
-            (counter, "graph_tokens", "Tokens of requests that they computed.", tokens),
-            (counter, "graph_padding_tokens", "Their room for tokens that stayed empty.", padding),
+        ):
+            family = kind(PREFIX + name, text, labels=[_LABEL])
+            family.add_metric([model], value)
+            yield family
+        uses = dict(statistics.graphs)
+        shares = [use.padding / max(use.padding + use.tokens, 1) for use in uses.values()]
+        for kind, name, text, values in (
+            (counter, "graph_runs", "Runs of each graph.", [use.runs for use in uses.values()]),
+            (counter, "graph_tokens", "Tokens of requests that they computed.", [use.tokens for use in uses.values()]),
+            (counter, "graph_padding_tokens", "Their empty room for tokens.", [use.padding for use in uses.values()]),
             (gauge, "graph_padding_share", "Of all its runs' tokens, the padding.", shares),
         ):
-            by_graph = isinstance(value, list)
-            family = kind(PREFIX + name, text, labels=[_LABEL, "graph"] if by_graph else [_LABEL])
-            for labels, each in value if by_graph else [((), value)]:
-                family.add_metric([self._served.name, *labels], each)
+            family = kind(PREFIX + name, text, labels=[_LABEL, "graph"])
+            for graph, value in zip(uses, values, strict=True):
+                family.add_metric([model, graph], value)
             yield family
         counts = statistics.step_tokens.copy()  # at once: a step may add one
-        family = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of each step.", labels=[_LABEL])
+        steps = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of each step.", labels=[_LABEL])
         buckets = [
             (floatToGoString(most), sum(count for size, count in counts.items() if size <= most))
             for most in (*_STEP, math.inf)
         ]
-        family.add_metric([self._served.name], buckets, sum(size * count for size, count in counts.items()))
-        yield family
+        steps.add_metric([model], buckets, sum(size * count for size, count in counts.items()))
+        yield steps

@@ -52,14 +52,10 @@ class PromptEncoder:
         self._reserved.update(tokenizer.special_tokens_map)
 
     async def run_long(self, work: Callable[[], T]) -> T:
-        """Do other long work in the thread of long texts."""
         return await self._long.run_work(work)
 
     async def encode_prompts(self, asked: Asked, *, is_long: bool) -> list[Sequence[int]]:
-        """Return the token ids of each prompt.
-
-        Args:
-            is_long: whether that may take long: nothing short waits for it.
+        """Return the token ids of each prompt; nothing short waits for what may take long.
 
         Raises:
             ApiError: a prompt is empty, does not fit with the new tokens, or its chat template fails.
@@ -77,7 +73,6 @@ class PromptEncoder:
         return prompts
 
     def close(self) -> None:
-        """End the threads."""
         for lane in (self._short, self._long):
             lane.thread.shutdown(cancel_futures=True)
 

@@ -24,13 +24,9 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for the chat template.
+    """Messages for the chat template, with the number of characters of their texts and further values that it may read.
 
-    Attributes:
-        characters: number of characters of their texts.
-        begins_answer: whether the prompt ends with the beginning of an answer.
-        continues_last: whether the answer continues the last message.
-        options: further values that the template may read.
+    The prompt ends with the beginning of an answer, or the answer continues the last message.
     """
 
     messages: list[dict[str, Any]]
@@ -50,15 +46,12 @@ class Asked:
 
     Attributes:
         n: choices of each prompt.
-        max_tokens: most tokens of a choice; None: as many as fit.
-        limit: the client's name of that.
-        sampling: keywords of `generate`; what they leave out follows the artifact's defaults.
-        stop: texts that end a choice; None: those of the artifact's defaults.
-        special_tokens: whether the tokenizer adds its special tokens to a text.
+        max_tokens, limit: most tokens of a choice, None: as many as fit; and the client's name of that.
+        sampling, stop: keywords of `generate`, and texts that end a choice; the rest follows the artifact's defaults.
         logprobs: number of most likely tokens for each token; None: no log-probabilities.
-        include_usage: whether a stream ends with the counts.
-        continuous_usage: whether each of its events has those so far.
+        include_usage, continuous_usage: whether a stream ends with the counts, and each of its events has those so far.
         return_token_ids: whether the answer has token ids, of the prompt and of each piece.
+        special_tokens: whether the tokenizer adds its special tokens to a text.
     """
 
     prompts: Sequence[Prompt]

@@ -44,15 +44,7 @@ WRITE_SECONDS, SLOWEST_READER = 30.0, 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The options of `optimum-cli neuron serve`.
-
-    Attributes:
-        name: the model's name in requests.
-        max_queue: requests that may wait for a slot.
-        drain_timeout: seconds from a signal to the end of requests that have no answer.
-        step_timeout: seconds that a step of the engine may take.
-        otlp_traces_endpoint: address of the collector of spans; None: no spans.
-    """
+    """The options of `optimum-cli neuron serve`; times are in seconds."""
 
     artifact: Path
     name: str
@@ -77,12 +69,7 @@ class LoadedApp(NamedTuple):
 
 @contextmanager
 def load_app(options: ServerOptions) -> Iterator[LoadedApp]:
-    """Load the artifact and start its engine, which ends with the context.
-
-    Raises:
-        ValueError: the artifact has no tokenizer.
-        ImportError: spans are asked for, and OpenTelemetry is not installed.
-    """
+    """Load the artifact and start its engine, which ends with the context; raise ValueError where it has no tokenizer."""
     endpoint = options.otlp_traces_endpoint
     with ExitStack() as life:
         tracing = None if endpoint is None else life.enter_context(closing(Tracing(endpoint, options.name)))
@@ -126,7 +113,6 @@ class WatchedConnection(H11Protocol):
 
     @property
     def is_late(self) -> bool:
-        """True where the client has let the server wait for too long."""
         waited = self.loop.time() - self._since
         if self.flow.write_paused:
             read = max(self._unsent - self.transport.get_write_buffer_size(), 0)
@@ -193,21 +179,13 @@ class DrainingServer(uvicorn.Server):
             closing.cancel()
 
     def _close_connections(self, *, late_ones: bool = False) -> None:
-        """Close all connections, or only those of clients that let the server wait for too long."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, WatchedConnection) and (connection.is_late or not late_ones):
                 connection.transport.abort()
 
 
 def serve_artifact(options: ServerOptions, listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, then until the last request has its answer, or the time for that is over.
-
-    Args:
-        listening: socket at the address; connections wait until the model is loaded.
-
-    Raises:
-        ValueError: the artifact has no tokenizer.
-    """
+    """Serve at a listening socket until SIGTERM or SIGINT, then until the last request has its answer, or the time for that is over."""
     with load_app(options) as loaded:
         announce_server(options, loaded.served.config, listening)
         stop = partial(loaded.served.service.close, timeout=LAST_READS)

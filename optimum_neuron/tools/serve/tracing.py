@@ -60,10 +60,6 @@ class Tracing:
     Args:
         endpoint: address of the collector.
         model: the model's name in requests.
-
-    Raises:
-        ImportError: OpenTelemetry is not installed.
-        ValueError: the environment names a protocol that is not known.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
@@ -85,14 +81,7 @@ class Tracing:
     def add_span(
         self, headers: Mapping[str, str], request: Request, n: int, times: Times, tokens: int, reason: str
     ) -> None:
-        """Make the span of a request of the engine that has just ended.
-
-        Args:
-            headers: headers of its HTTP request: `traceparent` names the span above it.
-            n: choices of each prompt.
-            tokens: number of tokens that it got.
-            reason: stop, length, abort or error.
-        """
+        """Make the span of a request that has just ended after so many tokens; `traceparent` of the headers names the one above it."""
         now, wall = time.perf_counter(), time.time_ns()
         attributes: dict[str, Any] = {
             "gen_ai.request.id": request.request_id,

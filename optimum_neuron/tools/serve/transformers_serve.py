@@ -68,12 +68,8 @@ def take_over() -> None:
     model_manager.ModelManager, utils.CBGenerateManager = NeuronModelManager, NeuronBatches
 
 
-def run_command() -> None:
+if __name__ == "__main__":
     take_over()
     command = typer.Typer(add_completion=False)
     command.command()(Serve)
     command()
-
-
-if __name__ == "__main__":
-    run_command()

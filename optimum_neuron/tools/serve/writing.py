@@ -14,61 +14,6 @@ from .http import ApiError, EventSender, to_json
 from .protocol import Asked
 
 
-class ChatForm:
-    """Answers to chats, in OpenAI's form."""
-
-    prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
-
-    def top_members(self, prompt: list[int]) -> dict[str, Any]:
-        """Return members of an answer with token ids, or of its stream's first event: all choices have one prompt."""
-        return {"prompt_token_ids": prompt}
-
-    def begin_choices(self, index: int) -> list[dict[str, Any]]:
-        """Return choices of the events before the first piece: the role."""
-        return [_delta_choice(index, {"role": "assistant", "content": ""})]
-
-    def piece_choices(
-        self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None
-    ) -> list[dict[str, Any]]:
-        """Return choices of the events of a piece, one each; with a prompt, the first has token ids."""
-        events = []
-        if piece.text or piece.scored:
-            events.append(_delta_choice(index, {"content": piece.text}, self._logprobs_json(piece.scored, logprobs)))
-        if piece.finish_reason is not None:
-            ending = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
-            events.append(_delta_choice(index, {}) | ending)
-        if prompt is not None:
-            events[0]["token_ids"] = piece.token_ids
-        return events
-
-    def whole_choice(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
-        """Return a choice that is sent at once."""
-        choice = {
-            "index": index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": self._logprobs_json(piece.scored, logprobs),
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-        return choice | ({"token_ids": piece.token_ids} if prompt is not None else {})
-
-    def _logprobs_json(self, scored: tuple[ScoredToken, ...], count: int | None) -> dict[str, Any] | None:
-        def to_dict(token_id: int, logprob: float) -> dict[str, Any]:
-            text, known = self._texts.token_text(token_id), self._texts.token_bytes(token_id)
-            return {"token": text, "logprob": _finite_logprob(logprob), "bytes": known}
-
-        if count is None:
-            return None
-        content = [
-            to_dict(each.token_id, each.logprob) | {"top_logprobs": [to_dict(*other) for other in each.top]}
-            for each in scored
-        ]
-        return {"content": content, "refusal": None}
-
-
 class CompletionForm:
     """Answers to completions, in OpenAI's form: each choice has a prompt."""
 
@@ -78,17 +23,21 @@ class CompletionForm:
         self._texts = texts
 
     def top_members(self, prompt: list[int]) -> dict[str, Any]:
+        """Return members of an answer with token ids, or of its stream's first event."""
         return {}
 
     def begin_choices(self, index: int) -> list[dict[str, Any]]:
+        """Return choices of the events before the first piece."""
         return []
 
     def piece_choices(
         self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None
     ) -> list[dict[str, Any]]:
+        """Return choices of the events of a piece, one each; with a prompt, they have token ids."""
         return [self.whole_choice(index, piece, logprobs, prompt)]
 
     def whole_choice(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
+        """Return a choice that is sent at once."""
         choice = {
             "index": index,
             "text": piece.text,
@@ -114,7 +63,52 @@ class CompletionForm:
         }
 
 
-Form = ChatForm | CompletionForm
+class ChatForm(CompletionForm):
+    """Answers to chats, in OpenAI's form: all choices have one prompt."""
+
+    prefix, whole_object, piece_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def top_members(self, prompt: list[int]) -> dict[str, Any]:
+        return {"prompt_token_ids": prompt}
+
+    def begin_choices(self, index: int) -> list[dict[str, Any]]:
+        return [_delta_choice(index, {"role": "assistant", "content": ""})]
+
+    def piece_choices(
+        self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None
+    ) -> list[dict[str, Any]]:
+        events = []
+        if piece.text or piece.scored:
+            scores = None if logprobs is None else self._logprobs_json(piece.scored)
+            events.append(_delta_choice(index, {"content": piece.text}, scores))
+        if piece.finish_reason is not None:
+            ending = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+            events.append(_delta_choice(index, {}) | ending)
+        if prompt is not None:
+            events[0]["token_ids"] = piece.token_ids
+        return events
+
+    def whole_choice(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "logprobs": None if logprobs is None else self._logprobs_json(piece.scored),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        return choice | ({"token_ids": piece.token_ids} if prompt is not None else {})
+
+    def _logprobs_json(self, scored: tuple[ScoredToken, ...]) -> dict[str, Any]:
+        def describe_token(token_id: int, logprob: float) -> dict[str, Any]:
+            text, known = self._texts.token_text(token_id), self._texts.token_bytes(token_id)
+            return {"token": text, "logprob": _finite_logprob(logprob), "bytes": known}
+
+        content = [
+            describe_token(each.token_id, each.logprob)
+            | {"top_logprobs": [describe_token(*other) for other in each.top]}
+            for each in scored
+        ]
+        return {"content": content, "refusal": None}
 
 
 class AnswerWriter:
@@ -124,7 +118,7 @@ class AnswerWriter:
         head: members that the answer, or each event of its stream, begins with.
     """
 
-    def __init__(self, form: Form, asked: Asked, answer: ServedAnswer, head: dict[str, Any]) -> None:
+    def __init__(self, form: CompletionForm, asked: Asked, answer: ServedAnswer, head: dict[str, Any]) -> None:
         self._form, self._asked, self._answer = form, asked, answer
         self._head = {**head, "created": int(time.time())}
         # Token ids of each choice's prompt, where the answer has token ids.

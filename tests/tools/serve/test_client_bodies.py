@@ -107,18 +107,6 @@ def test_each_event_has_the_counts_so_far_where_they_are_asked_for(app: App) -> 
     assert '"usage"' not in alone.text  # as for vLLM
 
 
-def test_token_ids_are_those_of_the_engine(app: App) -> None:
-    prompt = [5, 6, 7]
-    expected = app.tokens(prompt, 12)
-    options = {"temperature": 0, "max_tokens": 12, "return_token_ids": True}
-    whole = app.complete(prompt, **options).json()["choices"][0]
-    assert whole["token_ids"] == expected and whole["prompt_token_ids"] == prompt
-    streamed = app.complete(prompt, stream=True, **options).text
-    choices = [json.loads(part.removeprefix("data: "))["choices"][0] for part in streamed.split("\n\n")[:-2]]
-    assert [token for choice in choices for token in choice["token_ids"]] == expected
-    assert choices[0]["prompt_token_ids"] == prompt and all(each["prompt_token_ids"] is None for each in choices[1:])
-
-
 def test_token_ids_of_a_chat_are_told_whole_and_in_pieces(app: App) -> None:
     async def ask(client: openai.AsyncOpenAI) -> list[Any]:
         options: dict[str, Any] = {"model": NAME, "messages": CHAT, "temperature": 0, "max_tokens": 9, "n": 2}

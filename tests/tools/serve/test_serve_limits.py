@@ -116,21 +116,6 @@ def test_a_client_that_goes_away_frees_its_slot_and_others_keep_their_tokens(app
     assert app.metric("generation_tokens_total") < 50 * (SLOTS + 2)
 
 
-def test_a_client_that_does_not_read_keeps_no_place_once_the_engine_is_done(app: App) -> None:
-    async def main() -> None:
-        client = visit(app, "Hi", n=2)
-        client.reads.clear()
-        await wait_for(lambda: app.gate.live == 2)
-        await wait_for(lambda: app.gate.live == 0)
-        assert not client.task.done()
-        client.reads.set()
-        await client.end()
-        assert client.status == 200 and client.events[-1] == "[DONE]"
-
-    run(main)
-    assert app.metric("request_success_total", finished_reason="length") == 2
-
-
 def test_what_a_client_does_not_read_has_a_bound(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optimum_neuron.tools.serve.answer._MOST_UNREAD", 5)
 

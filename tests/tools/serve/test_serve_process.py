@@ -241,24 +241,18 @@ def test_who_has_no_answer_when_the_time_of_a_servers_end_is_over_is_told(cpu: P
         assert "1 requests got no answer within 0.2 s" in server.process.stderr.read()
 
 
-def test_a_server_that_ends_listens_until_the_last_request_has_left() -> None:
+def test_a_server_that_ends_listens_until_the_last_request_has_left_or_a_second_signal_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gate = Gate(slots=1, max_queue=0, stopped=lambda: None)
     server = DrainingServer(lambda: None, gate, 60, gate.check_open)  # type: ignore[arg-type]
-    ticks = [asyncio.run(server.on_tick(1))]
+    ticks, raised = [asyncio.run(server.on_tick(1))], []
     with gate.admit_requests(1):
         server.handle_exit(signal.SIGTERM, None)
         ticks.append(asyncio.run(server.on_tick(2)))
     ticks.append(asyncio.run(server.on_tick(3)))
     assert ticks == [False, False, True]
-
-
-def test_a_second_signal_ends_a_process_at_once(cpu: Path) -> None:
-    with serving(cpu) as server:
-        stream = long(server, stream=True)
-        next(stream)
-        server.process.send_signal(signal.SIGINT)
-        server.wait(lambda: not is_up(server))
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(PATIENCE) == -signal.SIGINT
-        with pytest.raises(openai.APIConnectionError):
-            list(stream)
+    for name in ("signal", "raise_signal"):
+        monkeypatch.setattr(signal, name, lambda *given: raised.append(given))
+    server.handle_exit(signal.SIGINT, None)
+    assert raised == [(signal.SIGINT, signal.SIG_DFL), (signal.SIGINT,)]

@@ -100,12 +100,9 @@ def test_clients_of_transformers_serve_get_the_same_from_an_artifact_and_from_ou
     assert httpx2.get(f"{of_artifact.url}/health").status_code == 200
 
 
-@pytest.mark.parametrize("batching", [False, True])
-def test_several_clients_at_once_get_what_each_gets_alone(
-    serve: Callable[..., Any], artifact: Path, sharp_checkpoints: dict[str, Path], batching: bool
-) -> None:
+def test_several_clients_at_once_get_what_each_gets_alone(serve: Callable[..., Any], artifact: Path) -> None:
     """Also those that say no length, for which transformers serve takes 1,024 tokens, and one that asks for a penalty."""
-    server = serve(artifact, continuous_batching=batching)
+    server = serve(artifact, continuous_batching=True)
     plain = NeuronModelForCausalLM.from_pretrained(artifact)
     tokenizer = AutoTokenizer.from_pretrained(artifact)
     while not server.server.started:
@@ -126,12 +123,11 @@ def test_several_clients_at_once_get_what_each_gets_alone(
         ({"max_tokens": 9, "frequency_penalty": 0.9}, expected("text 3", max_new_tokens=9, repetition_penalty=1.9)),
         ({"max_tokens": 9}, expected("text 4", max_new_tokens=9)),
     ]
+    chats = [[{"role": "user", "content": f"text {number}"}] for number in range(len(wanted))]
     with ThreadPoolExecutor(len(wanted)) as threads:
         answers = [
-            threads.submit(
-                ask, "chat", model=str(artifact), messages=[{"role": "user", "content": f"text {number}"}], **options
-            )
-            for number, (options, _) in enumerate(wanted)
+            threads.submit(ask, "chat", model=str(artifact), messages=chat, **options)
+            for chat, (options, _) in zip(chats, wanted, strict=True)
         ]
     # A stream leaves out a character of which the last bytes are missing.
     assert [answer.result().rstrip("\ufffd") for answer in answers] == [text.rstrip("\ufffd") for _, text in wanted]

@@ -45,10 +45,6 @@ def serve_replicas(
         fewest, most: replicas; between them Ray follows the load.
         target: requests of a replica, running and waiting, above which Ray adds one; None: as many as run at once.
         joins: whether the cluster is the one that RAY_ADDRESS names, as `set_ray_environment` returns it.
-
-    Raises:
-        ValueError: the machines have no room for so many.
-        RuntimeError: a replica does not load, or the Neuron devices do not fit.
     """
     options = replace(options, artifact=options.artifact.absolute())  # Ray's processes have other working folders
     artifact = Artifact.open(options.artifact)
@@ -116,9 +112,6 @@ def replica_resources(nodes: Sequence[Mapping[str, float]], replicas: int, ranks
     """Return what each replica takes of its machine: a share of its cores, and a Neuron core for each rank.
 
     OMP_NUM_THREADS is the share where it is set; Ray sets it for the replica where it is not.
-
-    Raises:
-        ValueError: the nodes have too few cores.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     cores = [int(node.get("CPU", 0)) for node in nodes]

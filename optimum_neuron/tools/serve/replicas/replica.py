@@ -35,15 +35,17 @@ class Replica:
     """A loaded model that answers the front's calls. Ray Serve makes it, asks for its health and ends it.
 
     Args:
-        digest: of the artifact that all replicas load.
-
-    Raises:
-        ValueError: this machine has another artifact at that path, or the artifact has no tokenizer.
-        FileNotFoundError: this machine has no artifact at that path.
+        digest: of the artifact that all replicas load; ValueError where this machine has another one at that path.
     """
 
     def __init__(self, options: ServerOptions, digest: str) -> None:
-        _stay_inside()
+        if (
+            ray.util.get_node_ip_address() == _LOOPBACK
+        ):  # Ray 2.60 binds its channel to all interfaces, and has no option for it
+            from ray.serve._private import replica
+
+            bind = replica.add_port_to_grpc_server
+            replica.add_port_to_grpc_server = lambda server, _: bind(server, f"{_LOOPBACK}:0")
         self._life = ExitStack()
         found = manifest_digest(options.artifact)
         if found != digest:
@@ -68,10 +70,7 @@ class Replica:
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
         """Yield the messages of the response, as many at once as there are. The first list brings the first token.
 
-        An iteration that ends before the response does aborts the request.
-
-        Raises:
-            ReplicaClosedError: there is no answer, as the engine has stopped.
+        An iteration that ends before the response does aborts the request. ReplicaClosedError: the engine has stopped.
         """
         incoming, outgoing = asyncio.Queue[Message](), asyncio.Queue[Message | None]()
         incoming.put_nowait({"type": "http.request", "body": body})
@@ -92,15 +91,3 @@ class Replica:
                 logger.error("the replica failed", exc_info=error)
         finally:
             task.cancel()
-
-
-def _stay_inside() -> None:
-    """On a node of the loopback, have Ray Serve's own channel to this replica listen there.
-
-    Ray 2.60 binds it to all interfaces, and has no option for it.
-    """
-    if ray.util.get_node_ip_address() == _LOOPBACK:
-        from ray.serve._private import replica
-
-        bind = replica.add_port_to_grpc_server
-        replica.add_port_to_grpc_server = lambda server, _: bind(server, f"{_LOOPBACK}:0")
