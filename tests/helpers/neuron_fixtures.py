@@ -39,7 +39,7 @@ def lowered_once() -> Iterator[None]:
     if importlib.util.find_spec("torch_xla") is None:
         yield
         return
-    from optimum_neuron.targets.neuron.lowering import lower_all, token_regions, weight_uses
+    from optimum_neuron.targets.neuron.lowering import lower_all, split_tokens, weight_uses
 
     graphs: dict[Any, list[Any]] = {}
     layouts: dict[Any, Any] = {}
@@ -47,7 +47,7 @@ def lowered_once() -> Iterator[None]:
 
     def key(model_config: str, config: NeuronConfig, *others: object) -> tuple[object, ...]:
         # What tests change of a model's code or of the lowering, too.
-        changed = (LlamaMLP.forward, lower_all.NEURON_OPS, weight_uses.use_stored_weights, token_regions.COLLECTIVE_S)
+        changed = (LlamaMLP.forward, lower_all.NEURON_OPS, weight_uses.use_stored_weights, split_tokens.COLLECTIVE_S)
         by_chip = "experts" in model_config or config.tensor_parallel_size > 1
         same = config if by_chip else dataclasses.replace(config, target="hlo")
         return (model_config, same, *others, changed)

@@ -27,8 +27,7 @@ from ...step.state_specs import BY_TOKEN
 from ...step.step import StepModule
 from ...targets.eager import EagerExecutable
 from ...targets.neuron.graphs.io import CACHE, COPIES, COPY_SLOT, KEEP_STATE, cut_dim
-from ...targets.neuron.sharding.plan import ShardPlan
-from ...targets.neuron.sharding.rules import PADDING
+from ...targets.neuron.sharding.plan import PADDING, ShardPlan
 from .random_blocks import gathered_spec
 from .recording import RecordedStep, drawn_name, state_history
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sampler runs behind a step where a row in use is to be drawn, and behind no other step."""
+"""A sampler runs after a step where a row in use is to be drawn, and after no other step."""
 
 from __future__ import annotations
 
@@ -51,25 +51,15 @@ def test_a_sampler_is_told_whose_token_each_row_draws() -> None:
 
 
 @pytest.mark.parametrize("group", ["decode", "chunk"])
-def test_a_greedy_step_runs_none_and_a_row_that_is_drawn_runs_its_own(group: str) -> None:
+def test_a_greedy_step_runs_none_and_a_row_in_use_that_is_drawn_runs_its_own(group: str) -> None:
     found, inputs = _step(MIXED)
     assert not any(each.is_due(list(inputs.values())) for each in found)
     inputs[f"{group}.sampling_params"][1] = SAMPLED
     due = [each.graph for each in found if each.is_due(list(inputs.values()))]
     assert due == [SAMPLERS[group]]
-
-
-@pytest.mark.parametrize("group", ["decode", "chunk"])
-def test_an_idle_row_is_not_drawn_whatever_it_says(group: str) -> None:
-    found, inputs = _step(MIXED)
-    inputs[f"{group}.sampling_params"][1] = SAMPLED
-    inputs[f"{group}.position_ids"][1] = -1
+    inputs[f"{group}.position_ids"][1] = -1  # an idle row
     assert not any(each.is_due(list(inputs.values())) for each in found)
-
-
-def test_a_temperature_that_is_no_number_is_greedy_as_in_the_sampler() -> None:
-    found, inputs = _step(MIXED)
-    inputs["decode.sampling_params"][:, 2] = np.nan
+    inputs["decode.sampling_params"][:, 2] = np.nan  # is greedy, as in the sampler
     assert not any(each.is_due(list(inputs.values())) for each in found)
 
 

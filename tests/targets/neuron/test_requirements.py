@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What graphs in HLO need is named where it is missing, with the remedy."""
+"""What graphs need here, which codes targets read, and what ranks hold of a cache's state."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from optimum_neuron.checkpoints.quantize.rounding import round_fp8, round_int8
+from optimum_neuron.step.features.codes.modules import QuantizedLinear
+from optimum_neuron.targets.neuron.operators.codes import check_weight_types
+from optimum_neuron.targets.neuron.run.load_plan import join_states, split_state
 from optimum_neuron.targets.neuron.sdk import stacks as requirements
+from optimum_neuron.targets.neuron.sharding.plan import PADDING
+from optimum_neuron.tools.certify.reference import real_heads, take_part
 
 
 def test_what_reads_graphs_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,3 +23,43 @@ def test_what_reads_graphs_is_named_where_it_is_missing(monkeypatch: pytest.Monk
         requirements.check_reading()
     with pytest.raises(RuntimeError, match="graphs in HLO need protobuf, which is not installed with torch"):
         requirements.check_lowering()
+
+
+def model(largest: float) -> nn.Module:
+    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    layers = {"first": QuantizedLinear(round_int8(weight)), "second": QuantizedLinear(round_fp8(weight, largest))}
+    return nn.ModuleDict(layers)
+
+
+def test_codes_that_a_target_lacks_or_reads_as_infinity_are_refused() -> None:
+    for target in ("hlo", "trn2", "trn3"):
+        check_weight_types(model(240.0), target)
+    check_weight_types(model(448.0), "trn3")
+    told = "second has codes of fp8 up to 448, and the largest of target='trn2' is 240; use target='trn3', or pass --dequantize"
+    with pytest.raises(ValueError, match=told):
+        check_weight_types(model(448.0), "trn2")
+    for target in ("inf2", "trn1"):
+        with pytest.raises(ValueError, match=f"second has weights of fp8, a type that target='{target}' lacks"):
+            check_weight_types(model(240.0), target)
+
+
+def test_codes_that_are_no_numbers_are_refused() -> None:
+    broken = model(240.0)
+    broken["second"].codes.view(torch.uint8)[3, 2] = 0x7F  # type: ignore[index]
+    with pytest.raises(ValueError, match="codes of fp8 up to nan"):
+        check_weight_types(broken, "trn2")
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 4, 5, 2), 1), ((3, 2, 4), 2)])
+def test_the_parts_of_a_state_are_its_heads_or_its_channels(shape: tuple[int, ...], dim: int) -> None:
+    state = torch.randn(shape)
+    parts = [torch.from_numpy(each) for each in split_state(state.numpy(), 2)]
+    assert [each.shape[dim] for each in parts] == [2, 2]
+    assert np.array_equal(join_states([each.numpy() for each in parts]), state)
+    for rank, own in enumerate(parts):
+        assert torch.equal(take_part(state, (2 * rank, 2 * rank + 1)), own)
+    padded = take_part(state, (3, PADDING))
+    assert torch.equal(padded.select(dim, 0), state.select(dim, 3)) and not padded.select(dim, 1).any()
+    assert real_heads((3, PADDING)) == [0] and real_heads((3, 2)) is None
+    with pytest.raises(ValueError, match="a state of 4 heads or channels is not that of 3 ranks"):
+        split_state(state.numpy(), 3)

@@ -24,7 +24,7 @@ from optimum_neuron.step.spec import PROMPT_LOGITS
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.lint.lint import installed_operators, lint_artifact
 from optimum_neuron.targets.neuron.lowering import lower_all as rank_model
-from optimum_neuron.targets.neuron.lowering import token_regions
+from optimum_neuron.targets.neuron.lowering import split_tokens
 
 
 KINDS = (
@@ -78,7 +78,7 @@ def test_an_artifact_whose_ranks_split_the_tokens_of_chunks_is_certified(
 ) -> None:
     """At a latency at which the rule splits the tokens of a mixed graph and of chunks, and not those of decode rows."""
     neuron_sdk("trn2", "lite")
-    monkeypatch.setattr(token_regions, "COLLECTIVE_S", 2e-9)
+    monkeypatch.setattr(split_tokens, "COLLECTIVE_S", 2e-9)
     path = export_tiny(
         sharp_checkpoints["llama"],
         tmp_path / "ranks",

@@ -25,6 +25,7 @@ from optimum_neuron.targets.neuron.lowering import decompositions, xla_trace
 from optimum_neuron.targets.neuron.lowering import graph_modules as score_module
 from optimum_neuron.targets.neuron.lowering import lower_all as rank_model
 from optimum_neuron.targets.neuron.lowering.graph_modules import SlotCopy
+from optimum_neuron.targets.neuron.operators import collectives
 from optimum_neuron.tools.certify.host_ranks import LoweredModule
 
 
@@ -242,11 +243,11 @@ def sound_ranks(two_ranks: Case) -> dict[str, LoweredModule]:
 def test_a_dropped_collective_is_found(two_ranks: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def dropped(original: Any, target: Any, args: Any, world_size: int) -> Tensor:
-        calls.append(target)
-        return args[0] if len(calls) == 2 else original(target, args, world_size)
+    def dropped(original: Any, tracer: Any, target: Any, args: Any, kwargs: Any) -> Tensor:
+        calls.extend([target] * (target in (collectives.ALL_REDUCE, collectives.ALL_GATHER)))
+        return args[0] if len(calls) == 2 and target is calls[1] else original(tracer, target, args, kwargs)
 
-    wrap(monkeypatch, xla_trace, "_trace_collective", dropped)
+    wrap(monkeypatch, xla_trace._Tracer, "call_function", dropped)
     modules = two_ranks.lower("mixed")
     assert len(calls) > 2 and places(two_ranks.compare(modules))
 

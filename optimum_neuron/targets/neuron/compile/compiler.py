@@ -8,6 +8,7 @@ folders and the version of this package are in no key: no NEFF depends on them.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -21,26 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .... import progress
+from ....errors import first_line
 from ....kernels.host.processes import Processes, parallel_jobs, run_jobs
 from ...cache.entries import About
 from ...cache.store import CompileCache
 from ..graphs import hlo
 from ..graphs.io import write_graph
+from ..kernels.kernel import EnumMember, Kernel
 from ..kernels.registry import KERNELS
-from ..lowering.kernel_calls import called_kernels, without_references
+from ..lowering.kernel_calls import called_kernels, kernel_calls, without_references
+from ..rank.packages import installed_version
 from ..sdk.flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
-from .native_kernels import kernel_versions, with_native_kernels
-from .neuron_cc import (
-    DISTRIBUTION,
-    NEFF_SUFFIX,
-    CompilerCall,
-    check_compiler,
-    check_neff,
-    compiler_call,
-    compiler_version,
-    find_compiler,
-    run_compiler,
-)
+from . import neuron_cc
+from .neuron_cc import DISTRIBUTION, NEFF_SUFFIX, CompilerCall
 
 
 if TYPE_CHECKING:
@@ -52,6 +46,10 @@ CACHE_KIND = "neuron"
 # A graph of some billions of parameters takes neuronx-cc several GB; it dies by signal 9 where they are not there.
 COMPILER_MEMORY = 8 << 30
 COMPILE_TIMEOUT = 4 * 3600.0  # seconds per graph; large graphs take an hour
+# Of the targets in the page of error code EVRF015. NKI compiles a kernel for its operands where neuronx-cc runs, which looks for the file
+# there (EVRF059), so no artifact has it. Public ports of vLLM Neuron (nki/nki_compile.py) show which functions of `nki` do so.
+NATIVE_CALL = "AwsNeuronCustomNativeKernel"
+_Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,11 @@ def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) ->
     logger.info("%d of %d graphs are in the compile cache %s", len(jobs) - len(missing), len(jobs), cache.folder)
     if missing:
         _compile_missing(missing, cache, folder)
+    versions = {DISTRIBUTION: version}
+    for job in jobs:
+        versions |= kernel_versions(job.graph.hlo)
     return {
-        "versions": {DISTRIBUTION: version}
-        | {name: each for job in jobs for name, each in kernel_versions(job.graph.hlo).items()},
+        "versions": versions,
         "target": target,
         "lnc": lnc,
         "graphs": {job.graph.name: {"kind": job.graph.kind, "argv": list(job.call.argv)} for job in jobs},
@@ -93,25 +93,24 @@ def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) ->
 
 def check_environment(target: str) -> None:
     """Raise RuntimeError without a compiler, and ValueError for a variable that asks for what the target cannot do."""
-    check_compiler(target)
+    neuron_cc.check_compiler(target)
     graph_flags(target, "token_generation", *_read_environment(target))
 
 
 def find_keys(graphs: Sequence[LoweredGraph], target: str) -> dict[str, str]:
-    """Return each graph's key in the compile cache by the graph's name."""
     return {graph.name: _make_job(graph, target, *_read_environment(target)).key for graph in graphs}
 
 
 def _read_environment(target: str) -> tuple[int, str]:
-    """Return the size of a logical core, and the compiler's version."""
-    return logical_core_size(target, os.environ.get(LNC_VARIABLE)), compiler_version(find_compiler())
+    lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
+    return lnc, neuron_cc.compiler_version(neuron_cc.find_compiler())
 
 
 def _make_job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
     has_fp8 = any(each.dtype == "float8_e4m3fn" for each in graph.io.inputs)
     flags = graph_flags(target, graph.kind, lnc, version, has_fp8=has_fp8)
     key = graph_key(graph.hlo, target, flags, version)
-    return _Job(graph, compiler_call(graph.name, target, flags), key, target, lnc, version)
+    return _Job(graph, neuron_cc.compiler_call(graph.name, target, flags), key, target, lnc, version)
 
 
 def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
@@ -123,8 +122,13 @@ def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) ->
             work = scratch / f"{name}.work"
             work.mkdir()
             start = time.perf_counter()
-            with progress.stage(name, likely_seconds=statistics.median(seconds) if seconds else None):
-                _compile_graph(job, work, processes)
+            try:
+                with progress.stage(name, likely_seconds=statistics.median(seconds) if seconds else None):
+                    write_graph(replace(job.graph, hlo=with_native_kernels(job.graph.hlo, job.target, job.lnc)), work)
+                    neuron_cc.run_compiler(processes, job.call, work, COMPILE_TIMEOUT)
+                    neuron_cc.check_neff(work / (name + NEFF_SUFFIX))
+            except RuntimeError as error:
+                raise RuntimeError(f"graph {name} could not be compiled: {error}") from error
             seconds.append(time.perf_counter() - start)
             (work / (name + NEFF_SUFFIX)).rename(scratch / (name + NEFF_SUFFIX))
             shutil.rmtree(work, ignore_errors=True)
@@ -135,49 +139,82 @@ def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) ->
         run_jobs([partial(compile_one, job) for job in jobs], threads, processes.end)
 
 
-def _compile_graph(job: _Job, folder: Path, processes: Processes) -> None:
-    name = job.graph.name
-    try:
-        write_graph(replace(job.graph, hlo=with_native_kernels(job.graph.hlo, job.target, job.lnc)), folder)
-        run_compiler(processes, job.call.argv, job.call.executable, folder, job.call.environment, COMPILE_TIMEOUT)
-        check_neff(folder / (name + NEFF_SUFFIX))
-    except RuntimeError as error:
-        raise RuntimeError(f"graph {name} could not be compiled: {error}") from error
-
-
 def graph_flags(target: str, kind: str, lnc: int, version: str, *, has_fp8: bool = False) -> tuple[str, ...]:
-    """Return the compiler's options for a graph, with those of NEURON_CC_FLAGS.
-
-    Args:
-        has_fp8: whether the graph takes weights of float8_e4m3fn.
-
-    Raises:
-        ValueError: the variable asks for what the target cannot do.
-    """
+    """Return the compiler's options for a graph, with those of NEURON_CC_FLAGS; raise ValueError where a target cannot do these."""
     flags = compiler_flags(target, kind, lnc=lnc, compiler_version=version, has_fp8=has_fp8)
     return add_user_flags(flags, os.environ.get(FLAGS_VARIABLE, ""), target)
 
 
 def graph_key(data: bytes, target: str, flags: Sequence[str], version: str) -> str:
-    """Return the key of a graph's NEFF.
-
-    Args:
-        data: the graph's HLO, as an artifact has it.
-        flags: the compiler's options, with the size of a logical core.
-        version: of the compiler.
-    """
+    """Return the key of a NEFF, from a graph's HLO as an artifact has it, and the compiler's options and version."""
     described: list[object] = [DISTRIBUTION, version, target, list(flags)]
     kernels = called_kernels(data)
     if kernels:
         # What NKI is given of a kernel is not in the HLO; what is executed in the kernel's place is no part of what is compiled.
-        described += [{name: _describe_call(name) for name in sorted(kernels)}, kernel_versions(data)]
+        calls = {}
+        for name in sorted(kernels):
+            kernel = KERNELS[name]
+            arguments = {argument: repr(value) for argument, value in kernel.arguments.items()}
+            calls[name] = [kernel.module, kernel.function, list(kernel.operands), arguments]
+        described += [calls, kernel_versions(data)]
         data = hlo.serialize(without_references(hlo.parse(data)))
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     digest.update(hashlib.sha256(data).digest())
     return digest.hexdigest()
 
 
-def _describe_call(name: str) -> list[object]:
-    kernel = KERNELS[name]
-    arguments = {argument: repr(value) for argument, value in kernel.arguments.items()}
-    return [kernel.module, kernel.function, list(kernel.operands), arguments]
+def kernel_versions(data: bytes) -> dict[str, str]:
+    """Return the versions of what compiles a graph's kernels, by distribution; nothing where it calls none."""
+    packages = dict.fromkeys(each for name in sorted(called_kernels(data)) for each in KERNELS[name].packages)
+    return {each.distribution: installed_version(each.distribution) or "unknown" for each in packages}
+
+
+def with_native_kernels(data: bytes, target: str, lnc: int) -> bytes:
+    """Return a graph for neuronx-cc here, or raise RuntimeError where NKI does not compile a kernel for its operands."""
+    if not called_kernels(data):
+        return data
+    module = without_references(hlo.parse(data))
+    by_id = {each.id: each for _, each in hlo.instructions(module)}
+    made: dict[tuple[str, _Shapes], Any] = {}
+    for call, name in list(kernel_calls(module)):
+        operands = tuple(hlo.array(by_id[operand].shape) for operand in call.operand_ids)
+        if (name, operands) not in made:
+            made[name, operands] = _call_nki(KERNELS[name], operands, target, lnc)
+        config = made[name, operands]
+        found = [tuple(each.shape) for each in config.output_specs]
+        taken = [tuple(each.dimensions) for each in call.shape.tuple_shapes or [call.shape]]
+        if found != taken:
+            raise RuntimeError(f"NKI's {name} makes {found}, and the graph takes {taken}; export without --kernels")
+        # It names what NKI compiled.
+        call.custom_call_target, call.backend_config = NATIVE_CALL, bytes(config.backend_config_b64)
+    return hlo.serialize(module)
+
+
+def _call_nki(kernel: Kernel, operands: _Shapes, target: str, lnc: int) -> Any:
+    try:
+        return _build_config(kernel, operands, target, lnc)
+    except Exception as error:  # a compiler of programs raises what it likes
+        named = zip(kernel.operands, operands, strict=True)
+        shapes = ", ".join(f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in named)
+        raise RuntimeError(
+            f"NKI does not compile {kernel.name} for {shapes} ({first_line(error)}); export without --kernels"
+        ) from error
+
+
+def _build_config(kernel: Kernel, operands: _Shapes, target: str, lnc: int) -> Any:
+    function = getattr(importlib.import_module(kernel.module), kernel.function)
+    modules = ("framework.compiled", "language", "language.buffers", "language.tensor")
+    compiled, language, buffers, tensor = (importlib.import_module(f"nki.{name}") for name in modules)
+    given: dict[str, Any] = {}
+    for name, (shape, dtype) in zip(kernel.operands, operands, strict=True):
+        place = {"storage": None, "buffer": buffers.shared_hbm}
+        given[name] = tensor.NkiTensor(name=name, shape=shape, dtype=getattr(language, dtype), **place)
+    for name, each in kernel.arguments.items():
+        given[name] = each.value() if isinstance(each, EnumMember) else each
+    # What nki.jit returns keeps the function that it was given.
+    job = compiled.CompileKernel(func=getattr(function, "func", function), lnc=lnc, target=target)
+    return job._cached_compile_to_bir(
+        frontend=job._frontend_cls(enable_backend_opt=job._enable_backend_opt),
+        inputs=given,
+        compile_opts=job._compile_opts(),
+    ).build_config()

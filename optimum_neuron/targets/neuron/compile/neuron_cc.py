@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,15 +30,10 @@ _ANSWER_TIMEOUT = 300  # seconds; importing the compiler takes several
 
 
 class CompilerCall(NamedTuple):
-    """A call of the compiler, in a folder that holds the graph's HLO.
+    """A call of the compiler, in a folder that holds the graph's HLO."""
 
-    Attributes:
-        argv: as the manifest records it: names without folders, so that it is the same on every machine.
-        executable: the program that `argv[0]` names.
-    """
-
-    argv: tuple[str, ...]
-    executable: str
+    argv: tuple[str, ...]  # as the manifest records it: names without folders, so that it is the same on every machine
+    executable: str  # the program that `argv[0]` names
     environment: dict[str, str]
 
 
@@ -54,17 +49,9 @@ def check_compiler(target: str) -> None:
 
 def compiler_call(graph: str, target: str, flags: Sequence[str]) -> CompilerCall:
     """Return the call that compiles `<graph>.hlo` to `<graph>.neff`."""
-    argv = (
-        COMMAND,
-        "compile",
-        graph + HLO_SUFFIX,
-        "--framework=XLA",
-        f"--target={target}",
-        f"--output={graph}{NEFF_SUFFIX}",
-        f"--logfile={COMPILER_LOG}",
-        *flags,
-    )
-    return CompilerCall(argv, str(find_compiler()), compiler_environment(os.environ))
+    files = (f"--output={graph}{NEFF_SUFFIX}", f"--logfile={COMPILER_LOG}")
+    argv = (COMMAND, "compile", graph + HLO_SUFFIX, "--framework=XLA", f"--target={target}", *files, *flags)
+    return CompilerCall(argv, str(find_compiler()), _read_environment())
 
 
 def find_compiler() -> Path:
@@ -90,9 +77,8 @@ def compiler_version(compiler: Path) -> str:
     text = _run_command(compiler, "--version")
     match = _VERSION.search(text)
     if match is None:
-        raise RuntimeError(
-            f"{compiler} --version names no version but {text.strip()[:200]!r}; install {DISTRIBUTION} again"
-        )
+        found = text.strip()[:200]
+        raise RuntimeError(f"{compiler} --version names no version but {found!r}; install {DISTRIBUTION} again")
     return match.group(1)
 
 
@@ -103,33 +89,26 @@ def list_operators(compiler: Path) -> frozenset[str]:
     return frozenset(line.strip() for line in lines if line.strip())
 
 
-def compiler_environment(environment: Mapping[str, str]) -> dict[str, str]:
+def _read_environment() -> dict[str, str]:
     """Return what a compiler inherits: all but options, which it gets as arguments."""
-    return {name: value for name, value in environment.items() if name != FLAGS_VARIABLE}
+    return {name: value for name, value in os.environ.items() if name != FLAGS_VARIABLE}
 
 
 def check_neff(path: Path) -> None:
     """Raise RuntimeError where the size of a file shows that it is no complete NEFF."""
     if not path.is_file():
         raise RuntimeError(f"the compiler reported success, but wrote no {path.name}; see its log")
-    if path.stat().st_size <= NEFF_HEADER_SIZE:
-        raise RuntimeError(
-            f"{path.name} has {path.stat().st_size} bytes, fewer than a NEFF's header; the disk may be full"
-        )
+    size = path.stat().st_size
+    if size <= NEFF_HEADER_SIZE:
+        raise RuntimeError(f"{path.name} has {size} bytes, fewer than a NEFF's header; the disk may be full")
 
 
 def _run_command(compiler: Path, *arguments: str) -> str:
     command = [str(compiler), *arguments]
-    environment = compiler_environment(os.environ)
+    environment = _read_environment()
     try:
         answer = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_ANSWER_TIMEOUT,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=environment,
+            command, input="", capture_output=True, text=True, timeout=_ANSWER_TIMEOUT, check=False, env=environment
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"{' '.join(command)} failed: {error}; install {DISTRIBUTION} again") from error
@@ -143,19 +122,8 @@ def _run_command(compiler: Path, *arguments: str) -> str:
 OUTPUT_LOG = "output.log"
 
 
-def run_compiler(
-    processes: Processes,
-    argv: Sequence[str],
-    executable: str,
-    folder: Path,
-    environment: Mapping[str, str],
-    timeout: float,
-) -> None:
-    """Run one compiler in a folder, where it may leave files.
-
-    Args:
-        executable: the program, in place of `argv[0]`.
-        timeout: seconds.
+def run_compiler(processes: Processes, call: CompilerCall, folder: Path, timeout: float) -> None:
+    """Run one compiler in a folder, where it may leave files, for at most `timeout` seconds.
 
     Raises:
         RuntimeError: it failed or took too long; the message holds the end of its output.
@@ -165,9 +133,9 @@ def run_compiler(
         tempfile.TemporaryDirectory(prefix="neuronx-cc-", ignore_cleanup_errors=True) as temporary,
         (folder / OUTPUT_LOG).open("wb") as output,
         processes.start(
-            [executable, *argv[1:]],
+            [call.executable, *call.argv[1:]],
             cwd=folder,
-            env={**environment, "TMPDIR": temporary},
+            env={**call.environment, "TMPDIR": temporary},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -191,4 +159,4 @@ def _read_tail(folder: Path) -> str:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 20_000))
             parts.append(file.read().decode("utf-8", errors="replace").strip())
-    return "\n".join(part for part in parts if part)
+    return "\n".join(filter(None, parts))

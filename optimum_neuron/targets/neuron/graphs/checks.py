@@ -17,11 +17,8 @@ from .state_graphs import StateGraph, chosen_state, score_graphs, state_graphs
 
 def graph_names(artifact: Artifact) -> tuple[str, ...]:
     """Return the names of an artifact's graphs: steps, then the graphs over states."""
-    return (*(spec.name for spec in artifact.graphs), *(graph.name for graph in _state_graphs(artifact)))
-
-
-def _state_graphs(artifact: Artifact) -> tuple[StateGraph, ...]:
-    return state_graphs(artifact.config, artifact.model, artifact.model.vocab_size)
+    others = state_graphs(artifact.config, artifact.model, artifact.model.vocab_size)
+    return (*(spec.name for spec in artifact.graphs), *(graph.name for graph in others))
 
 
 def left_states(artifact: Artifact) -> tuple[TensorSpec, ...]:
@@ -33,10 +30,9 @@ def left_states(artifact: Artifact) -> tuple[TensorSpec, ...]:
 
 def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
     """Compare graphs with the manifest; raise ArtifactError, which names the graph and the first difference."""
-    specs, others = (
-        {spec.name: spec for spec in artifact.graphs},
-        {each.name: each for each in _state_graphs(artifact)},
-    )
+    vocab_size = artifact.model.vocab_size
+    steps = {spec.name: spec for spec in artifact.graphs}
+    others = {each.name: each for each in state_graphs(artifact.config, artifact.model, vocab_size)}
     first: list[InputBinding] | None = None
     for name, io in graphs.items():
         try:
@@ -44,9 +40,11 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
             if name in others:
                 _check_state_graph(io, others[name], first or ())
                 continue
-            left = _find_left(specs.get(name), left_states(artifact))
-            if name in specs:
-                _check_step(io, specs[name], artifact.model.vocab_size)
+            left: list[TensorSpec] = []
+            if name in steps:
+                _check_step(io, steps[name], vocab_size)
+                present = {SCORES + DECODE: steps[name].has_decode, SCORES + CHUNK: steps[name].has_chunk}
+                left = [each for each in left_states(artifact) if present.get(each.name, True)]
             _check_states(io, (*artifact.states(), *left), updated=None)
             cache = [each for each in _find_states(io) if each.name.startswith(CACHE)]
             first = cache if first is None else first
@@ -85,15 +83,17 @@ def _check_step(io: GraphIO, spec: GraphSpec, vocab_size: int) -> None:
     if difference is not None:
         field, lowered, asked = difference
         raise ValueError(f"it was lowered for {field}={shown(lowered)}, and the manifest says {shown(asked)}")
-    inputs = [each for each in spec.inputs() if each.name not in io.unused_inputs]
+    _check_calls(io, [each for each in spec.inputs() if each.name not in io.unused_inputs], spec.outputs(vocab_size))
+
+
+def _check_calls(io: GraphIO, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
     _check_same("takes", [each for each in io.inputs if each.role == "input"], inputs)
-    _check_same("returns", [each for each in io.outputs if each.alias_of is None], spec.outputs(vocab_size))
+    _check_same("returns", [each for each in io.outputs if each.alias_of is None], outputs)
 
 
 def _check_state_graph(io: GraphIO, graph: StateGraph, cache: Iterable[InputBinding]) -> None:
     """Check a graph that is no step; `cache` is what a rank has of the cache, as the steps say."""
-    _check_same("takes", [each for each in io.inputs if each.role == "input"], graph.inputs)
-    _check_same("returns", [each for each in io.outputs if each.alias_of is None], graph.outputs)
+    _check_calls(io, graph.inputs, graph.outputs)
     parts = {each.name: each for each in cache}
     states = [_cut_part(each, parts.get(each.name.removeprefix(SNAPSHOTS))) for each in graph.states]
     _check_states(io, states, updated={each.name for each in graph.updated})
@@ -120,23 +120,12 @@ def _find_states(io: GraphIO) -> list[InputBinding]:
     return sorted((each for each in io.inputs if each.role == "state"), key=lambda each: each.name)
 
 
-def _find_left(step: GraphSpec | None, left: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return the scores of a step's groups of rows, and its slots' tokens; nothing of what is no step."""
-    if step is None:
-        return []
-    present = {SCORES + DECODE: step.has_decode, SCORES + CHUNK: step.has_chunk, CHOSEN: True}
-    return [each for each in left if present[each.name]]
-
-
 def _cut_part(spec: TensorSpec, binding: InputBinding | None) -> TensorSpec:
     """Return what a rank has of a cache's state, or of snapshots of it: some of its heads or channels."""
     dim = cut_dim(spec.shape)
-    if (
-        binding is None
-        or not spec.name.startswith((CACHE, SNAPSHOTS))
-        or len(binding.shape) != len(spec.shape)
-        or not 1 <= binding.shape[dim] <= spec.shape[dim]
-    ):
+    if binding is None or not spec.name.startswith((CACHE, SNAPSHOTS)) or len(binding.shape) != len(spec.shape):
+        return spec
+    if not 1 <= binding.shape[dim] <= spec.shape[dim]:
         return spec
     return TensorSpec(spec.name, (*spec.shape[:dim], binding.shape[dim], *spec.shape[dim + 1 :]), spec.dtype)
 

@@ -39,17 +39,12 @@ def cut_dim(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class InputBinding:
-    """A parameter of the HLO module, in the order of parameter numbers.
-
-    Attributes:
-        role: a weight is bound by name once, a state is also updated in place, an input comes with every step.
-        dtype: torch's name of the type.
-    """
+    """A parameter of the HLO module, in the order of parameter numbers."""
 
     name: str
-    role: Role
+    role: Role  # a weight is bound by name once, a state is also updated in place, an input comes with every step
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # torch's name of the type
 
 
 @dataclass(frozen=True)
@@ -78,25 +73,17 @@ _DOCUMENT = record(
 
 @dataclass(frozen=True)
 class GraphIO:
-    """Parameters and results of one lowered graph.
+    """Parameters and results of one lowered graph."""
 
-    Attributes:
-        inputs: inputs of every step, then states, then weights.
-        outputs: those of the step, then the new value of every state that it updates.
-        unused_inputs: names of the step's inputs that no instruction needs.
-        world_size: ranks that run the module together; all run the same bytes.
-        spec: fields of the lowered GraphSpec; None for a graph that is no step, or from a version that did not write it.
-    """
-
-    inputs: tuple[InputBinding, ...]
-    outputs: tuple[OutputBinding, ...]
-    unused_inputs: tuple[str, ...]
+    inputs: tuple[InputBinding, ...]  # inputs of every step, then states, then weights
+    outputs: tuple[OutputBinding, ...]  # those of the step, then the new value of every state that it updates
+    unused_inputs: tuple[str, ...]  # names of the step's inputs that no instruction needs
     hlo_sha256: str
-    world_size: int
+    world_size: int  # ranks that run the module together; all run the same bytes
+    # Fields of the lowered GraphSpec; None for a graph that is no step, or from a version that did not write it.
     spec: dict[str, Any] | None = None
 
     def names(self, role: Role) -> tuple[str, ...]:
-        """Return the names of the parameters of one role, in order."""
         return tuple(binding.name for binding in self.inputs if binding.role == role)
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,14 +93,10 @@ class GraphIO:
     def from_dict(cls, data: dict[str, Any]) -> GraphIO:
         """Read a description; raise ValueError where `data` is none."""
         _DOCUMENT("the description", data)
-        return cls(
-            inputs=tuple(InputBinding(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["inputs"]),
-            outputs=tuple(OutputBinding(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["outputs"]),
-            unused_inputs=tuple(data["unused_inputs"]),
-            hlo_sha256=data["hlo_sha256"],
-            world_size=data["world_size"],
-            spec=data.get("spec"),
-        )
+        inputs = tuple(InputBinding(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["inputs"])
+        outputs = tuple(OutputBinding(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["outputs"])
+        unused = tuple(data["unused_inputs"])
+        return cls(inputs, outputs, unused, data["hlo_sha256"], data["world_size"], data.get("spec"))
 
 
 HLO_SUFFIX, IO_SUFFIX = ".hlo", ".json"

@@ -22,17 +22,13 @@ COPY_INPUTS = tuple(TensorSpec(f"copy.{name}", (1,), "int32") for name in ("sour
 
 @dataclass(frozen=True)
 class StateGraph:
-    """A graph over states. It updates some, and only reads others.
-
-    Attributes:
-        updated: rows of copies in the order of `read`; of a sampler the tokens that it chose.
-        read: sources of a copy, where they are other states than `updated`; else a group's logits.
-    """
+    """A graph over states. It updates some, and only reads others."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    updated: tuple[TensorSpec, ...]
+    updated: tuple[TensorSpec, ...]  # rows of copies in the order of `read`; of a sampler the tokens that it chose
+    # Sources of a copy, where they are other states than `updated`; else a group's logits.
     read: tuple[TensorSpec, ...] = ()
 
     @property
@@ -41,7 +37,6 @@ class StateGraph:
 
     @property
     def group(self) -> str:
-        """Return the group of rows that the logits belong to."""
         return self.read[0].name.removeprefix(SCORES)
 
 
@@ -59,12 +54,22 @@ def score_graphs(config: NeuronConfig, vocab_size: int) -> tuple[StateGraph, ...
     if not config.on_device_sampling:
         return ()
     columns = -(-vocab_size // config.tensor_parallel_size)
-    scores = {
-        group: TensorSpec(SCORES + group, (rows, columns), "float32") for group, rows in row_counts(config).items()
-    }
-    graphs = [_make_sampler(group, state, chosen_state(config)) for group, state in scores.items()]
+    graphs, scores = [], {}
+    for group, count in row_counts(config).items():
+        scores[group] = state = TensorSpec(SCORES + group, (count, columns), "float32")
+        rows = state.shape[:1]
+        inputs = (*sampler_inputs(group, *rows), TensorSpec(slots_input(group), rows, "int32"))
+        tokens = TensorSpec(f"{group}.tokens", rows, "int32")
+        graphs.append(StateGraph(SAMPLERS[group], inputs, (tokens,), (chosen_state(config),), (state,)))
     if config.top_logprobs is not None and not config.returns_decode_logits:
-        graphs.append(_make_logprobs(scores[DECODE], config.top_logprobs))
+        # Outputs of `step.sampling.logprobs.Logprobs`; without the most likely tokens where their number is 0.
+        rows, most = scores[DECODE].shape[:1], (scores[DECODE].shape[0], config.top_logprobs)
+        outputs = [("logprobs", rows, "float32"), ("ranks", rows, "int32")]
+        if config.top_logprobs:
+            outputs += [("top_tokens", most, "int32"), ("top_logprobs", most, "float32")]
+        found = tuple(TensorSpec(f"{DECODE}.{name}", shape, dtype) for name, shape, dtype in outputs)
+        chosen = TensorSpec(f"{DECODE}.chosen", rows, "int32")
+        graphs.append(StateGraph(LOGPROBS, (chosen,), found, (), (scores[DECODE],)))
     return tuple(graphs)
 
 
@@ -95,21 +100,3 @@ def chosen_state(config: NeuronConfig) -> TensorSpec:
 def slots_input(group: str) -> str:
     """Name the input of a group's sampler that gives each row's slot."""
     return f"{group}.slots"
-
-
-def _make_sampler(group: str, scores: TensorSpec, chosen: TensorSpec) -> StateGraph:
-    rows = scores.shape[0]
-    tokens = TensorSpec(f"{group}.tokens", (rows,), "int32")
-    inputs = (*sampler_inputs(group, rows), TensorSpec(slots_input(group), (rows,), "int32"))
-    return StateGraph(SAMPLERS[group], inputs, (tokens,), (chosen,), (scores,))
-
-
-def _make_logprobs(scores: TensorSpec, count: int) -> StateGraph:
-    """Return the outputs of `step.sampling.logprobs.Logprobs`, without the most likely tokens where `count` is 0."""
-    rows = scores.shape[0]
-    outputs = [TensorSpec(f"{DECODE}.logprobs", (rows,), "float32"), TensorSpec(f"{DECODE}.ranks", (rows,), "int32")]
-    if count:
-        outputs.append(TensorSpec(f"{DECODE}.top_tokens", (rows, count), "int32"))
-        outputs.append(TensorSpec(f"{DECODE}.top_logprobs", (rows, count), "float32"))
-    chosen = TensorSpec(f"{DECODE}.chosen", (rows,), "int32")
-    return StateGraph(LOGPROBS, (chosen,), tuple(outputs), (), (scores,))

@@ -37,26 +37,18 @@ class EnumMember:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of a package that replaces an operator.
+    """A function of a package that replaces an operator."""
 
-    Attributes:
-        name: in NeuronConfig, in graphs and in messages.
-        packages: to install where graphs are compiled.
-        operands: the function's parameters that are tensors, in the order in which a graph passes them.
-        arguments: its other parameters, known at compile time.
-        reference: the same in torch, the contract that a graph relies on. It uses all operands and returns the function's results.
-    """
-
-    name: str
+    name: str  # in NeuronConfig, in graphs and in messages
     module: str
     function: str
-    packages: tuple[Package, ...]
-    operands: tuple[str, ...]
-    arguments: Mapping[str, Any]
+    packages: tuple[Package, ...]  # to install where graphs are compiled
+    operands: tuple[str, ...]  # the function's parameters that are tensors, in the order in which a graph passes them
+    arguments: Mapping[str, Any]  # its other parameters, known at compile time
+    # The same in torch, the contract that a graph relies on. It uses all operands and returns the function's results.
     reference: Callable[..., Tensor | tuple[Tensor, ...]]
 
     def results(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the reference makes."""
         made = self.reference(*operands)
         return [made] if isinstance(made, Tensor) else list(made)
 
@@ -66,7 +58,6 @@ KERNELS: dict[str, Kernel] = {}
 
 
 def register(kernel: Kernel) -> Kernel:
-    """Add a kernel to those that calls may name, and return it."""
     KERNELS[kernel.name] = kernel
     return kernel
 

@@ -20,6 +20,8 @@ from .kernel import NKI, NKI_LIBRARY, EnumMember, Kernel, call_kernel, register
 # Tokens of a call, and what hidden sizes are whole tiles of, on each core of a logical one.
 _MOST_TOKENS, _TILES = 128, 256
 _TYPES = (torch.bfloat16, torch.float16)
+_OPERANDS = ("hidden_input", "expert_gate_up_weights", "expert_down_weights", "expert_affinities", "expert_index")
+_POST_SCALE = EnumMember("nkilib.core.utils.common_types", "ExpertAffinityScaleMode", "POST_SCALE")
 
 
 def reference(hidden: Tensor, gate_up: Tensor, down: Tensor, affinities: Tensor, index: Tensor) -> Tensor:
@@ -52,20 +54,9 @@ MOE_TKG = register(
         module="nkilib.core.moe.moe_tkg.moe_tkg",
         function="moe_tkg",
         packages=(NKI, NKI_LIBRARY),
-        operands=(
-            "hidden_input",
-            "expert_gate_up_weights",
-            "expert_down_weights",
-            "expert_affinities",
-            "expert_index",
-        ),
+        operands=_OPERANDS,
         # Its default multiplies by no affinity; it takes SiLU for gates by default.
-        arguments={
-            "is_all_expert": False,
-            "expert_affinities_scaling_mode": EnumMember(
-                "nkilib.core.utils.common_types", "ExpertAffinityScaleMode", "POST_SCALE"
-            ),
-        },
+        arguments={"is_all_expert": False, "expert_affinities_scaling_mode": _POST_SCALE},
         reference=reference,
     )
 )
@@ -75,22 +66,19 @@ def compute_chosen(otherwise: InForm) -> InForm:
     """Return experts by the kernel where chosen experts' weights are read and it computes what a layer does, else by `otherwise`."""
 
     def compute(call: ExpertsCall, form: ExpertForm) -> Tensor:
-        return _by_kernel(call) if form.kind == "gather" and _is_supported(call) else otherwise(call, form)
+        if form.kind != "gather" or not _is_supported(call):
+            return otherwise(call, form)
+        up, down = (each if call.layer.is_transposed else each.transpose(1, 2) for each in (call.up, call.down))
+        index = call.index.to(torch.int32)
+        nowhere = (index >= call.experts)[:, :1]  # such a token computes its first expert, and is zero
+        index = torch.where(nowhere, torch.arange(index.shape[1], dtype=torch.int32), index)
+        order = torch.arange(call.experts, dtype=torch.int32)
+        affinities = torch.where(index[:, :, None] == order, call.weights[:, :, None].float(), 0.0).sum(1)
+        operands = [call.hidden_states.to(up.dtype), up.unflatten(2, (2, -1)), down, affinities, index]
+        (output,) = call_kernel(MOE_TKG.name, operands)
+        return torch.where(nowhere, 0.0, output).to(call.hidden_states.dtype)
 
     return compute
-
-
-def _by_kernel(call: ExpertsCall) -> Tensor:
-    """Call the kernel; a token that goes nowhere computes its first expert, and is zero."""
-    up, down = (each if call.layer.is_transposed else each.transpose(1, 2) for each in (call.up, call.down))
-    index = call.index.to(torch.int32)
-    nowhere = (index >= call.experts)[:, :1]
-    index = torch.where(nowhere, torch.arange(index.shape[1], dtype=torch.int32), index)
-    order = torch.arange(call.experts, dtype=torch.int32)
-    affinities = torch.where(index[:, :, None] == order, call.weights[:, :, None].float(), 0.0).sum(1)
-    operands = [call.hidden_states.to(up.dtype), up.unflatten(2, (2, -1)), down, affinities, index]
-    (output,) = call_kernel(MOE_TKG.name, operands)
-    return torch.where(nowhere, 0.0, output).to(call.hidden_states.dtype)
 
 
 def _is_supported(call: ExpertsCall) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from ..graphs import hlo
 from ..graphs.io import GraphIO
 from ..lowering.kernel_calls import kernel_calls
-from ..lowering.token_regions import bytes_sent
+from ..lowering.split_tokens import bytes_sent
 from ..sdk.hardware import CHIPS, chip_of
 from .graph import LintGraph
 from .traffic_rules import changes_order

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from .weight_uses import LINEAR
 
 
+_ATEN = torch.ops.aten
 # Of a top-k without a sort: so many rounds, each a few passes over the scores. Routers choose fewer.
 LARGEST_K = 16
 # The two largest finite numbers of float32. Beyond what scores may be: NaN above them, and what is chosen below them.
@@ -29,15 +30,11 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     """Return the program in operators that torch-xla lowers, and linear layers."""
     table = torch.export.default_decompositions()
     table.pop(LINEAR)  # keeps its weights apart from other matrices
-    table[torch.ops.aten.mean.dim] = _mean_by_sum
-    table[torch.ops.aten.mean.default] = _mean_by_sum
-    table[torch.ops.aten.topk.default] = top_k
-    table[torch.ops.aten.index_put.default] = put_where
-    table[torch.ops.aten.cumsum.default] = running_sum
-    table[torch.ops.aten.clamp.default] = bounded
-    table[torch.ops.aten.gelu.default] = gelu
-    table[torch.ops.aten.copy.default] = written_over
-    table[torch.ops.aten.slice_scatter.default] = put_every
+    table.update({
+        _ATEN.mean.dim: _mean_by_sum, _ATEN.mean.default: _mean_by_sum, _ATEN.topk.default: top_k,
+        _ATEN.index_put.default: put_where, _ATEN.cumsum.default: running_sum, _ATEN.clamp.default: bound_from_one_side,
+        _ATEN.gelu.default: gelu, _ATEN.copy.default: written_over, _ATEN.slice_scatter.default: put_every,
+    })  # fmt: skip
     return program.run_decompositions(table)
 
 
@@ -90,10 +87,7 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def running_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Take `torch.cumsum` in as many sums as its length has binary digits, where torch-xla would move a window.
-
-    Sums of whole numbers are torch's to the bit; others are added in another order.
-    """
+    """Take `torch.cumsum` in as many sums as its length has binary digits, where torch-xla would move a window: exact for whole numbers."""
     whole = not x.is_floating_point() and dtype is None
     total = x.to(torch.int64 if whole else dtype or x.dtype)
     if not x.dim():
@@ -142,16 +136,13 @@ def put_where(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
     return torch.where(mask.view(*mask.shape, *[1] * kept), values, x)
 
 
-def bounded(x: Tensor, min: int | None = None, max: int | None = None) -> Tensor:
+def bound_from_one_side(x: Tensor, min: int | None = None, max: int | None = None) -> Tensor:
     """Take `torch.clamp` of int64 from one side, without torch-xla's 64-bit bound on the other; NotImplemented for all else."""
     if x.dtype != torch.int64 or (min is not None and max is not None):
         return NotImplemented
     if min is not None:
         return torch.where(x < min, min, x)
     return x if max is None else torch.where(x > max, max, x)
-
-
-_ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -163,15 +154,12 @@ class Pair:
 
 
 def _multiply_pairs(left: Any, right: Any) -> Pair:
-    """Multiply two pairs, or a pair and real numbers."""
+    if not isinstance(left, Pair):
+        left, right = right, left
     if not isinstance(right, Pair):
         return Pair(left.real * right, left.imaginary * right)
-    if not isinstance(left, Pair):
-        return _multiply_pairs(right, left)
-    return Pair(
-        left.real * right.real - left.imaginary * right.imaginary,
-        left.real * right.imaginary + left.imaginary * right.real,
-    )
+    real = left.real * right.real - left.imaginary * right.imaginary
+    return Pair(real, left.real * right.imaginary + left.imaginary * right.real)
 
 
 _COMPUTED: dict[Any, Callable[..., Any]] = {
@@ -189,7 +177,6 @@ _MOVES = frozenset({
 
 
 def has_complex(node: torch.fx.Node) -> bool:
-    """Return whether complex numbers come into an operator or out of it."""
     return any(_is_complex(each) for each in (node, *node.all_input_nodes))
 
 
@@ -203,17 +190,19 @@ def compute_pairs(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Return what an operator makes of pairs, or the pair that it makes."""
     if target in _COMPUTED:
         return _COMPUTED[target](*args, **kwargs)
-    return Pair(*(target(*_take_parts(args, part), **kwargs) for part in ("real", "imaginary")))
+
+    def compute_part(part: str) -> Tensor:
+        own = tree_map(lambda each: getattr(each, part) if isinstance(each, Pair) else each, args)
+        result: Tensor = target(*own, **kwargs)
+        return result
+
+    return Pair(compute_part("real"), compute_part("imaginary"))
 
 
 def has_pairs(target: Any, args: tuple[Any, ...]) -> bool:
     """Return whether an operator is for `compute_pairs`: it makes a pair, or takes one."""
     makes = target in _COMPUTED and target is not _ATEN.mul.Tensor
     return makes or any(isinstance(each, Pair) for each in tree_iter(args))
-
-
-def _take_parts(values: Any, part: str) -> Any:
-    return tree_map(lambda each: getattr(each, part) if isinstance(each, Pair) else each, values)
 
 
 def _is_complex(node: torch.fx.Node) -> bool:

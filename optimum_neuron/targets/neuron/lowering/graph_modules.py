@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules that are lowered to the graphs that are no steps.
 
-A search of the whole vocabulary has a thousand operators. Apart from the steps it is compiled once for a group of rows, and not once for
-every bucket, and a step of greedy requests runs without it.
+A search of the whole vocabulary has a thousand operators. Apart, it is compiled once for a group of rows, and greedy steps run without it.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,20 +14,14 @@ from torch import Tensor, nn
 from ....step.attention.kv_cache import KVCache
 from ....step.sampling.buffers import ChosenTokens, Scores
 from ....step.sampling.logprobs import logprobs
-from ....step.spec import TensorSpec
 from ..graphs.io import CACHE, SNAPSHOTS
 from ..graphs.state_graphs import StateGraph
-from ..operators.sampler import gathering, of_all, sample
+from ..operators.sampler import of_all, sample
 from ..sharding import RANK_BUFFER, ShardPlan
 
 
 class ScoreModule(nn.Module):
-    """Draws a token for each row of a group, or reports log-probabilities.
-
-    Args:
-        vocab_size: of the whole model.
-        plan: how ranks share the logits; None for a single one.
-    """
+    """A draw of a token for each row of a group, or its log-probabilities; without a plan, of a single rank's logits."""
 
     def __init__(self, graph: StateGraph, vocab_size: int, plan: ShardPlan | None) -> None:
         super().__init__()
@@ -49,19 +44,17 @@ class ScoreModule(nn.Module):
             return (tokens,)
         (chosen,), outputs = inputs, self._graph.outputs
         count = outputs[-1].shape[1] if len(outputs[-1].shape) > 1 else 0
-        gather = of_all(gathering(ranks), ranks)
-        return tuple(logprobs(logits, chosen, count, self._first_token(), self._vocab_size, gather))[: len(outputs)]
+        found = logprobs(logits, chosen, count, self._first_token(), self._vocab_size, of_all(ranks))
+        return tuple(found)[: len(outputs)]
 
     def _first_token(self) -> Tensor:
-        """Return the token of the rank's first column."""
         if self._plan is None:
             return torch.zeros((), dtype=torch.int32)
-        rank: Tensor = getattr(self.model, RANK_BUFFER)
-        return rank * self._plan.local_vocab_size
+        return self.model.get_buffer(RANK_BUFFER) * self._plan.local_vocab_size
 
 
 class SlotCopy(nn.Module):
-    """A copy as `step.attention.kv_cache.copy_slot`, with slots and length as inputs: whole rows move, columns beyond the length stay."""
+    """A copy as `step.attention.kv_cache.copy_slot`: whole rows move, columns beyond the length stay."""
 
     def __init__(self, graph: StateGraph) -> None:
         super().__init__()
@@ -78,10 +71,7 @@ class SlotCopy(nn.Module):
 
 
 class StateCopy(nn.Module):
-    """Copies as `HostStates.keep_state` and `restore_state`, with both rows as inputs.
-
-    A row is selected whole and written over the other, whatever that holds: nothing is computed with either.
-    """
+    """Copies as `HostStates.keep_state` and `restore_state`: a row is selected whole and written over the other, whatever that holds."""
 
     def __init__(self, graph: StateGraph) -> None:
         super().__init__()
@@ -89,9 +79,7 @@ class StateCopy(nn.Module):
         self.kv_cache = KVCache(each for each in graph.states if each.name.startswith(CACHE))
         self.snapshots = nn.Module()
         kept = [each for each in graph.states if each.name.startswith(SNAPSHOTS)]
-        self.snapshots.kv_cache = KVCache(
-            TensorSpec(each.name.removeprefix(SNAPSHOTS), each.shape, each.dtype) for each in kept
-        )
+        self.snapshots.kv_cache = KVCache(replace(each, name=each.name.removeprefix(SNAPSHOTS)) for each in kept)
         self._names = [(one.name, other.name) for one, other in zip(graph.read, graph.updated, strict=True)]
 
     def forward(self, source: Tensor, destination: Tensor, length: Tensor) -> tuple[Tensor, ...]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of kernels in an HLO module: custom calls, each with a reference computation.
 
-One module so says what the compiler is to call, and what that has to compute. `by_reference` is executed, `without_references` is
-linted and compiled.
+A module says what the compiler is to call, and what that has to compute: `by_reference` is executed, `without_references` compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from ..graphs import hlo
 from ..kernels.kernel import KERNEL_CALL
 from ..kernels.registry import KERNELS
-from . import canonical, passes
+from . import passes
 from .decompositions import decompose
 from .xla_trace import trace
 
@@ -38,7 +37,6 @@ def kernel_calls(module: Any) -> Iterator[tuple[Any, str]]:
 
 
 def called_kernels(data: bytes) -> set[str]:
-    """Return the kernels that a module calls."""
     return {name for _, name in kernel_calls(hlo.parse(data))} if KERNEL_CALL.encode() in data else set()
 
 
@@ -51,8 +49,10 @@ def add_references(module: Any) -> None:
         key = (name, *operands)
         if key not in added:
             reference = _trace_reference(name, operands)
-            if not call.shape.tuple_shapes:
-                _return_one(reference)
+            entry = hlo.entry(reference)
+            root = hlo.find_root(entry)
+            if root.opcode == "tuple" and not call.shape.tuple_shapes:  # its only result, not a tuple of it
+                (entry.root_id,) = root.operand_ids
             added[key] = _merge_module(module, reference)
         call.called_computation_ids.append(added[key])
 
@@ -70,32 +70,17 @@ def _trace_reference(name: str, operands: tuple[tuple[tuple[int, ...], str], ...
     return module
 
 
-def _return_one(module: Any) -> None:
-    """Make a module return its only result, not a tuple of it."""
-    entry = hlo.entry(module)
-    root = next(each for each in entry.instructions if each.id == entry.root_id)
-    if root.opcode == "tuple":
-        (entry.root_id,) = root.operand_ids
-
-
 def _merge_module(module: Any, other: Any) -> int:
     """Put the computations of another module before those of this one, and return the id of its entry there."""
-    shift = 1 + max(_list_ids(module)) + max(_list_ids(other))
+    shift = 1 + max(hlo.all_ids(module)) + max(hlo.all_ids(other))
     for computation in other.computations:
         computation.id, computation.root_id = computation.id + shift, computation.root_id + shift
         for each in computation.instructions:
             each.id += shift
             for field in (each.operand_ids, each.control_predecessor_ids, each.called_computation_ids):
                 field[:] = [old + shift for old in field]
-    own = [type(each).FromString(each.SerializeToString()) for each in module.computations]
-    del module.computations[:]
-    module.computations.extend([*other.computations, *own])
+    hlo.replace_items(module.computations, [*other.computations, *module.computations])
     return int(other.entry_computation_id) + shift
-
-
-def _list_ids(module: Any) -> Iterator[int]:
-    yield from (each.id for each in module.computations)
-    yield from (each.id for _, each in hlo.instructions(module))
 
 
 def by_reference(data: bytes) -> bytes:
@@ -115,5 +100,5 @@ def without_references(module: Any) -> Any:
     for call, _ in calls:
         call.ClearField("called_computation_ids")
     if calls:
-        canonical.remove_unused(module)
+        passes.remove_unused(module)
     return module

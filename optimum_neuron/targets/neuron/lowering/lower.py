@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +23,11 @@ from ....step.sampling.buffers import Scores
 from ....step.spec import GraphSpec, TensorSpec
 from ....step.step import example_inputs
 from ..graphs import hlo
-from ..graphs.io import (
-    CACHE,
-    CHOSEN,
-    NARROW,
-    SCORES,
-    SNAPSHOTS,
-    GraphIO,
-    InputBinding,
-    LoweredGraph,
-    OutputBinding,
-    Role,
-)
+from ..graphs import io as graph_io
+from ..graphs.io import GraphIO, InputBinding, LoweredGraph, OutputBinding, Role
 from ..graphs.state_graphs import COPY_INPUTS, StateGraph
 from ..sharding import ShardPlan
-from . import canonical, kernel_calls, passes, weight_uses
+from . import kernel_calls, passes, weight_uses
 from .decompositions import decompose
 from .graph_modules import ScoreModule, SlotCopy, StateCopy
 from .split_tokens import SumsRule, split_tokens
@@ -64,8 +53,7 @@ def lower_step(
 
     Args:
         model: with parameters of any contents, also uninitialized ones; with `world_size` above 1, one rank's shard.
-        vocab_size: of the logits that the graph returns.
-        columns: of the logits that it leaves for a sampler; None: as many.
+        columns: of the logits that the graph leaves for a sampler; None: as many as it returns, `vocab_size`.
         sums: decides the form in which ranks add up; None: every rank has all tokens.
         program: this graph, where it was traced and decomposed before; it is changed.
 
@@ -81,12 +69,7 @@ def lower_step(
 def lower_state_graph(
     graph: StateGraph, vocab_size: int = 0, plan: ShardPlan | None = None, world_size: int = 1
 ) -> LoweredGraph:
-    """Lower a graph that is no step.
-
-    Args:
-        vocab_size: of the whole model, for a graph over logits.
-        plan: how ranks share the logits; None for a single rank, or for copies.
-    """
+    """Lower a graph that is no step; `plan` shares the logits of one over logits, whose model has `vocab_size` of them."""
     if graph.inputs != COPY_INPUTS:
         module: nn.Module = ScoreModule(graph, vocab_size, plan)
     else:
@@ -109,16 +92,17 @@ def lower_program(
 ) -> LoweredGraph:
     """Lower a decomposed program; its inputs and outputs get the names of `inputs` and `outputs`, in order.
 
-    Args:
-        read: names of states that it reads and does not update.
-
     Raises:
-        ValueError: a state is not updated once, or a weight is updated.
+        ValueError: a state that is not among the names `read` is not updated once, or a weight is.
     """
     _share_constants(program)
     bindings, literals = _bind_placeholders(program, [spec.name for spec in inputs])
-    _lay_out(program, bindings)
-    results = _bind_results(program, outputs, bindings, read)
+    numbers_of = {node: index for index, node in enumerate(placeholders(program))}
+    stored, left = weight_uses.use_stored_weights(program)
+    for node in left:  # its placeholder stays, without a user
+        bindings[numbers_of[node]] = None
+    bindings += [_make_binding(name, "weight", node) for node, name in stored.items()]
+    results = _bind_results(program, outputs, [each for each in bindings if each and each.role == "state"], read)
     module, numbers, constants = trace(program, world_size)
     constants |= {numbers[index]: tensor for index, tensor in literals.items() if numbers[index] >= 0}
     passes.inline_constants(module, constants)
@@ -128,14 +112,17 @@ def lower_program(
     passes.fold_trivial(module)
     passes.make_finite(module)
     if sums is not None:
-        shared = {
-            number
-            for number, each in zip(numbers, bindings, strict=True)
-            if each is not None and (each.role == "input" or each.name in sums.shared)
-        }
-        canonical.remove_unused(module)  # unused ones would count as users
+        pairs = zip(numbers, bindings, strict=True)
+        shared = {number for number, each in pairs if each and (each.role == "input" or each.name in sums.shared)}
+        passes.remove_unused(module)  # unused ones would count as users
         split_tokens(module, world_size, shared, sums)
-    kept = _finish_module(module, name, bindings, numbers, results)
+    passes.remove_unused(module)
+    present = {parameter.parameter_number for parameter in hlo.parameters(module)}
+    numbered = [(number, each) for number, each in zip(numbers, bindings, strict=True) if each and number in present]
+    numbered.sort(key=lambda pair: _ROLE_ORDER.index(pair[1].role))  # stable
+    kept = tuple(binding for _, binding in numbered)
+    passes.bind_names(module, [(number, each.name) for number, each in numbered], [each.alias_of for each in results])
+    passes.canonicalize(module, name)
     data = hlo.serialize(module)
     io = GraphIO(
         inputs=kept,
@@ -168,79 +155,39 @@ def _bind_placeholders(
     bindings: list[InputBinding | None] = []
     literals: dict[int, Tensor] = {}
     names = iter(input_names)
-    nodes = zip(program.graph_signature.input_specs, placeholders(program), strict=True)
-    for index, (spec, node) in enumerate(nodes):
+    for spec, node in zip(program.graph_signature.input_specs, placeholders(program), strict=True):
         target = spec.target or ""
         if spec.kind == InputKind.USER_INPUT:
             bindings.append(_make_binding(next(names), "input", node))
         elif spec.kind == InputKind.CONSTANT_TENSOR:
             # torch.export lifts tensors that the model's code makes; they are no part of the checkpoint.
-            literals[index] = program.constants[target]
+            literals[len(bindings)] = program.constants[target]
             bindings.append(None)
         else:
-            is_state = target.startswith((CACHE, SNAPSHOTS, SCORES, CHOSEN))
+            is_state = target.startswith((graph_io.CACHE, graph_io.SNAPSHOTS, graph_io.SCORES, graph_io.CHOSEN))
             bindings.append(_make_binding(target, "state" if is_state else "weight", node))
     return bindings, literals
-
-
-def _lay_out(program: ExportedProgram, bindings: list[InputBinding | None]) -> None:
-    """Replace weights by what is stored of them; their placeholders stay, without a user or a binding."""
-    numbers = {node: index for index, node in enumerate(placeholders(program))}
-    stored, left = weight_uses.use_stored_weights(program)
-    for node in left:
-        bindings[numbers[node]] = None
-    bindings += [_make_binding(name, "weight", node) for node, name in stored.items()]
 
 
 def _make_binding(name: str, role: Role, node: torch.fx.Node) -> InputBinding:
     value = node.meta["val"]
     dtype = str(value.dtype).removeprefix("torch.")
-    return InputBinding(name, role, tuple(value.shape), NARROW.get(dtype, dtype))
+    return InputBinding(name, role, tuple(value.shape), graph_io.NARROW.get(dtype, dtype))
 
 
 def _bind_results(
-    program: ExportedProgram,
-    outputs: Iterable[TensorSpec],
-    bindings: Sequence[InputBinding | None],
-    read: Collection[str],
+    program: ExportedProgram, outputs: Iterable[TensorSpec], states: Sequence[InputBinding], read: Collection[str]
 ) -> tuple[OutputBinding, ...]:
     """Return the step's outputs, then the new values of states, in the order of the module's result tuple."""
-    states = {each.name: each for each in bindings if each is not None and each.role == "state"}
     results = [OutputBinding(spec.name, spec.shape, spec.dtype, None) for spec in outputs]
     mutated = {spec.target for spec in program.graph_signature.output_specs if spec.kind == OutputKind.BUFFER_MUTATION}
-    results += [
-        OutputBinding(each.name, each.shape, each.dtype, name) for name, each in states.items() if name in mutated
-    ]
-    # A sampler reads scores.
-    updated = set(states) - set(read)
-    different = {name for name in mutated ^ updated if not str(name).startswith(SCORES)}
+    updated = [each for each in states if each.name in mutated]
+    results += [OutputBinding(each.name, each.shape, each.dtype, each.name) for each in updated]
+    expected = {each.name for each in states} - set(read)
+    different = {
+        name for name in mutated ^ expected if not str(name).startswith(graph_io.SCORES)
+    }  # which a sampler reads
     if different:
         names = ", ".join(sorted(map(str, different)))
         raise ValueError(f"the graph must update the cache's states once and nothing else; it differs in {names}")
     return tuple(results)
-
-
-def _finish_module(
-    module: Any,
-    name: str,
-    bindings: Sequence[InputBinding | None],
-    numbers: Sequence[int],
-    results: Sequence[OutputBinding],
-) -> tuple[InputBinding, ...]:
-    """Remove what nothing needs, order, name and alias; return the inputs that are left, in their order."""
-    canonical.remove_unused(module)
-    left = {parameter.parameter_number for parameter in hlo.parameters(module)}
-    numbered = [
-        (number, each) for number, each in zip(numbers, bindings, strict=True) if each is not None and number in left
-    ]
-    numbered.sort(key=lambda pair: _ROLE_ORDER.index(pair[1].role))  # stable
-    kept = tuple(binding for _, binding in numbered)
-    names = [binding.name for binding in kept]
-    canonical.order_parameters(module, [number for number, _ in numbered], names)
-    canonical.name_outputs(module, len(results))
-    canonical.alias_outputs(
-        module,
-        {index: names.index(result.alias_of) for index, result in enumerate(results) if result.alias_of is not None},
-    )
-    canonical.canonicalize(module, name)
-    return kept

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
@@ -35,17 +33,16 @@ from ....step.spec import graph_specs
 from ....step.state_specs import state_specs
 from ..graphs.io import LoweredGraph
 from ..graphs.state_graphs import state_graphs
-from ..graphs.weight_layout import WeightLayout
-from ..kernels.registry import with_kernels
 from ..sdk.devices import resolve_lowered_target
 from ..sdk.hardware import check_parallel_size, chip_of
 from ..sdk.stacks import check_lowering
 from ..sharding import ShardPlan, apply_plan, shard_plan, sharded_ops, tied_names
-from ..sharding.trace import no_data
+from ..sharding.trace import empty_copy, no_data
+from ..sharding.weights import WeightLayout
 from .decompositions import decompose
 from .kernel_calls import called_kernels
 from .lower import lower_state_graph, lower_step
-from .ops import NEURON_OPS, ops_for
+from .ops import NEURON_OPS, ops_for, with_kernels
 from .split_tokens import SumsRule
 from .weight_uses import weight_layout
 
@@ -80,7 +77,10 @@ def lower_all(
     with progress.stage("Lowering graphs", len(specs) + len(others)) as advance:
         called: set[str] = set()
         for number, spec in enumerate(specs):
-            ops = rank.ops if like is None else ops_for(config, rank.ops, _most_tokens(like, spec.kind))
+            ops = rank.ops
+            if like is not None:
+                most = max(each.tokens for each in graph_specs(like) if each.kind == spec.kind)
+                ops = ops_for(config, ops, most)
             sums = None
             if rank.plan is not None:
                 sums = SumsRule(chip_of(config.target), rank.plan.whole, None if split is None else spec.kind in split)
@@ -95,10 +95,6 @@ def lower_all(
         for each in others:
             yield lower_state_graph(each, rank.vocab_size, rank.plan, ranks)
             advance(each.name)
-
-
-def _most_tokens(config: NeuronConfig, kind: str) -> int:
-    return max(spec.tokens for spec in graph_specs(config) if spec.kind == kind)
 
 
 def model_graphs(
@@ -140,24 +136,16 @@ def model_graphs(
 
 @dataclass(frozen=True)
 class RankModel:
-    """A rank's part of a model, the same for all ranks: the rank itself is one of the weights.
-
-    Attributes:
-        spec: as the rank sees it: with its own number of kv heads.
-        ops: the operators of its steps.
-        vocab_size: of the whole model.
-        plan: how ranks share it; None for a single one.
-    """
+    """A rank's part of a model, the same for all ranks: the rank itself is one of the weights."""
 
     model: nn.Module
-    spec: ModelSpec
-    ops: StepOps
-    vocab_size: int
-    plan: ShardPlan | None
+    spec: ModelSpec  # as the rank sees it: with its own number of kv heads
+    ops: StepOps  # the operators of its steps
+    vocab_size: int  # of the whole model
+    plan: ShardPlan | None  # how ranks share it; None for a single one
 
     @property
     def columns(self) -> int:
-        """Return the number of a rank's logits."""
         return self.vocab_size if self.plan is None else self.plan.local_vocab_size
 
 
@@ -172,34 +160,20 @@ def rank_model(
 
 @dataclass(frozen=True)
 class FirstGraph:
-    """The first graph of a model, traced to see how its weights are stored; lowering takes it over.
+    """The first graph of a model, traced to see how its weights are stored; lowering takes it over."""
 
-    Attributes:
-        program: decomposed; to be lowered once, which changes it.
-        layout: how it, and so all other graphs, take the weights.
-    """
-
-    program: ExportedProgram
-    layout: WeightLayout
+    program: ExportedProgram  # decomposed; to be lowered once, which changes it
+    layout: WeightLayout  # how it, and so all other graphs, take the weights
 
 
 def trace_first(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> FirstGraph:
     """Trace the first graph of a model, which is neither read nor changed; `plan` is that of one rank, too."""
-    empty = _empty_copy(model)
     tied = tied_names(named_tensors(model), plan)
-    rank = _as_rank(empty, plan if plan.world_size > 1 else None, tied, config)
+    rank = _as_rank(empty_copy(model, "meta"), plan if plan.world_size > 1 else None, tied, config)
     cache = KVCache(state_specs(config, rank.spec))
     step = graph_specs(config)[0]
     program = export_layers_once(rank.model, cache, step, rank.ops, Scores.for_graph(step, rank.columns), decompose)
     return FirstGraph(program, weight_layout(program))
-
-
-def _empty_copy(model: PreTrainedModel) -> PreTrainedModel:
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, memo)
 
 
 def _as_rank(
@@ -220,10 +194,6 @@ def _assign_memory(model: nn.Module, tied_weights: Mapping[str, str]) -> None:
     expected = named_tensors(model)
     foreign = next((name for pair in tied_weights.items() for name in pair if name not in expected), None)
     if foreign is not None:
-        raise ValueError(
-            f"weights are tied to {foreign}, which the model of config.json lacks; export the model again"
-        )
-    tensors: dict[str, Tensor] = {
-        name: never_filled(tuple(tensor.shape), tensor.dtype) for name, tensor in expected.items()
-    }
+        raise ValueError(f"weights are tied to {foreign}, which the model of config.json lacks; export it again")
+    tensors = {name: never_filled(tuple(tensor.shape), tensor.dtype) for name, tensor in expected.items()}
     assign(model, tensors | {alias: tensors[stored] for alias, stored in tied_weights.items()})

@@ -7,6 +7,7 @@ scaled_dot_product_attention tests for rows without keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +19,8 @@ from ....step.attention.coded_states import Stored
 from ....step.attention.kv_cache import write_rounded
 from ....step.attention.rows import AttentionRows
 from ....step.ops import StepOps
-from ..kernels.registry import experts_with_kernels
+from ..kernels.attention import ATTENTION_BLOCK_TKG, ATTENTION_CTE, attend_chunks, attend_decodes
+from ..kernels.moe_tkg import MOE_TKG, compute_chosen
 from ..operators import attention
 from ..operators.attention import attend_cache
 from ..operators.block_attention import attend_blocks
@@ -39,14 +41,14 @@ def attend_decode(
 
 def write_cache(cache: Stored, states: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Write as `step.attention.kv_cache.write_tokens`: one scatter of `head_dim` values per token and head; codes need another one for scales."""
-    write_rounded(_scatter, cache, states, rows, columns)
 
+    def scatter(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+        _, heads, length, dim = cache.shape
+        head = torch.arange(heads, dtype=torch.int32)
+        index = (rows[:, None] * heads + head[None, :]) * length + columns[:, None]
+        cache.view(-1, dim).index_put_((index.flatten(),), states.reshape(-1, dim))
 
-def _scatter(cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
-    _, heads, length, dim = cache.shape
-    head = torch.arange(heads, dtype=torch.int32)
-    index = (rows[:, None] * heads + head[None, :]) * length + columns[:, None]
-    cache.view(-1, dim).index_put_((index.flatten(),), states.reshape(-1, dim))
+    write_rounded(scatter, cache, states, rows, columns)
 
 
 NEURON_OPS = StepOps(
@@ -54,16 +56,27 @@ NEURON_OPS = StepOps(
     attend_decode=attend_decode,
     write_cache=write_cache,
     quantized_linear=quantized_linear_like(),
-    experts=experts_for(chip_of("hlo")),
+    experts=experts_for(chip_of("hlo"), None, in_form),
     sample=largest_of_whole,
 )
 
 
+def with_kernels(ops: StepOps, names: Sequence[str]) -> StepOps:
+    """Return operators with attention that calls these kernels where they compute what a layer does."""
+    if ATTENTION_CTE.name in names:
+        ops = replace(ops, attend_cache=attend_chunks(ops.attend_cache))
+    if ATTENTION_BLOCK_TKG.name in names:
+        assert ops.attend_decode is not None
+        ops = replace(ops, attend_decode=attend_decodes(ops.attend_decode))
+    return ops
+
+
 def ops_for(config: NeuronConfig, ops: StepOps, like: int | None = None) -> StepOps:
-    """Return a config's operators: experts as the target's chip computes them in the least time, or by a kernel.
+    """Return operators with experts as the target's chip computes them in the least time, or by a kernel.
 
     Args:
         like: tokens of the step with the wanted forms of experts and quantized layers; None: the step itself.
     """
-    experts = experts_for(chip_of(config.target), like, experts_with_kernels(in_form, config.kernels))
+    compute = compute_chosen(in_form) if MOE_TKG.name in config.kernels else in_form
+    experts = experts_for(chip_of(config.target), like, compute)
     return replace(ops, experts=experts, quantized_linear=quantized_linear_like(like))

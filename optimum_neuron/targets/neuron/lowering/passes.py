@@ -8,7 +8,8 @@ from counters of its process. The passes undo that, so that a module's bytes dep
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ _INT32 = range(-(2**31), 2**31)
 _LITERAL_FIELDS = {"bool": "preds", "int32": "s32s", "int64": "s64s", "float32": "f32s", "float64": "f64s"}
 _HALVES = {"bf16s": torch.bfloat16, "f16s": torch.float16}
 _FLOAT32_LIMIT = 3.4028234663852886e38
+# A scope that torch-xla pushed ends with a number of its own.
+_SCOPE_NUMBER = re.compile(r"\.\d+(?=/)")
 
 
 def inline_constants(module: Any, constants: Mapping[int, Tensor]) -> None:
@@ -48,47 +51,37 @@ def inline_constants(module: Any, constants: Mapping[int, Tensor]) -> None:
 
 
 def narrow_types(module: Any) -> None:
-    """Make 64-bit types 32-bit ones, as the Neuron compiler would, and unsigned numbers signed ones.
-
-    Values are token ids, positions and indices, which begin as int32 inputs. Raises ValueError where an integer constant does not fit.
-    """
+    """Make types 32-bit and signed, as the Neuron compiler would; raise ValueError where a whole number does not fit."""
     for _, instruction in hlo.instructions(module):
-        for shape in _list_shapes(instruction.shape):
-            _narrow_shape(shape)
-        if instruction.HasField("literal"):
-            _narrow_literal(instruction)
+        _narrow_shape(instruction.shape)
+        if not instruction.HasField("literal"):
+            continue
+        literal = instruction.literal
+        _narrow_shape(literal.shape)
+        for value in (*literal.s64s, *literal.u32s):
+            if value not in _INT32:
+                where = hlo.module_path(instruction) or "the step"
+                raise ValueError(f"constant {value} of {where} does not fit int32")
+            literal.s32s.append(value)
+        literal.f32s.extend(_clamp_values(literal.f64s))
+        for field in ("s64s", "u32s", "f64s"):
+            literal.ClearField(field)
     for computation in module.computations:
         for shape in (*computation.program_shape.parameters, computation.program_shape.result):
-            for part in _list_shapes(shape):
-                _narrow_shape(part)
+            _narrow_shape(shape)
 
 
 def _narrow_shape(shape: Any) -> None:
     narrow = NARROW.get(hlo.dtype_name(shape))
     if narrow is not None:
         shape.element_type = hlo.ELEMENT_TYPES[narrow]
-
-
-def _narrow_literal(instruction: Any) -> None:
-    literal = instruction.literal
-    for shape in _list_shapes(literal.shape):
-        _narrow_shape(shape)
-    for value in (*literal.s64s, *literal.u32s):
-        if value not in _INT32:
-            raise ValueError(f"constant {value} of {hlo.module_path(instruction) or 'the step'} does not fit int32")
-        literal.s32s.append(value)
-    literal.f32s.extend(_clamp_values(literal.f64s))
-    for field in ("s64s", "u32s", "f64s"):
-        literal.ClearField(field)
+    for part in shape.tuple_shapes:
+        _narrow_shape(part)
 
 
 def _clamp_values(values: Iterable[float]) -> list[float]:
     """Clamp to the finite numbers of float32; NaN stays."""
     return [max(-_FLOAT32_LIMIT, min(value, _FLOAT32_LIMIT)) if not math.isnan(value) else value for value in values]
-
-
-def _list_shapes(shape: Any) -> list[Any]:
-    return [shape, *(part for each in shape.tuple_shapes for part in _list_shapes(each))]
 
 
 def make_finite(module: Any) -> None:
@@ -97,25 +90,21 @@ def make_finite(module: Any) -> None:
     Initial values of reductions stay: the largest of nothing is minus infinity.
     """
     for computation in module.computations:
-        initial = {
-            operand
-            for each in computation.instructions
-            if each.opcode == "reduce"
-            for operand in each.operand_ids[len(each.operand_ids) // 2 :]
-        }
+        initial: set[int] = set()
+        for each in computation.instructions:
+            if each.opcode == "reduce":
+                initial.update(each.operand_ids[len(each.operand_ids) // 2 :])
         for instruction in computation.instructions:
-            if instruction.id not in initial and any(map(math.isinf, hlo.literal_values(instruction))):
-                _make_literal_finite(instruction.literal)
-
-
-def _make_literal_finite(literal: Any) -> None:
-    literal.f32s[:] = _clamp_values(literal.f32s)
-    for field, dtype in _HALVES.items():
-        data = getattr(literal, field)
-        if data:
-            limit = torch.finfo(dtype).max
-            halves = torch.frombuffer(bytearray(data), dtype=dtype).clamp(-limit, limit)
-            setattr(literal, field, halves.view(torch.int16).numpy().tobytes())
+            if instruction.id in initial or not any(map(math.isinf, hlo.literal_values(instruction))):
+                continue
+            literal = instruction.literal
+            literal.f32s[:] = _clamp_values(literal.f32s)
+            for field, dtype in _HALVES.items():
+                data = getattr(literal, field)
+                if data:
+                    limit = torch.finfo(dtype).max
+                    halves = torch.frombuffer(bytearray(data), dtype=dtype).clamp(-limit, limit)
+                    setattr(literal, field, halves.view(torch.int16).numpy().tobytes())
 
 
 def fold_trivial(module: Any) -> None:
@@ -127,22 +116,22 @@ def fold_trivial(module: Any) -> None:
         by_id = {each.id: each for each in computation.instructions}
         stands_for: dict[int, int] = {}
         for instruction in computation.instructions:
-            for index, operand in enumerate(instruction.operand_ids):
-                instruction.operand_ids[index] = stands_for.get(operand, operand)
+            operands = [stands_for.get(operand, operand) for operand in instruction.operand_ids]
+            instruction.operand_ids[:] = operands
             if instruction.opcode == "multiply":
-                left, right = instruction.operand_ids
-                if _is_one(right, by_id) or _is_one(left, by_id):
-                    stands_for[instruction.id] = left if _is_one(right, by_id) else right
-            if instruction.opcode not in ("convert", "get-tuple-element"):
-                continue
-            source = by_id[instruction.operand_ids[0]]
-            if instruction.opcode == "get-tuple-element":
+                ones = [_is_one(operand, by_id) for operand in operands]
+                if any(ones):
+                    stands_for[instruction.id] = operands[0] if ones[1] else operands[1]
+            elif instruction.opcode == "get-tuple-element":
+                source = by_id[operands[0]]
                 if source.opcode == "tuple":
                     stands_for[instruction.id] = source.operand_ids[instruction.tuple_index]
-            elif source.shape.element_type == instruction.shape.element_type:
-                stands_for[instruction.id] = source.id
-            elif source.opcode == "constant" and not source.shape.dimensions:
-                _fold_scalar(instruction, source)
+            elif instruction.opcode == "convert":
+                source = by_id[operands[0]]
+                if source.shape.element_type == instruction.shape.element_type:
+                    stands_for[instruction.id] = source.id
+                elif source.opcode == "constant" and not source.shape.dimensions:
+                    _fold_scalar(instruction, source)
         computation.root_id = stands_for.get(computation.root_id, computation.root_id)
 
 
@@ -198,3 +187,93 @@ def drop_tokens(module: Any) -> None:
                     stands_for[instruction.id] = operands[0] if operands[1] in zeros else operands[1]
                 elif instruction.opcode in ("broadcast", "convert", "multiply", "reshape"):
                     zeros.add(instruction.id)
+
+
+def remove_unused(module: Any) -> None:
+    """Remove instructions that no result needs, parameters included, and computations that nothing calls."""
+    pending, called = [module.entry_computation_id], set()
+    by_id = {computation.id: computation for computation in module.computations}
+    while pending:
+        computation = by_id[pending.pop()]
+        if computation.id in called:
+            continue
+        called.add(computation.id)
+        instructions = {each.id: each for each in computation.instructions}
+        found, needed = [computation.root_id], set[int]()
+        while found:
+            current = found.pop()
+            if current not in needed:
+                needed.add(current)
+                found += [*instructions[current].operand_ids, *instructions[current].control_predecessor_ids]
+        if computation.id != module.entry_computation_id:  # a caller passes all of a computation's parameters
+            needed |= {each.id for each in computation.instructions if each.opcode == "parameter"}
+        kept = [each for each in computation.instructions if each.id in needed]
+        if len(kept) != len(computation.instructions):
+            hlo.replace_items(computation.instructions, kept)
+        pending += [callee for each in computation.instructions for callee in each.called_computation_ids]
+    for index in reversed(range(len(module.computations))):
+        if module.computations[index].id not in called:
+            del module.computations[index]
+
+
+def bind_names(module: Any, parameters: Sequence[tuple[int, str]], aliases: Sequence[str | None]) -> None:
+    """Number and name the entry's parameters, and declare which results are the memory of one.
+
+    Args:
+        parameters: old numbers, in their new order, and names; the others are gone.
+        aliases: by result, the name of its parameter, if any.
+    """
+    by_number = {each.parameter_number: each for each in hlo.parameters(module)}
+    for new, (old, name) in enumerate(parameters):
+        parameter = by_number[old]
+        parameter.parameter_number, parameter.name = new, name
+        # What the SDK's runtimes look for; a compiled graph would else choose names of its own.
+        _set_attribute(parameter, "neff_input_names", f"input{new}")
+    outputs = ",".join(f"output{index}" for index in range(len(aliases)))
+    _set_attribute(hlo.find_root(hlo.entry(module)), "neff_output_names", outputs)
+    module.ClearField("input_output_alias")
+    names = [name for _, name in parameters]
+    for index, alias in enumerate(aliases):
+        if alias is not None:
+            entry = module.input_output_alias.entries.add(output_shape_index=[index], kind=hlo.MUST_ALIAS)
+            entry.parameter_number = names.index(alias)
+
+
+def _set_attribute(instruction: Any, key: str, value: str) -> None:
+    instruction.ClearField("frontend_attributes")
+    instruction.frontend_attributes.map.add(key=key, value=value)
+
+
+def canonicalize(module: Any, name: str) -> None:
+    """Give everything the names and ids that follow from the module's contents, and remove this machine's files."""
+    module.name, module.id = name, 0
+    module.ClearField("stack_frame_index")
+    entry = hlo.entry(module)
+    new_ids = {old: new for new, old in enumerate(hlo.all_ids(module), start=1)}
+    for computation, instruction in hlo.instructions(module):
+        instruction.id = new_ids[instruction.id]
+        if computation is not entry or instruction.opcode != "parameter":
+            instruction.name = f"{instruction.opcode}.{instruction.id}"
+        for field in (
+            instruction.operand_ids, instruction.control_predecessor_ids, instruction.called_computation_ids,
+        ):  # fmt: skip
+            field[:] = [new_ids[old] for old in field]
+        kind, path = instruction.metadata.op_type, _SCOPE_NUMBER.sub("", instruction.metadata.op_name)
+        instruction.ClearField("metadata")
+        if kind:
+            instruction.metadata.op_type, instruction.metadata.op_name = kind, path
+        if not instruction.frontend_attributes.map:
+            instruction.ClearField("frontend_attributes")
+    for computation in module.computations:
+        # XLA takes names of computations apart at a dot, and stops the process where there is none.
+        base = name if computation is entry else "computation"
+        computation.id, computation.root_id = new_ids[computation.id], new_ids[computation.root_id]
+        computation.name = f"{base}.{computation.id}"
+        computation.ClearField("program_shape")
+        parameters = [each for each in computation.instructions if each.opcode == "parameter"]
+        for parameter in sorted(parameters, key=lambda each: each.parameter_number):
+            computation.program_shape.parameters.add().CopyFrom(parameter.shape)
+            computation.program_shape.parameter_names.append(parameter.name)
+        computation.program_shape.result.CopyFrom(hlo.find_root(computation).shape)
+    module.entry_computation_id, module.entry_computation_name = entry.id, entry.name
+    module.host_program_shape.CopyFrom(entry.program_shape)

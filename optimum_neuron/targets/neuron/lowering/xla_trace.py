@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,12 +32,11 @@ class _Tracer(torch.fx.Interpreter):
         super().__init__(module)
         import torch_xla
 
-        self._scope = torch_xla._XLAC.profiler.scope_pusher
-        self._device = torch_xla.device()
-        self._world_size = world_size
+        self._backend, self._device = torch_xla._XLAC, torch_xla.device()
+        self._groups = [list(range(world_size))]  # all ranks are one group, so no rank is named
 
     def run_node(self, node: torch.fx.Node) -> Any:
-        scope = self._scope(_module_path(node) or "step")
+        scope = self._backend.profiler.scope_pusher(_module_path(node) or "step")
         try:
             return super().run_node(node)
         finally:
@@ -45,56 +45,43 @@ class _Tracer(torch.fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.aten._assert_tensor_metadata.default:
             return None
-        if target in (collectives.ALL_REDUCE, collectives.ALL_GATHER):
-            return _trace_collective(target, args, self._world_size)
+        if target is collectives.ALL_REDUCE:
+            return self._backend._xla_all_reduce("sum", args[0], 1.0, self._groups, False)
+        if target is collectives.ALL_GATHER:
+            return self._gather_along(args[0], args[1])
         if target is KERNEL:
-            return _kernel_call(*args)
+            return self._call_kernel(*args)
         if has_pairs(target, args):
             return compute_pairs(target, args, kwargs)
         if target is sampler.SAMPLE:
             with torch.device(self._device):  # of the tensors that it makes
-                return sampler.written_out(self._gather_columns, *args)
+                return sampler.written_out(partial(self._gather_along, dim=1), *args)
         if target is quantized_product.STORED_PRODUCT:
-            return quantized_product.written_out(_wide_product, *args)
+            return quantized_product.written_out(self._take_product, *args)
         if target in _REDUCTIONS and not (len(args) > 1 and args[1]):
             args = (args[0], list(range(args[0].dim())), *args[2:])
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._device}
         return super().call_function(target, args, kwargs)
 
-    def _gather_columns(self, own: Tensor) -> Tensor:
-        return _trace_collective(collectives.ALL_GATHER, (own, 1), self._world_size)
+    def _gather_along(self, own: Tensor, dim: int) -> Tensor:
+        import torch_xla.core.xla_model as xm
 
+        gathered: Tensor = xm.all_gather(own, dim, groups=self._groups, pin_layout=False)
+        return gathered
 
-def _kernel_call(name: str, operands: Sequence[Tensor]) -> list[Tensor]:
-    import torch_xla
+    def _call_kernel(self, name: str, operands: Sequence[Tensor]) -> list[Tensor]:
+        given = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in operands]
+        results = KERNELS[name].results(given)
+        shapes, dtypes = [list(each.shape) for each in results], [each.dtype for each in results]
+        call = self._backend._xla_custom_call
+        return cast(list[Tensor], call(list(operands), KERNEL_CALL, shapes, dtypes, False, name, 0, {}))
 
-    results = KERNELS[name].results([torch.empty(each.shape, dtype=each.dtype, device="meta") for each in operands])
-    shapes, dtypes = [list(each.shape) for each in results], [each.dtype for each in results]
-    call = torch_xla._XLAC._xla_custom_call
-    return cast(list[Tensor], call(list(operands), KERNEL_CALL, shapes, dtypes, False, name, 0, {}))
-
-
-def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """Take one product, or one for each number of the first dimension."""
-    import torch_xla
-
-    batch, last = list(range(left.dim() - 2)), left.dim() - 1
-    dims = (([last], [last - 1]), (batch, batch))
-    product: Tensor = torch_xla._XLAC._xla_dot_general(left, right, dims, None, torch.float32)
-    return product
-
-
-def _trace_collective(target: Any, args: Any, world_size: int) -> Tensor:
-    """Trace a collective; all ranks are one group, so no rank is named."""
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-
-    groups = [list(range(world_size))]
-    if target is collectives.ALL_REDUCE:
-        return torch_xla._XLAC._xla_all_reduce("sum", args[0], 1.0, groups, False)
-    gathered: Tensor = xm.all_gather(args[0], args[1], groups=groups, pin_layout=False)
-    return gathered
+    def _take_product(self, left: Tensor, right: Tensor) -> Tensor:
+        batch, last = list(range(left.dim() - 2)), left.dim() - 1
+        dims = (([last], [last - 1]), (batch, batch))
+        product: Tensor = self._backend._xla_dot_general(left, right, dims, None, torch.float32)
+        return product
 
 
 def trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], dict[int, Tensor]]:
@@ -109,15 +96,17 @@ def trace(program: ExportedProgram, world_size: int) -> tuple[Any, list[int], di
     parameters = [_make_placeholder(node.meta["val"]) for node in placeholders(program)]
     with torch.no_grad():
         values = _Tracer(program.graph_module, world_size).run(*parameters, enable_io_processing=False)
+    # The step's outputs first; torch.export returns mutated buffers first, in an order of its own.
+    signature = program.graph_signature
+    results = list(zip(signature.output_specs, values, strict=True))
+    states = {spec.target: value for spec, value in results if spec.kind == OutputKind.BUFFER_MUTATION}
+    outputs = [value for spec, value in results if spec.kind != OutputKind.BUFFER_MUTATION]
+    outputs += [states[spec.target] for spec in signature.input_specs if spec.target in states]
     context = backend.lowering.LoweringContext("graph")
-    context.build(_order_results(program, values))
+    context.build(outputs)
     numbers = [context.tensor_parameter_id(tensor) for tensor in parameters]
-    known = set(numbers)
-    constants = {
-        number: tensor.cpu()
-        for number, tensor in context.device_parameter_id_tensor_mapping().items()
-        if number not in known
-    }
+    known, given = set(numbers), context.device_parameter_id_tensor_mapping()
+    constants = {number: tensor.cpu() for number, tensor in given.items() if number not in known}
     return hlo.parse(context.hlo()), numbers, constants
 
 
@@ -150,51 +139,30 @@ _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
 def _check_operators(program: ExportedProgram) -> None:
     """Refuse what torch-xla would compute on the CPU: placeholders have no values, so the process would end there."""
     for node in program.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
-            continue
-        if not _has_lowering(node):
-            raise ValueError(
-                f"{node.target} of {_module_path(node) or 'the step'} has no lowering to HLO; use target='cpu', or express it "
-                f"in other operators"
-            )
+        target, where = node.target, _module_path(node) or "the step"
+        is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+        if is_aten and not _has_lowering(node, cast(torch._ops.OpOverload, target)):
+            told = "use target='cpu', or express it in other operators"
+            raise ValueError(f"{target} of {where} has no lowering to HLO; {told}")
 
 
-def _has_lowering(node: torch.fx.Node) -> bool:
-    if node.target is torch.ops.aten._assert_tensor_metadata.default:
+def _has_lowering(node: torch.fx.Node, target: torch._ops.OpOverload) -> bool:
+    if target is torch.ops.aten._assert_tensor_metadata.default:
         return True
     if has_complex(node):
         return can_compute(node)
-    if node.target in _COMPUTED_ELSEWHERE:
+    indices = [each for each in cast(Sequence[Any], node.args[1]) if each is not None] if target in _INDEXED else []
+    by_mask = any(each.meta["val"].dtype in (torch.bool, torch.uint8) for each in indices)
+    if target in _COMPUTED_ELSEWHERE or by_mask:
         return False
-    if node.target in _INDEXED and any(map(_is_mask, cast(Sequence[Any], node.args[1]))):
-        return False
-    name = cast(torch._ops.OpOverload, node.target).name()
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _KERNELS)
-
-
-def _is_mask(index: torch.fx.Node | None) -> bool:
-    return index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8)
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key) for key in _KERNELS)
 
 
 def _module_path(node: torch.fx.Node) -> str:
-    """Return the dotted name of the module that a node comes from."""
     stack = node.meta.get("nn_module_stack") or {}
     path: str = list(stack.values())[-1][0] if stack else ""
     return path
 
 
-def _order_results(program: ExportedProgram, values: Sequence[Tensor]) -> list[Tensor]:
-    """Put the step's outputs first; torch.export returns mutated buffers first, in an order of its own."""
-    user, states = [], {}
-    for spec, value in zip(program.graph_signature.output_specs, values, strict=True):
-        if spec.kind == OutputKind.BUFFER_MUTATION:
-            states[spec.target] = value
-        else:
-            user.append(value)
-    targets = [spec.target for spec in program.graph_signature.input_specs if spec.target in states]
-    return [*user, *(states[target] for target in targets)]
-
-
 def placeholders(program: ExportedProgram) -> list[torch.fx.Node]:
-    """Return a program's placeholders in order."""
     return [node for node in program.graph.nodes if node.op == "placeholder"]

@@ -2,8 +2,7 @@
 """Attention as the Neuron compiler takes it: in parts that are joined, with scores and softmax in float32, written out.
 
 Decode rows attend over the cache as it was before the step, and apart over their own token, so nothing waits for the step's scatter.
-Chunk rows attend over what was written, one block of columns after the other, so scores exist one block at a time. Results equal the
-reference within float32 noise.
+Chunk rows attend over what was written, one block of columns after the other, so scores exist one block at a time.
 """
 
 from __future__ import annotations
@@ -14,21 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ....step.attention import kv_cache
-from ....step.attention.cached_attention import (
-    MASKED,
-    MASKED_HALF,
-    added_bias,
-    compressed_of,
-    select_columns,
-    selected_of,
-)
+from ....step.attention import cached_attention, kv_cache
 from ....step.attention.call import AttentionCall
 from ....step.attention.coded_states import Stored, as_kept, numbers, weighted_sum
 from ....step.attention.coded_states import raw_scores as products
 from ....step.attention.rows import AttentionRows
 from ..sdk.hardware import CHIPS
-from .attention_parts import merge_attention_states
 
 
 # Float32 scores of a block. A third of a core's memory on any chip: its weights in the model's type take half as much, and
@@ -65,7 +55,7 @@ def attend_decode(
 
     def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         # A broken token's values may stay: the row's one token sees it, and is NaN by its scores.
-        earlier = selected_of(call, group.earlier(call.sliding_window, start, stop), start)
+        earlier = cached_attention.selected_of(call, group.earlier(call.sliding_window, start, stop), start)
         seen = earlier[:, 0] if earlier.shape[1] == 1 else earlier.any(1)
         return earlier, seen[:, 0], _find_bias(call, group, start, stop)
 
@@ -74,7 +64,7 @@ def attend_decode(
     if call.selected is not None:
         column = torch.arange(group.context_length, dtype=torch.int32)
         attended = (call.selected & (column == group.position_ids[:, None, :, None])).any(-1)
-        own = own[0], torch.where(attended, own[1], MASKED)
+        own = own[0], torch.where(attended, own[1], cached_attention.MASKED)
     state = _with_compressed(call, group, query, merge_attention_states(*past, *own))
     return by_token(with_sinks(call, state), value.dtype, 1)
 
@@ -91,42 +81,39 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
     length, width = score_block(rows * heads, tokens, group.context_length)
     outputs = []
     for first in range(0, tokens, length):
-        part_call, part_group = _take_tokens(call, first, first + length), group.part(first, first + length)
-        look = _visible_and_kept(part_call, part_group, keys)
-        part = by_kv_head(query[:, :, first : first + length], keys.shape[1])
-        state = _over_blocks(call, part, keys, values, look, width)
-        state = _with_compressed(part_call, part_group, part, state)
+        last = first + length
+        own, part = call, by_kv_head(query[:, :, first:last], keys.shape[1])
+        if own.compressed is not None and own.compressed.selected is not None:
+            own = replace(own, compressed=replace(own.compressed, selected=own.compressed.selected[:, first:last]))
+        if own.selected is not None:
+            own = replace(own, selected=own.selected[:, :, first:last])
+        rows_part = group.part(first, last)
+        state = _over_blocks(call, part, keys, values, _make_look(own, rows_part, keys), width)
+        state = _with_compressed(own, rows_part, part, state)
         outputs.append(by_token(with_sinks(call, state), query.dtype, length))
     return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
 
 def _with_compressed(call: AttentionCall, group: AttentionRows, query: Tensor, state: State) -> State:
-    """Join a state with attention over keys that stand for several tokens each, the step's own among them.
-
-    Args:
-        query: `[rows, kv_heads, group * tokens, key_dim]`.
-    """
+    """Join a state with attention of `query [rows, kv_heads, group * tokens, key_dim]` over keys for several tokens each."""
     if call.compressed is None:
         return state
-    keys, attended = compressed_of(call.compressed, group)
+    keys, attended = cached_attention.compressed_of(call.compressed, group)
     kept = attended.any(1) & (kv_cache.broken_columns(keys) == 0)
 
     def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         return attended[:, None, :, start:stop], kept[:, start:stop], None
 
-    _, width = score_block(
-        query.shape[0] * query.shape[1] * query.shape[2] // attended.shape[1], attended.shape[1], keys.shape[2]
-    )
+    rows, kv_heads, queries, _ = query.shape
+    tokens = attended.shape[1]
+    _, width = score_block(rows * kv_heads * queries // tokens, tokens, keys.shape[2])
     return merge_attention_states(*state, *_over_blocks(call, query, keys, keys, look, width))
 
 
 def score_block(heads: int, tokens: int, columns: int) -> tuple[int, int]:
-    """Return how many tokens of a row and how many columns attend at a time, so that scores keep to `SCORES_LIMIT`.
+    """Return how many tokens of a row and columns attend at a time, so that scores of all rows' query heads keep to `SCORES_LIMIT`.
 
     All blocks of tokens are alike, so that a token's result does not depend on its block.
-
-    Args:
-        heads: query heads of all rows.
     """
     limit = SCORES_LIMIT // (4 * heads)
     if tokens * columns <= limit:
@@ -136,31 +123,27 @@ def score_block(heads: int, tokens: int, columns: int) -> tuple[int, int]:
     return length, width
 
 
-def _take_tokens(call: AttentionCall, first: int, last: int) -> AttentionCall:
-    """Return the call of some tokens of each row."""
-    if call.compressed is not None and call.compressed.selected is not None:
-        call = replace(call, compressed=replace(call.compressed, selected=call.compressed.selected[:, first:last]))
-    return call if call.selected is None else replace(call, selected=call.selected[:, :, first:last])
-
-
-def _visible_and_kept(call: AttentionCall, group: AttentionRows, keys: Stored) -> Look:
+def _make_look(call: AttentionCall, group: AttentionRows, keys: Stored) -> Look:
     window = call.sliding_window
 
     def look(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor | None]:
         # A token of the row may see a broken one that another does not.
         kept = group.seen(window, start, stop) & (kv_cache.broken_columns(keys[:, :, start:stop]) == 0)
-        visible = selected_of(call, group.visible(window, start, stop), start)
+        visible = cached_attention.selected_of(call, group.visible(window, start, stop), start)
         return visible, kept, _find_bias(call, group, start, stop)
 
     return look
 
 
 def _find_bias(call: AttentionCall, group: AttentionRows, start: int, stop: int) -> Tensor | None:
-    return None if call.column_bias is None else added_bias(call.column_bias, group.position_ids, start, stop)
+    return (
+        None
+        if call.column_bias is None
+        else cached_attention.added_bias(call.column_bias, group.position_ids, start, stop)
+    )
 
 
 def _over_blocks(call: AttentionCall, query: Tensor, keys: Stored, values: Stored, look: Look, width: int) -> State:
-    """Attend over all columns, `width` at a time."""
     state: State | None = None
     for start in range(0, keys.shape[2], width):
         stop = min(start + width, keys.shape[2])
@@ -179,20 +162,16 @@ def attend_columns(
     kept: Tensor,
     added: Tensor | None,
 ) -> State:
-    """Attend with `query [rows, kv_heads, group * tokens, key_dim]` over `keys [rows, kv_heads, columns, key_dim]`.
+    """Attend with `query [rows, kv_heads, group * tokens, key_dim]` over `keys [rows, kv_heads, columns, key_dim]`, as a `Look` says.
 
     A token that sees none of them gets a log-sum-exp so low that its weight is zero next to any other's.
-
-    Args:
-        visible, kept, added: as `Look` gives them.
     """
-    values = select_columns(values, kept)
-    scores = raw_scores(call, query, keys).unflatten(
-        2, (-1, visible.shape[2])
-    )  # [rows, kv_heads, group, tokens, columns]
+    values = cached_attention.select_columns(values, kept)
+    # [rows, kv_heads, group, tokens, columns]
+    scores = raw_scores(call, query, keys).unflatten(2, (-1, visible.shape[2]))
     if added is not None:
         scores = scores + added.unflatten(1, (keys.shape[1], -1))
-    fill = MASKED_HALF if query.dtype == torch.float16 else MASKED
+    fill = cached_attention.MASKED_HALF if query.dtype == torch.float16 else cached_attention.MASKED
     scores = torch.where(visible[:, :, None], scores, fill).flatten(2, 3)
     largest = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - largest)
@@ -231,3 +210,47 @@ def by_kv_head(query: Tensor, kv_heads: int) -> Tensor:
 def by_token(state: State, dtype: torch.dtype, tokens: int) -> Tensor:
     """Return a state's output as `[rows, tokens, heads, value_dim]`."""
     return state[0].to(dtype).unflatten(2, (-1, tokens)).flatten(1, 2).transpose(1, 2)
+
+
+def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join attention over two disjoint sets of keys, by the rule of the online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867).
+
+    A side that saw no key has a log-sum-exp of minus infinity, or one so far below the other's that its weight is zero in float32. Its
+    output has no effect, so the other side comes back to the bit. Two sides of minus infinity give 0 and minus infinity. A side that saw
+    a key that is not finite has NaN, and so have both together.
+
+    Args:
+        out_a, out_b: `[..., value_dim]`, normalized outputs of each side.
+        lse_a, lse_b: `[...]` float32, natural logarithms of the sums of exponentials of each side's scores.
+
+    Returns:
+        The joint output, in the type of `out_a`, and its log-sum-exp in float32.
+    """
+    empty = -torch.inf
+    largest = torch.maximum(lse_a, lse_b)
+    reference = torch.where(largest == empty, 0.0, largest)  # -inf - (-inf) is NaN
+    weight_a, weight_b = torch.exp(lse_a - reference), torch.exp(lse_b - reference)
+    total = (weight_a + weight_b).clamp(min=1.0)  # the larger side's weight is 1, or both are 0
+
+    def share_of(out: Tensor, weight: Tensor) -> Tensor:
+        return torch.where(weight[..., None] == 0, 0.0, out.float()) * (weight / total)[..., None]
+
+    joint = share_of(out_a, weight_a) + share_of(out_b, weight_b)
+    return joint.to(out_a.dtype), torch.where(largest == empty, empty, reference + torch.log(total))
+
+
+def join_attention_states(out: Tensor, lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Join attention over disjoint sets of keys that lie along `dim`, and are added up in their order there.
+
+    Args:
+        out: `[..., value_dim]` float32, normalized outputs; finite, also of a part that saw no key.
+        lse: `[...]` float32; of a part that saw no key so far below the others' that its weight is zero. At least one is finite.
+
+    Returns:
+        The joint output and its log-sum-exp, without that dimension.
+    """
+    largest = lse.amax(dim, keepdim=True)
+    weights = torch.exp(lse - largest)
+    total = weights.sum(dim)
+    joint = (out * weights[..., None]).sum(dim) * (1.0 / total)[..., None]
+    return joint, largest.squeeze(dim) + torch.log(total)

@@ -19,42 +19,25 @@ from ....step.attention.call import AttentionCall
 from ....step.attention.coded_states import Stored, as_kept
 from ....step.attention.rows import OwnedBlocks
 from . import attention
-from .attention import State, attend_columns, by_kv_head, by_token, own_token, with_sinks
-from .attention_parts import join_attention_states, merge_attention_states
 
 
 def attend_blocks(
     call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Stored, values: Stored, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Attend as `attention.attend_decode`, over blocks.
-
-    Args:
-        query: `[R, heads, 1, key_dim]`.
-        keys, values: the layer's whole cache `[blocks, kv_heads, block_length, dim]`, without what the step writes.
-        key, value: `[R, kv_heads, dim]`, which the step writes.
-
-    Returns:
-        `[R, 1, heads, value_dim]`.
-    """
+    """Attend as `attention.attend_decode`, with `keys`, `values [blocks, kv_heads, block_length, dim]`."""
     kv_heads = key.shape[1]
-    query = by_kv_head(query, kv_heads)
+    query = attention.by_kv_head(query, kv_heads)
     heads = heads_at_once(len(owned.block_owner), query.shape[2], keys.shape[2], value.shape[-1])
-    parts = []
+    parts, own_call = [], call
     for first in range(0, kv_heads, heads):
         part = slice(first, first + heads)
-        parts.append(
-            _attend_past(_of_heads(call, kv_heads, part), owned, query[:, part], keys[:, part], values[:, part])
-        )
+        if call.column_bias is not None:  # only what is added to scores differs between heads
+            own_call = replace(call, column_bias=call.column_bias.unflatten(0, (kv_heads, -1))[part].flatten(0, 1))
+        parts.append(_attend_past(own_call, owned, query[:, part], keys[:, part], values[:, part]))
     output, total = parts[0] if len(parts) == 1 else (torch.cat(each, dim=1) for each in zip(*parts, strict=True))
-    own = own_token(call, query, as_kept(key, keys), as_kept(value, values))
-    return by_token(with_sinks(call, merge_attention_states(output, total, *own)), value.dtype, 1)
-
-
-def _of_heads(call: AttentionCall, kv_heads: int, part: slice) -> AttentionCall:
-    """Return the call for these key/value heads: only what it adds to scores differs between heads."""
-    if call.column_bias is None:
-        return call
-    return replace(call, column_bias=call.column_bias.unflatten(0, (kv_heads, -1))[part].flatten(0, 1))
+    own = attention.own_token(call, query, as_kept(key, keys), as_kept(value, values))
+    state = attention.with_sinks(call, attention.merge_attention_states(output, total, *own))
+    return attention.by_token(state, value.dtype, 1)
 
 
 def heads_at_once(blocks: int, group: int, block_length: int, value_dim: int) -> int:
@@ -62,7 +45,9 @@ def heads_at_once(blocks: int, group: int, block_length: int, value_dim: int) ->
     return max(1, attention.SCORES_LIMIT // (4 * blocks * group * max(block_length, value_dim + 1)))
 
 
-def _attend_past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Stored, values: Stored) -> State:
+def _attend_past(
+    call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: Stored, values: Stored
+) -> attention.State:
     """Attend with `query [R, kv_heads, group, key_dim]` over the blocks of its rows."""
     rows, kv_heads, group, _ = query.shape
     blocks, length = len(owned.block_owner), keys.shape[2]
@@ -70,7 +55,8 @@ def _attend_past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: S
     added = None if table is None else owned.added_bias(table, length)
     # A broken token's values may stay: the owner alone sees the block, and is NaN by its scores.
     every = query.index_select(0, owned.block_owner)
-    state = attend_columns(call, every, keys[:blocks], values[:blocks], visible[:, None], visible[:, 0], added)
+    read = keys[:blocks], values[:blocks]
+    state = attention.attend_columns(call, every, *read, visible[:, None], visible[:, 0], added)
     entries = [_as_entries(*state)]
     if owned.shared_blocks is not None:
         keys, values = (each.index_select(0, owned.shared_blocks) for each in (keys, values))
@@ -78,7 +64,7 @@ def _attend_past(call: AttentionCall, owned: OwnedBlocks, query: Tensor, keys: S
         kept = visible.any(1) & (kv_cache.broken_columns(keys) == 0)
         every = query.permute(1, 2, 0, 3).flatten(1, 2)[None].expand(len(keys), -1, -1, -1)
         added = None if table is None else owned.added_bias_of_shared(table, length)
-        state = attend_columns(call, every, keys, values, visible[:, None], kept, added)
+        state = attention.attend_columns(call, every, keys, values, visible[:, None], kept, added)
         # [X, kv_heads, group * R, ...] to [X * R, kv_heads, group, ...]
         entries.append(_as_entries(*(each.unflatten(2, (group, rows)).movedim(3, 1).flatten(0, 1) for each in state)))
     width = entries[0].shape[1]
@@ -91,17 +77,17 @@ def _as_entries(output: Tensor, total: Tensor) -> Tensor:
     return torch.cat([output.flatten(1), total.flatten(1)], dim=1)
 
 
-def _join_entries(entries: Tensor, joined: Tensor, sizes: tuple[int, int]) -> State:
+def _join_entries(entries: Tensor, joined: Tensor, sizes: tuple[int, int]) -> attention.State:
     """Join each row's entries to one state: `[R, kv_heads, group, value_dim]` and its log-sum-exp."""
     rows, places = joined.shape
     heads = sizes[0] * sizes[1]
     at_once = max(1, attention.SCORES_LIMIT // (4 * rows * entries.shape[1]))
-    state: State | None = None
+    state: attention.State | None = None
     for start in range(0, places, at_once):
         some = joined[:, start : start + at_once]
         found = entries.index_select(0, some.flatten()).unflatten(0, (rows, -1))
         output, total = found[..., :-heads], found[..., -heads:]
-        part = join_attention_states(output.unflatten(2, (*sizes, -1)), total.unflatten(2, sizes), 1)
-        state = part if state is None else merge_attention_states(*state, *part)
+        part = attention.join_attention_states(output.unflatten(2, (*sizes, -1)), total.unflatten(2, sizes), 1)
+        state = part if state is None else attention.merge_attention_states(*state, *part)
     assert state is not None
     return state

@@ -2,7 +2,7 @@
 """Linear layers with quantized weights as an operator: a node of a traced graph, written out when that is lowered.
 
 The written form reads codes and scales as they are stored for it: inputs first, and two codes in a byte are half a block of inputs apart
-(`weight_layout.FileWeight`), so that a step moves neither.
+(`sharding.weights.FileWeight`), so that a step moves neither.
 """
 
 from __future__ import annotations
@@ -32,21 +32,16 @@ WideProduct = Callable[[Tensor, Tensor], Tensor]
 def quantized_linear(
     x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None, bias: Tensor | None, kind: str, tokens: int
 ) -> Tensor:
-    """Compute a linear layer: x `[..., inputs]`, the parts of a `QuantizedWeight`, bias `[outputs]`.
+    """Compute a linear layer from x `[..., inputs]`, the parts of a `QuantizedWeight` and bias `[outputs]` to `[..., outputs]`.
 
     Args:
         tokens: of the step with the wanted form.
-
-    Returns:
-        `[..., outputs]` of x's type.
     """
     return dequantized_product(x, QuantizedWeight(kind, codes, scale, shift), bias)
 
 
 @quantized_linear.register_fake
-def _(
-    x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None, bias: Tensor | None, kind: str, tokens: int
-) -> Tensor:
+def _(x: Tensor, codes: Tensor, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
@@ -69,23 +64,18 @@ def quantized_linear_like(like: int | None = None) -> QuantizedProduct:
 def quantized_experts(
     x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None, index: Tensor | None, kind: str, tokens: int
 ) -> Tensor:
-    """Multiply x `[blocks, rows, inputs]` by the weights of experts, which are the parts of a `QuantizedWeight`.
+    """Multiply x `[blocks, rows, inputs]` by experts' weights, the parts of a `QuantizedWeight`, to `[blocks, rows, outputs]` float32.
 
     Args:
         index: `[blocks]`, the expert of each block; None: block e is expert e's.
         tokens: rows of the wanted form.
-
-    Returns:
-        `[blocks, rows, outputs]` float32.
     """
     weight = QuantizedWeight(kind, codes, scale, shift).dequantize()
     return x.float() @ (weight if index is None else weight[index]).transpose(1, 2)
 
 
 @quantized_experts.register_fake
-def _(
-    x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None, index: Tensor | None, kind: str, tokens: int
-) -> Tensor:
+def _(x: Tensor, codes: Tensor, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[1]), dtype=torch.float32)
 
 
@@ -94,18 +84,16 @@ QUANTIZED_EXPERTS = torch.ops.optimum_neuron.quantized_experts.default
 
 @library.custom_op("optimum_neuron::stored_product", mutates_args=())
 def stored_product(x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None, kind: str, tokens: int) -> Tensor:
-    """Multiply x `[rows, inputs]` by a weight as it is stored: codes `[inputs, outputs]`, or half as many rows of bytes with two.
+    """Multiply x `[rows, inputs]` by a weight as it is stored, to `[rows, outputs]` float32.
 
-    Scale and shift are `[groups, outputs]`. All may have one more dimension in front.
-
-    Returns:
-        `[rows, outputs]` float32.
+    Codes are `[inputs, outputs]`, or half as many rows of bytes with two; scale and shift `[groups, outputs]`. All may have one more
+    dimension in front.
     """
     return written_out(lambda left, right: left.float() @ right.float(), x, codes, scale, shift, kind, tokens)
 
 
 @stored_product.register_fake
-def _(x: Tensor, codes: Tensor, scale: Tensor, shift: Tensor | None, kind: str, tokens: int) -> Tensor:
+def _(x: Tensor, codes: Tensor, *_: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], codes.shape[-1]), dtype=torch.float32)
 
 
@@ -182,7 +170,8 @@ def _half_values(codes: Tensor, half: int, kind: str, dtype: torch.dtype, *, has
 
 def check_weight_types(model: nn.Module, target: str) -> None:
     """Raise ValueError where a target has no fp8, or no number as large as a code of a checkpoint's weights."""
-    for name, weight in _list_quantized(model):
+    for _, prefix, weight in list_quantized(model):
+        name = prefix[:-1]
         if weight.kind != "fp8":
             continue
         if target in TARGETS_WITHOUT_FP8:
@@ -190,10 +179,8 @@ def check_weight_types(model: nn.Module, target: str) -> None:
                 f"{name} has weights of fp8, a type that target={target!r} lacks; use target='trn2' or later, or pass "
                 f"--dequantize (dequantize=True)"
             )
-        limit = FP8_LARGEST_ON.get(target)
-        largest = max(
-            (float(each.float().abs().amax()) for each in weight.codes.flatten(0, -2).split(1024)), default=0.0
-        )
+        limit, parts = FP8_LARGEST_ON.get(target), weight.codes.flatten(0, -2).split(1024)
+        largest = max((float(each.float().abs().amax()) for each in parts), default=0.0)
         if limit is not None and not largest <= limit:
             raise ValueError(
                 f"{name} has codes of fp8 up to {largest:g}, and the largest of target={target!r} is {limit:g}; use target='trn3', or pass "
@@ -201,9 +188,10 @@ def check_weight_types(model: nn.Module, target: str) -> None:
             )
 
 
-def _list_quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
+def list_quantized(model: nn.Module) -> Iterator[tuple[str, str, QuantizedWeight]]:
+    """Yield quantized weights, each after the name of its plain tensor and the beginning of its own names."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear | QuantizedEmbedding):
-            yield name, module.quantized_weight
+            yield f"{name}.weight", f"{name}.", module.quantized_weight
         for own, weight in quantized_weights(module).items():
-            yield f"{name}.{own}", weight
+            yield f"{name}.{own}", f"{name}.{own}_", weight

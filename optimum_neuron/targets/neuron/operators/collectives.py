@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over the ranks of tensor parallelism, as operators that stay nodes of an exported graph.
-
-On the CPU they run through torch.distributed's default group; a device target lowers the nodes to its own.
-"""
+"""Collectives over the ranks of tensor parallelism, as operators that stay nodes of an exported graph; on the CPU of torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,11 +9,7 @@ from torch import Tensor, distributed, library
 
 @library.custom_op("optimum_neuron::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, world_size: int) -> Tensor:
-    """The sum of all ranks' `x`.
-
-    Raises:
-        RuntimeError: this process is not one of `world_size` ranks.
-    """
+    """Return the sum of all ranks' `x`; raise RuntimeError where this process is not one of `world_size` ranks."""
     _check_ranks(world_size)
     total = x.clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(total)
@@ -25,11 +18,7 @@ def all_reduce(x: Tensor, world_size: int) -> Tensor:
 
 @library.custom_op("optimum_neuron::all_gather", mutates_args=())
 def all_gather(x: Tensor, dim: int, world_size: int) -> Tensor:
-    """All ranks' `x` side by side along `dim`, in the order of their ranks.
-
-    Raises:
-        RuntimeError: this process is not one of `world_size` ranks.
-    """
+    """Return all ranks' `x` side by side along `dim`, in the order of their ranks; raise RuntimeError as `all_reduce`."""
     _check_ranks(world_size)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(world_size)]
     distributed.all_gather(parts, x.contiguous())

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forms in which a graph computes a layer's routed experts, their work on a core, and the choice of the fastest.
 
-Imports no torch. Work is counted as lint/cost.py counts graphs, and a test compares both: a result that the core's own memory cannot
-hold is written and read; operators cost nothing but bytes and products.
-
-Routing is unknown before the step, so each form serves any routing of `entries = tokens * per_token`:
+Work is counted as lint/cost.py counts graphs: a result that the core's own memory cannot hold is written and read; operators cost nothing
+but bytes and products. Routing is unknown before the step, so each form serves any routing of `entries = tokens * per_token`:
 - all: every expert computes every token, with its weights where they lie.
 - gather: each entry is a product of its own, with its expert's weights gathered; it reads less where entries are fewer than experts.
 - blocks: every expert computes its first `rows` entries where its weights lie; the rest goes to blocks of as many rows, each of one
@@ -28,33 +26,22 @@ MOST_PARTS = 16
 # Places in blocks are counted in float32.
 _LARGEST_PLACE = 1 << 24
 
-Kind = Literal["all", "gather", "blocks"]
-
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A layer's routed experts on one core.
-
-    Attributes:
-        per_token: experts that a token is routed to.
-        hidden: values of a token.
-        up: values that an expert's first projection gives.
-        down: values that its last one takes.
-        dtype, itemsize: of weights and products.
-        code_bits: of weights that are codes, without their scales; 0 of others.
-    """
+    """A layer's routed experts on one core."""
 
     experts: int
-    per_token: int
-    hidden: int
-    up: int
-    down: int
+    per_token: int  # experts that a token is routed to
+    hidden: int  # values of a token
+    up: int  # values that an expert's first projection gives
+    down: int  # values that its last one takes
+    # Of weights and products.
     dtype: str
     itemsize: int
-    code_bits: int = 0
+    code_bits: int = 0  # of weights that are codes, without their scales; 0 of others
 
     def weight_bytes(self, count: int) -> int:
-        """Return the bytes of so many numbers of a weight."""
         return count * (self.code_bits or 8 * self.itemsize) // 8
 
     @property
@@ -64,22 +51,15 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """A way to compute a layer's experts.
+    """A way to compute a layer's experts."""
 
-    Attributes:
-        own_rows: rows that each expert computes with its weights where they lie.
-        gathered: blocks with gathered weights.
-        rows: of such a block.
-        part: how many are gathered at a time.
-    """
-
-    own_rows: int
-    gathered: int = 0
-    rows: int = 0
-    part: int = 0
+    own_rows: int  # rows that each expert computes with its weights where they lie
+    gathered: int = 0  # blocks with gathered weights
+    rows: int = 0  # of such a block
+    part: int = 0  # how many are gathered at a time
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> Literal["all", "gather", "blocks"]:
         if not self.gathered:
             return "all"
         return "blocks" if self.own_rows else "gather"
@@ -93,17 +73,11 @@ class ExpertForm:
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """The work of one layer on a core.
+    """The work of one layer on a core."""
 
-    Attributes:
-        moved: bytes read and written.
-        flops: of matrix products.
-        live: elements that projections read and write, and gathered weights that the core's memory cannot hold.
-    """
-
-    moved: int
-    flops: int
-    live: int
+    moved: int  # bytes read and written
+    flops: int  # of matrix products
+    live: int  # elements that projections read and write, and gathered weights that the core's memory cannot hold
 
 
 def all_experts(tokens: int) -> ExpertForm:
@@ -130,40 +104,32 @@ def _part_size(layer: ExpertLayer, gathered: int, chip: Chip) -> int:
 
 
 def resize_form(form: ExpertForm, layer: ExpertLayer, tokens: int, chip: Chip) -> ExpertForm:
-    """Return a form of the same kind for fewer tokens."""
-    if form.kind == "gather":
-        return gather(layer, tokens, chip)
-    if form.kind == "all":
-        return all_experts(tokens)
+    if form.kind != "blocks":
+        return gather(layer, tokens, chip) if form.kind == "gather" else all_experts(tokens)
     return blocks(layer, tokens, min(form.rows, 1 << max(tokens.bit_length() - 2, 0)), chip)
 
 
 def work(layer: ExpertLayer, tokens: int, form: ExpertForm, chip: Chip) -> ExpertWork:
-    """Count a layer's work in a form."""
-
-    def through_memory(elements: int, read: int | None = None) -> int:
+    def through_memory(elements: int, read: int) -> int:
         size = elements * layer.itemsize
-        return size + (elements if read is None else read) * layer.itemsize if size > chip.core_sbuf else 0
-
-    def gathered_weight(elements: int) -> int:
-        size = layer.weight_bytes(elements)
-        return 2 * size if size > chip.core_sbuf else 0
+        return size + read * layer.itemsize if size > chip.core_sbuf else 0
 
     entries, hidden = tokens * layer.per_token, layer.hidden
     own, gathered = layer.experts * form.own_rows, form.gathered * form.rows
     own_weights = layer.experts * layer.expert_params if own else 0
     moved = layer.weight_bytes(own_weights + form.gathered * layer.expert_params)
     taken = entries if form.gathered else own
-    moved += through_memory(own * layer.up) + through_memory(own * hidden, min(taken, own) * hidden)
+    moved += through_memory(own * layer.up, own * layer.up) + through_memory(own * hidden, min(taken, own) * hidden)
     if own and gathered:
-        moved += through_memory((own + gathered) * hidden)
+        moved += through_memory((own + gathered) * hidden, (own + gathered) * hidden)
     largest = 0
     for start, end in form.parts:
         count, rows = end - start, (end - start) * form.rows
-        through = gathered_weight(count * hidden * layer.up), gathered_weight(count * hidden * layer.down)
-        moved += sum(through) + through_memory(rows * layer.up)
+        weights = [layer.weight_bytes(count * hidden * each) for each in (layer.up, layer.down)]
+        spilled = sum(each for each in weights if each > chip.core_sbuf)
+        moved += 2 * spilled + through_memory(rows * layer.up, rows * layer.up)
         moved += through_memory(rows * hidden, min(entries, rows) * hidden)
-        largest = max(largest, sum(through) // (2 * layer.itemsize))
+        largest = max(largest, spilled // layer.itemsize)
     products = (own + gathered) * layer.expert_params
     width = 2 * hidden + layer.up + layer.down
     return ExpertWork(moved, 2 * products, (own + gathered) * width + largest)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts as a graph computes them, in a form of expert_forms.py.
+"""Routed experts as a graph computes them, in a form of expert_forms.py, exact for any routing.
 
-All forms are exact for any routing: no token is dropped, and a token's result depends on it and its experts alone. A token that goes
-nowhere is zero.
+No token is dropped, and its result depends on it and its experts alone. A token that goes nowhere is zero.
 """
 
 from __future__ import annotations
@@ -21,70 +20,57 @@ from .codes import QUANTIZED_EXPERTS
 from .expert_forms import ExpertForm, ExpertLayer, choose, resize_form
 
 
+# Tokens that one product with a triangle counts.
+_COUNTED = 128
 # From a call and a form to `[tokens, hidden]`.
 InForm = Callable[[ExpertsCall, ExpertForm], Tensor]
 
 
-def experts_for(chip: Chip, like: int | None = None, compute: InForm | None = None) -> Experts:
-    """Return experts as graphs for a chip compute them.
-
-    Args:
-        like: take the form of a graph of so many tokens, whatever costs least in this one.
-        compute: computes a form; default, `in_form`.
-    """
+def experts_for(chip: Chip, like: int | None, compute: InForm) -> Experts:
+    """Return experts as graphs for a chip compute them, in the form of a graph of `like` tokens, or that which costs least in this one."""
 
     def experts(call: ExpertsCall) -> Tensor:
         layer, tokens = expert_layer(call), len(call.index)
         form = choose(layer, tokens if like is None else like, chip)
-        return (compute or in_form)(call, form if like is None else resize_form(form, layer, tokens, chip))
+        return compute(call, form if like is None else resize_form(form, layer, tokens, chip))
 
     return experts
 
 
 def expert_layer(call: ExpertsCall) -> ExpertLayer:
-    """Describe a layer for the cost model."""
     hidden, up = call.hidden_states.shape[-1], call.up_weight
+    both = (up, call.down_weight)
+    sizes = [each[0].numel() if isinstance(each, Tensor) else each.outputs * each.inputs for each in both]
     return ExpertLayer(
         experts=call.experts,
         per_token=call.index.shape[1],
         hidden=hidden,
-        up=_count_params(up) // hidden,
-        down=_count_params(call.down_weight) // hidden,
+        up=sizes[0] // hidden,
+        down=sizes[1] // hidden,
         dtype=str(call.compute_dtype).removeprefix("torch."),
         itemsize=call.compute_dtype.itemsize,
         code_bits=0 if isinstance(up, Tensor) else 4 if up.kind in PACKED else 8,
     )
 
 
-def _count_params(weight: Tensor | QuantizedWeight) -> int:
-    return weight[0].numel() if isinstance(weight, Tensor) else weight.outputs * weight.inputs
-
-
 def in_form(call: ExpertsCall, form: ExpertForm) -> Tensor:
-    """Return `[tokens, hidden]`."""
     if form.kind == "all":
         return dense_experts(call, _quantized_product)
     call = replace(call, index=call.index.to(torch.int32))
-    outputs = _compute_gathered(call, form) if form.kind == "gather" else _in_blocks(call, form)
+    if form.kind == "gather":  # each entry by its own expert's weights, or by the first expert's where it goes nowhere
+        index = torch.where(call.index < call.experts, call.index, 0).flatten()
+        inputs = call.hidden_states.to(call.compute_dtype)[:, None].expand(*call.index.shape, -1)
+        inputs = inputs.flatten(0, 1)[:, None]
+        parts = [_apply_experts(call, inputs[start:end], index[start:end]) for start, end in form.parts]
+        outputs = torch.cat(parts).flatten(0, 1)
+    else:
+        outputs = _in_blocks(call, form)
     nowhere = call.index >= call.experts
     outputs = torch.where(nowhere[:, :, None], 0.0, outputs.view(*call.index.shape, -1))
     return replace(call, weights=torch.where(nowhere, 0.0, call.weights)).weighted_sum(outputs)
 
 
-def _compute_gathered(call: ExpertsCall, form: ExpertForm) -> Tensor:
-    """Return `[tokens * k, hidden]`: each entry by its own expert's weights, or by the first expert's where it goes nowhere."""
-    index = torch.where(call.index < call.experts, call.index, 0).flatten()
-    inputs = call.hidden_states.to(call.compute_dtype)[:, None].expand(*call.index.shape, -1).flatten(0, 1)[:, None]
-    return torch.cat([_apply_experts(call, inputs[start:end], index[start:end]) for start, end in form.parts]).flatten(
-        0, 1
-    )
-
-
 def _in_blocks(call: ExpertsCall, form: ExpertForm) -> Tensor:
-    """Return `[tokens * k, hidden]`, by one block per expert in place and others with gathered weights.
-
-    A place without an entry computes the first token, and nothing reads it.
-    """
     (tokens, per_token), places = call.index.shape, (call.experts + form.gathered) * form.rows
     place, owners = block_places(call.index, call.experts, form.rows, form.gathered)
     place = place.flatten()
@@ -93,11 +79,8 @@ def _in_blocks(call: ExpertsCall, form: ExpertForm) -> Tensor:
     place = torch.where(call.index.flatten() < call.experts, place, places + order)
     token = torch.arange(tokens, dtype=torch.int32)[:, None].expand(-1, per_token).flatten()
     taken = torch.zeros(places + tokens * per_token, dtype=torch.int32).index_put((place,), token)[:places]
-    inputs = (
-        call.hidden_states.to(call.compute_dtype)
-        .index_select(0, taken)
-        .view(-1, form.rows, call.hidden_states.shape[-1])
-    )
+    inputs = call.hidden_states.to(call.compute_dtype).index_select(0, taken)
+    inputs = inputs.view(-1, form.rows, inputs.shape[-1])
     outputs = [_apply_experts(call, inputs[: call.experts])]
     for start, end in form.parts:
         part = inputs[call.experts + start : call.experts + end]
@@ -127,13 +110,8 @@ def _multiply_weight(
 
 
 def _quantized_product(x: Tensor, weight: QuantizedWeight, index: Tensor | None = None) -> Tensor:
-    """Return `[blocks, rows, out]` float32."""
     output: Tensor = QUANTIZED_EXPERTS(x, weight.codes, weight.scale, weight.shift, index, weight.kind, x.shape[1])
     return output
-
-
-# Tokens that one product with a triangle counts.
-_COUNTED = 128
 
 
 def block_places(index: Tensor, experts: int, rows: int, gathered: int) -> tuple[Tensor, Tensor]:
@@ -147,14 +125,16 @@ def block_places(index: Tensor, experts: int, rows: int, gathered: int) -> tuple
         rows: of a block, a power of two.
 
     Returns:
-        `[tokens, k]` int32, block * rows + row, anything where an entry goes nowhere; and `[gathered]` int32, the expert of
-        each further block, any where it is not in use.
+        `[tokens, k]` int32, block * rows + row, and `[gathered]` int32, the expert of each further block; any where they are not in use.
     """
     order = torch.arange(experts, dtype=torch.int32)
     chosen = index[:, :, None] == order  # [tokens, k, experts]
     counts = chosen.sum(1, dtype=torch.float32)
     total = counts.sum(0)
-    position = _select_chosen(chosen, earlier_sums(counts)[:, None]) + _earlier_in_row(index)
+    # And how often a token's earlier places name the same expert; routers name each once.
+    column = torch.arange(index.shape[1], dtype=torch.int32)
+    in_row = ((index[:, :, None] == index[:, None]) & (column < column[:, None])).sum(-1, dtype=torch.float32)
+    position = _select_chosen(chosen, earlier_sums(counts)[:, None]) + in_row
     block = (position * (1 / rows)).floor()
     further = ((total - 1).clamp(min=0) * (1 / rows)).floor()  # of each expert, beyond its first
     start = torch.where(order < order[:, None], further, 0.0).sum(1)
@@ -178,12 +158,5 @@ def earlier_sums(counts: Tensor) -> Tensor:
     return within.flatten(0, 1)[:tokens]
 
 
-def _earlier_in_row(index: Tensor) -> Tensor:
-    """Return `[tokens, k]` float32: how often a token's earlier places name the same expert; routers name each once."""
-    order = torch.arange(index.shape[1], dtype=torch.int32)
-    return ((index[:, :, None] == index[:, None]) & (order < order[:, None])).sum(-1, dtype=torch.float32)
-
-
 def _select_chosen(chosen: Tensor, values: Tensor) -> Tensor:
-    """Return `[tokens, k]`, the chosen expert's values."""
     return torch.where(chosen, values, 0.0).sum(-1)

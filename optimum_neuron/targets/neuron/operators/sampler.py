@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The on-device sampler as an operator: a node of a traced graph, written out when that is lowered.
-
-Tracing its thousand operators would take longer than lowering them.
-"""
+"""The on-device sampler as an operator: tracing its thousand operators would take longer than lowering the node that stands for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, library
@@ -23,18 +21,15 @@ GatherColumns = Callable[[Tensor], Tensor]
 def sample(
     logits: Tensor, sampling_params: Tensor, uniforms: Tensor, first: Tensor, vocab_size: int, ranks: int
 ) -> Tensor:
-    """Sample as `step.sampling.sampler.sample` of a rank among so many.
+    """Sample `[rows]` int32 as `step.sampling.sampler.sample` of a rank among so many; all ranks get the same.
 
     Args:
         logits: `[rows, columns]` float32, of the rank's part of the vocabulary.
         sampling_params, uniforms: as in `step.sampling.sampler.sample`.
         first: int32 number, the token of the rank's first column.
         vocab_size: of all ranks.
-
-    Returns:
-        `[rows]` int32, the same on all ranks.
     """
-    return written_out(gathering(ranks), logits, sampling_params, uniforms, first, vocab_size, ranks)
+    return written_out(partial(gather_columns, ranks), logits, sampling_params, uniforms, first, vocab_size, ranks)
 
 
 @sample.register_fake
@@ -42,13 +37,8 @@ def _(logits: Tensor, sampling_params: Tensor, uniforms: Tensor, first: Tensor, 
     return logits.new_empty(logits.shape[0], dtype=torch.int32)
 
 
-def gathering(ranks: int) -> GatherColumns:
-    """Return the gather of columns as operators of an exported graph."""
-
-    def gather(own: Tensor) -> Tensor:
-        return own if ranks == 1 else all_gather(own, 1, ranks)
-
-    return gather
+def gather_columns(ranks: int, own: Tensor) -> Tensor:
+    return own if ranks == 1 else all_gather(own, 1, ranks)
 
 
 def written_out(
@@ -63,12 +53,7 @@ def written_out(
     """Compute `sample` in elementary operators."""
     if ranks == 1:
         return sampling.sample(logits, sampling_params, uniforms)
-    return sampling.sample(logits, sampling_params, uniforms, first, vocab_size, of_all(gather, ranks))
-
-
-def largest(logits: Tensor, first: Tensor, vocab_size: int, ranks: int) -> Tensor:
-    """Return what `sample` chooses at temperature 0, in elementary operators."""
-    return sampling.largest_of_shard(logits, first, vocab_size, of_all(gathering(ranks), ranks))
+    return sampling.sample(logits, sampling_params, uniforms, first, vocab_size, of_all(ranks, gather))
 
 
 def largest_of_whole(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
@@ -76,9 +61,10 @@ def largest_of_whole(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) 
     return sampling.first_largest(logits)[:, 0]
 
 
-def of_all(gather: GatherColumns, ranks: int) -> sampling.Gather:
-    """Return a gather that splits numbers in a row by rank."""
-    return lambda own: gather(own).unflatten(1, (ranks, -1))
+def of_all(ranks: int, gather: GatherColumns | None = None) -> sampling.Gather:
+    """Return a gather that splits numbers in a row by rank; by default in operators of an exported graph."""
+    columns = gather or partial(gather_columns, ranks)
+    return lambda own: columns(own).unflatten(1, (ranks, -1))
 
 
 # The node of an exported graph.

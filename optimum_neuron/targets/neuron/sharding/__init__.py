@@ -8,13 +8,6 @@ from .weights import tied_names, write_sharded_weights
 
 
 __all__ = [
-    "RANK_BUFFER",
-    "RANK_TENSOR",
-    "ShardPlan",
-    "apply_plan",
-    "shard_plan",
-    "sharded_ops",
-    "tied_names",
-    "whole_plan",
+    "RANK_BUFFER", "RANK_TENSOR", "ShardPlan", "apply_plan", "shard_plan", "sharded_ops", "tied_names", "whole_plan",
     "write_sharded_weights",
-]
+]  # fmt: skip

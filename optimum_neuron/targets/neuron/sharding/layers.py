@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules by which layers are cut. Each fills a part of a plan."""
+"""The rules by which layers are cut, each for a part of a plan, and transformers' words for them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,16 +11,26 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ....step.cache_needs import keeps_convolution
-from .blocks import Block
-from .plan import ShardedHeads, ShardPlan
+from .plan import PADDING, HeadLayout, Section, ShardedHeads, ShardPlan, by_heads, even, head_layout, packed
+from .random_layers import Block
 from .recurrences import RecurrentLayer
-from .rules import HeadLayout, Section, by_heads, even, first_rank_only, head_layout, packed
-from .styles import COLUMN, PACKED, ROW, WHOLE_COLUMN, WHOLE_ROW
-from .trace import HeadSizes, ModelTrace
+from .trace import HeadSizes, ModelTrace, is_below
+
+
+# transformers' styles (transformers.distributed.tensor_parallel), by what they mean for inference.
+COLUMN = ("colwise", "packed_colwise")
+ROW = ("rowwise", "packed_rowwise")
+# Input and output are whole on every rank, so such a layer may as well be kept whole.
+WHOLE_COLUMN = ("colwise_gather_output", "colwise_rep")
+WHOLE_ROW = ("rowwise_split_input", "rowwise_rep")
+PACKED = ("packed_colwise", "packed_rowwise")
+REDUCED = ("all_reduce", "moe_tp_experts")
+# Differ from whole layers in training alone.
+REPLICATED = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
+CUT, WHOLE = (*COLUMN, *ROW), (*WHOLE_COLUMN, *WHOLE_ROW)
 
 
 def share_vocabulary(plan: ShardPlan, model: PreTrainedModel) -> None:
-    """Cut the rows of the input embedding and of the output layer."""
     names = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plan.embedding = names[id(embedding)]
@@ -29,7 +40,7 @@ def share_vocabulary(plan: ShardPlan, model: PreTrainedModel) -> None:
 
 def share_experts(plan: ShardPlan, name: str, experts: Any) -> None:
     """Cut each expert's intermediate values, laid out as transformers' experts interface has them; outputs are summed."""
-    up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+    up_name, count = "gate_up_proj" if experts.has_gate else "up_proj", experts.num_experts
     into, out_of = (-1, -2) if experts.is_transposed else (-2, -1)
     up_size, down_size = experts.get_parameter(up_name).shape[into], experts.get_parameter("down_proj").shape[out_of]
     if experts.has_gate and experts.is_concatenated:
@@ -40,13 +51,12 @@ def share_experts(plan: ShardPlan, name: str, experts: Any) -> None:
         up_name: (into, up),
         f"{up_name}_bias": (-1, up),
         "down_proj": (out_of, (even(down_size, plan.world_size),)),
-        "down_proj_bias": (0, (first_rank_only(experts.num_experts, plan.world_size),)),
+        # Whole on rank 0 and zeros elsewhere: the sum over the ranks counts it once.
+        "down_proj_bias": (0, (Section(0, count, count, (0, *[PADDING] * (plan.world_size - 1))),)),
     }
     for parameter, _ in experts.named_parameters():
         if parameter not in cuts:
-            raise plan.make_refusal(
-                f"{name} has a parameter {parameter} that transformers' experts interface does not know"
-            )
+            raise plan.make_refusal(f"{name} has a parameter {parameter}, which transformers' experts do not have")
         dim, sections = cuts[parameter]
         plan.cut_tensor(f"{name}.{parameter}", dim, *sections)
     plan.reduced.append(name)
@@ -79,7 +89,7 @@ def share_attention(plan: ShardPlan, trace: ModelTrace, name: str, styles: Mappi
 def _head_sections(
     size: int, style: str, sizes: HeadSizes, layout: HeadLayout, value_offset: int
 ) -> tuple[Section, ...]:
-    """Return how a projection of some size is cut; nothing where its kind is unknown, or one of two."""
+    """Return the cut of a projection of some size; nothing where its kind is unknown, or one of two."""
     heads, kv_heads = sizes.heads, sizes.kv_heads
     query, key, value = heads * sizes.key_dim, kv_heads * sizes.key_dim, kv_heads * sizes.value_dim
     of_queries = (query, heads * sizes.value_dim, heads)
@@ -89,11 +99,9 @@ def _head_sections(
     if style in WHOLE_COLUMN and size == query + key + value:  # whole, because transformers cannot cut the three apart
         if value_offset != query + key:
             return ()
-        return (
-            by_heads(query, heads, layout.query),
-            by_heads(key, kv_heads, layout.key_value, start=query),
-            by_heads(value, kv_heads, layout.key_value, start=query + key),
-        )
+        keys = by_heads(key, kv_heads, layout.key_value, start=query)
+        values = by_heads(value, kv_heads, layout.key_value, start=query + key)
+        return by_heads(query, heads, layout.query), keys, values
     # What transformers cuts evenly is a stretch per head; what it keeps whole may be anything of another size.
     known = size % heads == 0 if style == "colwise" else size in of_queries
     return (by_heads(size, heads, layout.query),) if known else ()
@@ -112,7 +120,6 @@ def share_block(plan: ShardPlan, model: PreTrainedModel, block: Block) -> None:
 
 
 def share_recurrence(plan: ShardPlan, layer: RecurrentLayer) -> None:
-    """Cut a layer by its heads."""
     for name, rule in layer.rules.items():
         plan.cut_tensor(name, rule.dim, *rule.sections)
     plan.row_linears.append(layer.outer)
@@ -138,30 +145,22 @@ def share_siblings(plan: ShardPlan, trace: ModelTrace, styles: Mapping[str, str]
 def _find_halves(plan: ShardPlan, trace: ModelTrace, styles: Mapping[str, str]) -> Collection[str]:
     """Return sibling layers that transformers' plan keeps whole, and that can be cut all the same; none where not all can.
 
-    It keeps gate and up whole where one projection gives both, which it cannot cut apart. One layer then takes n values and others give
-    2 n, and a module, the activation, gets a half in one piece.
+    It keeps one projection to gate and up whole. Another layer takes n values of its 2 n, and the activation gets a half in one piece.
     """
     outer = [name for name, style in styles.items() if style in WHOLE_ROW]
     if len(outer) != 1 or any(f"model.{name}.weight" not in plan.shapes for name in styles):
         return ()
     taken = _cut_size(plan, outer[0], styles[outer[0]])
-    halved = {
-        call.first.source
-        for call in trace.calls
-        if call.first
-        and call.first.shape[-1:] == (taken,)
-        and call.first.step == 1
-        and call.first.offset in (0, taken)
-    }
+    views = [call.first for call in trace.calls if call.first and call.first.shape[-1:] == (taken,)]
+    halved = {view.source for view in views if view.step == 1 and view.offset in (0, taken)}
     given = {name: _cut_size(plan, name, style) for name, style in styles.items() if name != outer[0]}
-    if not given or any(size != 2 * taken or name not in halved for name, size in given.items()):
-        return ()
-    return styles.keys()
+    halves = all(size == 2 * taken and name in halved for name, size in given.items())
+    return styles.keys() if given and halves else ()
 
 
 def cut_columns(plan: ShardPlan, layer: str, *sections: Section) -> None:
     """Cut a layer's outputs: the rows of a linear layer's weight and its bias, or a parameter's dimension for it."""
-    if not _is_module(plan, layer):
+    if f"model.{layer}" in plan.shapes:
         plan.cut_tensor(layer, max(-2, -len(plan.shapes[f"model.{layer}"])), *sections)
         return
     plan.cut_tensor(f"{layer}.weight", 0, *sections)
@@ -171,27 +170,22 @@ def cut_columns(plan: ShardPlan, layer: str, *sections: Section) -> None:
 
 def cut_rows(plan: ShardPlan, layer: str, *sections: Section) -> None:
     """Cut a layer's inputs: its output is a partial sum, and a linear layer's whole bias is added once."""
-    if _is_module(plan, layer):
+    if f"model.{layer}" in plan.shapes:
+        plan.cut_tensor(layer, -1, *sections)
+    else:
         plan.cut_tensor(f"{layer}.weight", 1, *sections)
         plan.row_linears.append(layer)
-    else:
-        plan.cut_tensor(layer, -1, *sections)
 
 
 def _cut_size(plan: ShardPlan, layer: str, style: str) -> int:
-    shape = plan.shapes[f"model.{layer}.weight" if _is_module(plan, layer) else f"model.{layer}"]
+    shape = plan.shapes.get(f"model.{layer}") or plan.shapes[f"model.{layer}.weight"]
     return shape[-1] if style in (*ROW, *WHOLE_ROW) else shape[max(-2, -len(shape))]
-
-
-def _is_module(plan: ShardPlan, layer: str) -> bool:
-    return f"model.{layer}" not in plan.shapes
 
 
 def share_norms(plan: ShardPlan, model: nn.Module, trace: ModelTrace) -> None:
     """Cut modules with weights that come right after a cut projection, and are no part of the model's plan.
 
-    A weight per head is cut with the heads. A weight as long as the whole projection, of a norm over all heads, needs all of them: such a
-    module gets its input gathered, and a rank keeps its own part of the result.
+    A weight per head is cut with the heads. A weight of a norm over all heads needs them all: such a module gets its input gathered.
     """
     for call in trace.calls:
         rule = plan.rules.get(f"model.{call.first.source}.weight") if call.first else None
@@ -206,3 +200,42 @@ def share_norms(plan: ShardPlan, model: nn.Module, trace: ModelTrace) -> None:
                 plan.cut_tensor(f"{call.name}.{name}", 0, Section(0, heads[0], 1, section.order))
             elif parameter.shape[-1:] == call.first.shape[-1:] == (section.size,) and section.size > section.block:
                 plan.whole_inputs[call.name] = section
+
+
+def planned_styles(model: PreTrainedModel) -> dict[str, str]:
+    """Return the model's own plan by the names of its modules and parameters; empty where it has none."""
+    styles = {}
+    for name, _ in (*model.named_modules(), *model.named_parameters()):
+        general = re.sub(r"\.\d+(?=\.|$)", ".*", name)  # plans have stars for the numbers of layers
+        if general in model.tp_plan:
+            styles[name] = model.tp_plan[general]
+    return styles
+
+
+def derived_styles(model: PreTrainedModel, trace: ModelTrace, others: Collection[str]) -> dict[str, str]:
+    """Return the styles of attention in a model without a plan; raise ValueError for a layer outside experts, attention and `others`."""
+    styles: dict[str, str] = {}
+    called = list(dict.fromkeys(call.name for call in trace.calls))
+    modules = {name: model.get_submodule(name) for name in called}
+    head = model.get_output_embeddings()  # has a rule of its own
+    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head]
+    for name, sizes in trace.attention.items():
+        # Projections to queries, keys and values, in this order, and one from the values of all heads.
+        *inputs, output = [each for each in linears if is_below(each, name)] or [""]
+        outputs = [model.get_submodule(each).out_features for each in inputs]
+        expected = [sizes.heads * sizes.key_dim, sizes.kv_heads * sizes.key_dim, sizes.kv_heads * sizes.value_dim]
+        if outputs != expected or model.get_submodule(output).in_features != sizes.heads * sizes.value_dim:
+            raise ValueError(
+                f"it declares no plan (base_model_tp_plan), and the layers of {name} are not one projection each to "
+                f"queries, keys and values and one from them"
+            )
+        own = model.get_submodule(name).named_parameters(recurse=False)
+        per_head = [f"{name}.{each}" for each, tensor in own if tensor.shape == (sizes.heads,)]
+        styles |= dict.fromkeys([*inputs, *per_head], "colwise") | {output: "rowwise"}
+    other = next((name for name in linears if name not in styles and name not in others), None)
+    if other is not None:
+        raise ValueError(
+            f"it declares no plan (base_model_tp_plan), and {other} is neither attention nor experts nor part of a block with parts that "
+            f"add up to it"
+        )
+    return styles

@@ -1,19 +1,138 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a model's shards: the part of every tensor that a rank holds, and the modules that compute with parts."""
+"""The plan of a model's shards, as data: the cut of each tensor, and the modules that compute with parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from .rules import HeadLayout, Section, ShardRule
 from .trace import HeadSizes
 
 
 RANK_BUFFER = "tensor_parallel_rank"
 # The rank's own number, `[1]` int32: the one tensor that differs between ranks without being a shard.
 RANK_TENSOR = f"model.{RANK_BUFFER}"
+# In place of a block's or a head's number: zeros.
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Section:
+    """A stretch of one dimension that is cut by itself: a fused projection has one for queries, keys and values each."""
+
+    # The place of the stretch in the whole tensor.
+    start: int
+    size: int
+    block: int  # elements that stay together, such as those of a head. Zeros fill up the last block of a section
+    # The blocks of the ranks, or PADDING, one rank's after the other's. All ranks have as many, and a block may occur
+    # twice.
+    order: tuple[int, ...]
+
+    def blocks(self, rank: int, world_size: int) -> tuple[int, ...]:
+        count = len(self.order) // world_size
+        return self.order[rank * count : (rank + 1) * count]
+
+    def local_size(self, world_size: int) -> int:
+        return self.block * (len(self.order) // world_size)
+
+
+@dataclass(frozen=True)
+class ShardRule:
+    """The sections of one dimension; a rank holds its part of each, side by side."""
+
+    dim: int
+    sections: tuple[Section, ...]
+
+    def local_size(self, world_size: int) -> int:
+        return sum(section.local_size(world_size) for section in self.sections)
+
+    def places(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """Return the place of each element of a rank's part in the whole tensor, or PADDING."""
+        places = list[int]()
+        for section in self.sections:
+            for block in section.blocks(rank, world_size):
+                for each in range(block * section.block, (block + 1) * section.block):
+                    present = block != PADDING and each < section.size
+                    places.append(section.start + each if present else PADDING)
+        return tuple(places)
+
+    def shard(self, tensor: Tensor, rank: int, world_size: int) -> Tensor:
+        """Return one rank's part: a view where it lies in one piece, else a copy of its own size."""
+        parts = []
+        for section in self.sections:
+            for block in section.blocks(rank, world_size):
+                offset = block * section.block
+                present = 0 if block == PADDING else max(0, min(section.block, section.size - offset))
+                if present:
+                    parts.append(tensor.narrow(self.dim, section.start + offset, present))
+                if present < section.block:
+                    shape = list(tensor.shape)
+                    shape[self.dim] = section.block - present
+                    parts.append(tensor.new_zeros(shape))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+
+
+def even(size: int, world_size: int, *, start: int = 0, unit: int = 1) -> Section:
+    """Return consecutive parts of one size, in whole `unit`s; where they do not divide, zeros fill up the last ones."""
+    return Section(start, size, -(-size // (unit * world_size)) * unit, tuple(range(world_size)))
+
+
+def packed(size: int, parts: int, world_size: int) -> tuple[Section, ...]:
+    """Cut equal projections one after the other in one dimension, such as gate and up, each evenly."""
+    part = size // parts
+    return tuple(even(part, world_size, start=start) for start in range(0, size, part))
+
+
+def by_heads(size: int, heads: int, order: tuple[int, ...], *, start: int = 0) -> Section:
+    """Return whole heads of equal size, in an order of `HeadLayout`."""
+    return Section(start, size, size // heads, order)
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Query and key/value heads by slot: every rank has as many slots as every other.
+
+    Attention code gives consecutive query heads to one key/value head, so all key/value slots have as many query slots. A slot may hold
+    padding, a head of zeros that o_proj's zero columns ignore; a key/value head may be in several slots.
+    """
+
+    # The head in each slot, or PADDING; one rank's slots after the other's.
+    query: tuple[int, ...]
+    key_value: tuple[int, ...]
+    world_size: int
+
+    @property
+    def local_query(self) -> int:
+        return len(self.query) // self.world_size
+
+    @property
+    def local_key_value(self) -> int:
+        return len(self.key_value) // self.world_size
+
+
+def head_layout(heads: int, kv_heads: int, world_size: int) -> HeadLayout:
+    """Give every query head one slot with its key/value head; raise ValueError where `heads` is no multiple of `kv_heads`.
+
+    A rank gets the fewest key/value slots that hold all of them, since the KV cache grows with them and decoding reads it all; then the
+    fewest query slots. So 8 key/value heads on 4 ranks are 2 each, on 16 ranks each is held by two, and query heads that do not divide
+    leave padding at the end of their group.
+    """
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} key/value heads")
+    group = heads // kv_heads
+    slots = world_size * -(-kv_heads // world_size)
+    query_slots = -(-group // (slots // kv_heads))  # per key/value slot
+    copies = -(-group // query_slots)
+    query, key_value = list[int](), list[int]()
+    for kv_head in range(kv_heads):
+        first, end = kv_head * group, (kv_head + 1) * group
+        key_value += [kv_head] * copies
+        query += [head if head < end else PADDING for head in range(first, first + copies * query_slots)]
+    key_value += [PADDING] * (slots - len(key_value))
+    query += [PADDING] * (slots * query_slots - len(query))
+    return HeadLayout(tuple(query), tuple(key_value), world_size)
 
 
 @dataclass(frozen=True)
@@ -26,20 +145,18 @@ class ShardedHeads:
 
 @dataclass(frozen=True)
 class ShardedRecurrence:
-    """A layer's recurrence. Each rank has as many consecutive heads as any other, and the key heads that these use.
-
-    Attributes:
-        heads, key_heads: in the whole model.
-        inputs: heads, and numbers of each, of a token's key and of the rest that changes the state (`ScanCall.inputs`).
-        sizes: attributes by which the layer's code computes a rank's heads: the part of the layer, the name, a rank's value.
-        filters: parameters of its convolutions `[channels, 1, kernel]`, by their names in the layer and in the order of their states.
-    """
+    """A layer's recurrence. Each rank has as many consecutive heads as any other, and the key heads that these use."""
 
     world_size: int
+    # In the whole model.
     heads: int
     key_heads: int
+    # Heads, and numbers of each, of a token's key and of the rest that changes the state (`ScanCall.inputs`).
     inputs: tuple[tuple[int, int], ...]
+    # Attributes by which the layer's code computes a rank's heads: the part of the layer, the name, a rank's value.
     sizes: tuple[tuple[str, str, int], ...] = ()
+    # Parameters of its convolutions `[channels, 1, kernel]`, by their names in the layer and in the order of their
+    # states.
     filters: tuple[str, ...] = ()
 
     def heads_of(self, rank: int) -> list[int]:
@@ -65,32 +182,24 @@ class ShardPlan:
     """The way in which `world_size` ranks share a model.
 
     Tensors have the names that `weights.named_tensors` gives them, modules those of the model.
-
-    Attributes:
-        vocab_size: logits of the whole model.
-        shapes: of all tensors of the whole model.
-        rules: tensors that are cut; a rank holds all others whole.
-        row_linears: linear layers with partial sums as outputs.
-        reduced: other modules with partial sums as outputs.
-        whole_inputs: modules between sharded layers that need their whole input, such as a norm over all heads; and the cut of its last dimension.
-        attention: attention layers of which a rank has some heads.
-        convolutions: modules that keep inputs of a convolution; each rank has as many consecutive channels as any other.
-        recurrences: layers with a recurrence of which a rank has some heads; others are whole on every rank.
-        embedding: the input embedding, of which a rank has some rows.
     """
 
     model_type: str
     world_size: int
-    vocab_size: int
-    shapes: dict[str, tuple[int, ...]]
-    rules: dict[str, ShardRule] = field(default_factory=dict)
-    row_linears: list[str] = field(default_factory=list)
-    reduced: list[str] = field(default_factory=list)
+    vocab_size: int  # logits of the whole model
+    shapes: dict[str, tuple[int, ...]]  # of all tensors of the whole model
+    rules: dict[str, ShardRule] = field(default_factory=dict)  # tensors that are cut; a rank holds all others whole
+    row_linears: list[str] = field(default_factory=list)  # linear layers with partial sums as outputs
+    reduced: list[str] = field(default_factory=list)  # other modules with partial sums as outputs
+    # Modules between sharded layers that need their whole input, such as a norm over all heads; and the cut of its
+    # last dimension.
     whole_inputs: dict[str, Section] = field(default_factory=dict)
-    attention: dict[str, ShardedHeads] = field(default_factory=dict)
+    attention: dict[str, ShardedHeads] = field(default_factory=dict)  # attention layers of which a rank has some heads
+    # Modules that keep inputs of a convolution; each rank has as many consecutive channels as any other.
     convolutions: list[str] = field(default_factory=list)
+    # Layers with a recurrence of which a rank has some heads; others are whole on every rank.
     recurrences: dict[str, ShardedRecurrence] = field(default_factory=dict)
-    embedding: str = ""
+    embedding: str = ""  # the input embedding, of which a rank has some rows
 
     @property
     def local_vocab_size(self) -> int:
@@ -99,7 +208,6 @@ class ShardPlan:
 
     @property
     def whole(self) -> set[str]:
-        """Return tensors that every rank holds whole."""
         return self.shapes.keys() - self.rules.keys()
 
     def cut_tensor(self, name: str, dim: int, *sections: Section) -> None:
@@ -111,8 +219,7 @@ class ShardPlan:
         """Return the shape of a rank's part of a tensor, the same for all ranks."""
         shape = list(self.shapes[name])
         if name in self.rules:
-            rule = self.rules[name]
-            shape[rule.dim] = rule.local_size(self.world_size)
+            shape[self.rules[name].dim] = self.rules[name].local_size(self.world_size)
         return tuple(shape)
 
     def channels(self, layer: str, index: int, rank: int) -> tuple[int, ...] | None:
@@ -125,8 +232,5 @@ class ShardPlan:
         return self.rules[name].shard(tensor, rank, self.world_size) if name in self.rules else tensor
 
     def make_refusal(self, reason: object) -> ValueError:
-        """Return the error that refuses a model."""
-        return ValueError(
-            f"{self.model_type} cannot be shared by tensor_parallel_size={self.world_size} ranks: {reason}; use "
-            f"tensor_parallel_size=1"
-        )
+        whole = f"{self.model_type} cannot be shared by tensor_parallel_size={self.world_size} ranks"
+        return ValueError(f"{whole}: {reason}; use tensor_parallel_size=1")

@@ -1,45 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from a model to its plan."""
+"""The way from a model to its plan. Quantized layers are cut as plain ones would be, and codes, scales and shifts with them."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import zip_longest
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ....artifact.weights import named_tensors
 from ....errors import first_line
 from ....step.cache_needs import CacheNeeds, keeps_convolution, keeps_keys, keeps_recurrence
-from ....step.features.codes.modules import is_experts
-from .blocks import find_blocks
-from .codes import cut_quantized, make_plain
-from .layers import (
-    share_attention,
-    share_block,
-    share_experts,
-    share_norms,
-    share_recurrence,
-    share_siblings,
-    share_vocabulary,
-)
+from ....step.features.codes.modules import QuantizedEmbedding, QuantizedLinear, is_experts, quantized_weights
+from ....step.features.codes.weight import PACKED
+from ..operators.codes import list_quantized
+from . import layers
 from .modules import apply_plan
-from .plan import ShardPlan
+from .plan import PADDING, Section, ShardPlan, ShardRule
+from .random_layers import find_blocks
 from .recurrences import find_recurrences
-from .styles import CUT, REDUCED, REPLICATED, WHOLE, derived_styles, is_below, is_linear, planned_styles
-from .trace import ModelTrace, data_free_copy, no_data, trace_model
+from .trace import ModelTrace, data_free_copy, is_below, is_linear, no_data, trace_model
+
+
+_PARTS = ("codes", "scale", "shift")
 
 
 def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
-    """Decide how ranks share a causal language model: by its own plan and by what its modules are.
+    """Decide how ranks, 2 or more, share a causal language model: by its own plan and by what its modules are.
 
     The plan is tried on a copy without data, so that whatever a rank's code cannot do is known now.
 
     Args:
         model: with the cached attention; no parameter is read, so all may be on the meta device.
-        world_size: ranks, 2 or more.
 
     Raises:
         ValueError: a layer cannot be shared exactly; the message names it and the reason.
@@ -48,7 +45,7 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
         raise ValueError(f"world_size={world_size} shares nothing; a plan is for 2 ranks or more")
     with no_data():
         twin = data_free_copy(model)
-        make_plain(twin)
+        _make_plain(twin)
     head = twin.get_output_embeddings()
     plan = ShardPlan(model.config.model_type, world_size, getattr(head, "out_features", 0), _read_shapes(twin))
     if not isinstance(twin.get_input_embeddings(), nn.Embedding) or head is None or not is_linear(head):
@@ -63,15 +60,13 @@ def shard_plan(model: PreTrainedModel, world_size: int) -> ShardPlan:
         _fill_plan(plan, twin, whole)
         apply_plan(twin, plan)
         _check_rank(plan, whole, _trace_copy(plan, twin, "its code does not run on a rank's part of it"))
-    cut_quantized(plan, model, _read_shapes(model))
+    _cut_quantized(plan, model, _read_shapes(model))
     return plan
 
 
 def whole_plan(model: PreTrainedModel) -> ShardPlan:
-    """Return the plan of one rank, which holds all."""
-    return ShardPlan(
-        model.config.model_type, 1, getattr(model.get_output_embeddings(), "out_features", 0), _read_shapes(model)
-    )
+    logits = getattr(model.get_output_embeddings(), "out_features", 0)
+    return ShardPlan(model.config.model_type, 1, logits, _read_shapes(model))
 
 
 def _read_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -86,60 +81,56 @@ def _trace_copy(plan: ShardPlan, model: PreTrainedModel, complaint: str) -> Mode
 
 
 def _fill_plan(plan: ShardPlan, model: PreTrainedModel, trace: ModelTrace) -> None:
-    """Apply each rule to its layers."""
-    if trace.selecting_heads > 1:
+    heads = trace.selecting_heads
+    if heads > 1:
         raise plan.make_refusal(
-            f"its layers select keys for each of {trace.selecting_heads} heads, and ranks have no parts of a selection yet"
+            f"its layers select keys for each of {heads} heads, and ranks have no parts of a selection"
         )
-    share_vocabulary(plan, model)
+    layers.share_vocabulary(plan, model)
     recurrent = find_recurrences(model, trace, plan.world_size)
     for layer in recurrent:
-        share_recurrence(plan, layer)
-    styles = {name: style for name, style in planned_styles(model).items() if f"model.{name}.weight" not in plan.rules}
+        layers.share_recurrence(plan, layer)
     styles = {
-        name: style for name, style in styles.items() if not any(is_below(name, each.name) for each in recurrent)
+        name: style
+        for name, style in layers.planned_styles(model).items()
+        if f"model.{name}.weight" not in plan.rules and not any(is_below(name, each.name) for each in recurrent)
     }
     _check_whole_recurrences(plan, model, styles)
     if not styles:
         styles = _derive_styles(plan, model, trace)
     elif any(keeps_convolution(module) and not keeps_recurrence(module) for module in model.modules()):
-        raise plan.make_refusal(
-            "its layers keep inputs of convolutions, of which its own plan (base_model_tp_plan) cuts none"
-        )
+        raise plan.make_refusal("its layers convolve, and its own plan (base_model_tp_plan) cuts no convolution")
     for name, module in model.named_modules():
         if is_experts(module):
-            share_experts(plan, name, module)
+            layers.share_experts(plan, name, module)
             styles = {each: style for each, style in styles.items() if each != name and not is_below(each, name)}
-    reduced = [name for name, style in styles.items() if style in REDUCED]
+    reduced = [name for name, style in styles.items() if style in layers.REDUCED]
     styles = {name: style for name, style in styles.items() if _is_to_cut(plan, model, name, style)}
     matrices = [name for name in styles if len(plan.shapes.get(f"model.{name}", ())) > 1]
     for name in trace.attention:
         inside = {each: style for each, style in styles.items() if is_below(each, name)}
         if inside:
-            share_attention(plan, trace, name, inside)
+            layers.share_attention(plan, trace, name, inside)
         styles = {each: style for each, style in styles.items() if each not in inside}
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in styles):
         siblings = {name: style for name, style in styles.items() if name.rpartition(".")[0] == parent}
-        share_siblings(plan, trace, siblings)
-    share_norms(plan, model, trace)
+        layers.share_siblings(plan, trace, siblings)
+    layers.share_norms(plan, model, trace)
     _sum_once(plan, reduced, matrices)
 
 
 def _check_whole_recurrences(plan: ShardPlan, model: PreTrainedModel, styles: Mapping[str, str]) -> None:
     """Refuse a model's own plan that cuts a recurrence which every rank holds whole."""
-    layers = [
-        name for name, module in model.named_modules() if keeps_recurrence(module) and name not in plan.recurrences
-    ]
-    if layers and not styles:
+    recurrent = [name for name, module in model.named_modules() if keeps_recurrence(module)]
+    whole = [name for name in recurrent if name not in plan.recurrences]
+    if whole and not styles:
         raise plan.make_refusal(
-            f"the heads of {layers[0]}, which keeps the state of a recurrence, cannot be cut, and it declares no plan "
+            f"the heads of {whole[0]}, which keeps the state of a recurrence, cannot be cut, and it declares no plan "
             f"(base_model_tp_plan) of what ranks share besides"
         )
-    cut = [name for name, style in styles.items() if style in CUT and any(is_below(name, layer) for layer in layers)]
-    if cut:
-        raise plan.make_refusal(
-            f"its plan cuts {cut[0]} in a layer with the state of a recurrence, which every rank has whole"
-        )
+    for name, style in styles.items():
+        if style in layers.CUT and any(is_below(name, layer) for layer in whole):
+            raise plan.make_refusal(f"its plan cuts {name} in a layer with a recurrence, which every rank has whole")
 
 
 def _derive_styles(plan: ShardPlan, model: PreTrainedModel, trace: ModelTrace) -> dict[str, str]:
@@ -148,23 +139,23 @@ def _derive_styles(plan: ShardPlan, model: PreTrainedModel, trace: ModelTrace) -
     others = {name for block in blocks for name in (*block.inner, block.outer)}
     others |= {name for layer in plan.recurrences for name in trace.inputs if is_below(name, layer)}
     try:
-        styles = derived_styles(model, trace, others)
+        styles = layers.derived_styles(model, trace, others)
     except ValueError as error:
         raise plan.make_refusal(error) from error
     for block in blocks:
-        share_block(plan, model, block)
+        layers.share_block(plan, model, block)
     return styles
 
 
 def _is_to_cut(plan: ShardPlan, model: PreTrainedModel, name: str, style: str) -> bool:
     """Return whether a style cuts a parameter or a plain linear layer; other layers stay whole where their style is."""
-    if style in (*REDUCED, *REPLICATED):
+    if style in (*layers.REDUCED, *layers.REPLICATED):
         return False
-    if style not in (*CUT, *WHOLE):
+    if style not in (*layers.CUT, *layers.WHOLE):
         raise plan.make_refusal(f"{name} has the style {style}, for which there is no rule")
     if f"model.{name}" in plan.shapes or is_linear(model.get_submodule(name)):
         return True
-    if style in WHOLE:
+    if style in layers.WHOLE:
         return False
     kind = type(model.get_submodule(name)).__name__
     raise plan.make_refusal(f"{name} has the style {style}, and is a {kind} instead of a plain linear layer")
@@ -176,15 +167,11 @@ def _sum_once(plan: ShardPlan, modules: list[str], matrices: list[str]) -> None:
     for matrix in matrices:
         sums = sum(is_below(matrix, name) for name in plan.reduced)
         if sums != 1:
-            raise plan.make_refusal(
-                f"{matrix} is cut, and {sums} modules of its plan sum what comes of it instead of one"
-            )
+            raise plan.make_refusal(f"{matrix} is cut, and {sums} modules of its plan sum its results instead of one")
     for linear in plan.row_linears:
         around = next((name for name in plan.reduced if is_below(linear, name)), None)
         if around is not None:
-            raise plan.make_refusal(
-                f"{linear} is cut and sums its own outputs, and its plan sums those of {around} again"
-            )
+            raise plan.make_refusal(f"{linear} sums its own outputs, and its plan sums those of {around} again")
 
 
 def _check_rank(plan: ShardPlan, whole: ModelTrace, part: ModelTrace) -> None:
@@ -205,3 +192,66 @@ def _check_rank(plan: ShardPlan, whole: ModelTrace, part: ModelTrace) -> None:
             )
     if part.logits_size != plan.local_vocab_size:
         raise plan.make_refusal(f"its output layer gives {part.logits_size} logits instead of {plan.local_vocab_size}")
+
+
+def _make_plain(model: PreTrainedModel) -> None:
+    """Replace a model's quantized layers by plain ones of the same sizes, without values, where tensors have no data."""
+    dtype = model.dtype
+    for name, module in list(model.named_modules()):
+        plain: nn.Module | None = None
+        if isinstance(module, QuantizedLinear):
+            plain = nn.Linear(module.in_features, module.out_features, bias=False, dtype=dtype)
+            plain.register_parameter("bias", module.bias)
+        elif isinstance(module, QuantizedEmbedding):
+            plain = nn.Embedding(module.num_embeddings, module.embedding_dim, dtype=dtype)
+        if plain is not None:
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, plain)
+        for own, weight in quantized_weights(module).items():
+            empty = torch.empty((*weight.codes.shape[:-1], weight.inputs), dtype=dtype)
+            module.register_parameter(own, nn.Parameter(empty, requires_grad=False))
+            for part in _PARTS:
+                delattr(module, f"{own}_{part}")
+
+
+def _cut_quantized(plan: ShardPlan, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Turn rules of plain weights into those of codes, scales and shifts; `shapes` of the model's own tensors become the plan's.
+
+    Raises:
+        ValueError: a rank's inputs would begin or end within a group that shares a scale.
+    """
+    for plain, own, weight in list_quantized(model):
+        name = f"model.{plain}"
+        rule = plan.rules.pop(name, None)
+        if rule is None:
+            continue
+        codes: ShardRule | None = rule
+        others: ShardRule | None = rule
+        if rule.dim == weight.codes.dim() - 1:
+            codes = _divide_rule(plan, name, rule, 2) if weight.kind in PACKED else rule
+            others = _divide_rule(plan, name, rule, weight.group_size) if weight.group_size < weight.inputs else None
+            filled = any(PADDING in each.order or each.size % each.block for each in rule.sections)
+            if others is None and filled and (weight.kind in PACKED or weight.shift is not None):
+                raise plan.make_refusal(f"{name} has places that are filled up, and {weight.kind} has no code of zero")
+        for part, cut in zip(_PARTS, (codes, others, others), strict=True):
+            if cut is not None and getattr(weight, part) is not None:
+                plan.rules[f"model.{own}{part}"] = cut
+    plan.shapes = shapes
+
+
+def _divide_rule(plan: ShardPlan, name: str, rule: ShardRule, together: int) -> ShardRule:
+    sections = []
+    for each in rule.sections:
+        # Several blocks, such as heads, may share a group: they have to stay side by side, on one rank.
+        count = together // math.gcd(each.block, together)
+        order = [block // count if block != PADDING else PADDING for block in each.order[::count]]
+        whole = [PADDING if first == PADDING else first * count + place for first in order for place in range(count)]
+        parted = len(each.order) // plan.world_size % count or whole != list(each.order)
+        if parted or each.start % together or each.size % together:
+            raise plan.make_refusal(
+                f"{name.removeprefix('model.')} is quantized in groups of {together} inputs, and a rank's "
+                f"{rule.local_size(plan.world_size)} are no whole groups"
+            )
+        block = each.block * count // together
+        sections.append(Section(each.start // together, each.size // together, block, tuple(order)))
+    return replace(rule, sections=tuple(sections))

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,34 +26,23 @@ from ....step.cache_needs import keeps_recurrence
 from ....step.features.own_code.layers_by_token import keeps_own_state
 from ....step.features.recurrence.recurrence import ScanCall
 from ....step.features.recurrence.recurrent_functions import set_recurrences
-from .plan import ShardedRecurrence
-from .recurrent_runs import LayerRun, RandomLayer, Unlimited, whole_numbers
-from .rules import Section, ShardRule, even
-from .styles import is_linear
-from .trace import ModelTrace
+from .plan import Section, ShardedRecurrence, ShardRule, even
+from .random_layers import CODE_ERRORS, LayerRun, RandomLayer, Unlimited, is_close, shard_tensors, whole_numbers
+from .trace import ModelTrace, is_linear
 
 
 logger = logging.getLogger(__name__)
 
-# In float32, of the largest number: ranks compute the same sums. What is wrong is off by about all of it.
-_ROUNDING = 1e-4
 # Of sizes that may be a rank's or the whole's: more than any layer that was seen has to try.
 _MOST_TRIALS = 256
 
 
 @dataclass(frozen=True)
 class RecurrentLayer:
-    """A layer that ranks share.
-
-    Attributes:
-        rules: cuts of its parameters, by their names in the model.
-        outer: its last linear layer, which gives partial sums.
-        norms: modules that need their whole inputs, such as a norm over all heads; and the cuts of these.
-    """
-
     name: str
-    rules: Mapping[str, ShardRule]
-    outer: str
+    rules: Mapping[str, ShardRule]  # cuts of its parameters, by their names in the model
+    outer: str  # its last linear layer, which gives partial sums
+    # Modules that need their whole inputs, such as a norm over all heads; and the cuts of these.
     norms: Mapping[str, Section]
     shared: ShardedRecurrence
 
@@ -74,18 +63,11 @@ def find_recurrences(model: PreTrainedModel, trace: ModelTrace, world_size: int)
             tried[look] = _share_layer(name, module, linears, world_size, trace) if linears else None
         layer = tried[look]
         if layer is not None:
-            found.append(_rename_layer(layer, name))
+            own = len(layer.name)
+            rules = {name + member[own:]: rule for member, rule in layer.rules.items()}
+            norms = {name + member[own:]: cut for member, cut in layer.norms.items()}
+            found.append(RecurrentLayer(name, rules, name + layer.outer[own:], norms, layer.shared))
     return found
-
-
-def _rename_layer(layer: RecurrentLayer, name: str) -> RecurrentLayer:
-    def to(member: str) -> str:
-        return name + member.removeprefix(layer.name)
-
-    rules = {to(each): rule for each, rule in layer.rules.items()}
-    return RecurrentLayer(
-        name, rules, to(layer.outer), {to(each): cut for each, cut in layer.norms.items()}, layer.shared
-    )
 
 
 def _share_layer(
@@ -107,7 +89,7 @@ def _share_layer(
             norms = _find_mixing(copy, whole, places, ranks)
             rules = _find_rules(layer, norms, places, ranks)
             shared = None if rules is None else _fit_sizes(layer, whole, norms, rules, places, ranks)
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # its code counts on the whole
+        except CODE_ERRORS as error:
             logger.debug("%s stays whole on every rank (%s: %s)", name, type(error).__name__, error)
             return None
     if rules is None or shared is None:
@@ -118,25 +100,30 @@ def _share_layer(
 
 def _find_mixing(module: nn.Module, whole: LayerRun, places: int, ranks: int) -> list[str]:
     """Return modules from all places to all places that mix a rank's places with another's."""
-    found = []
+    found, own = [], places // ranks
+
+    def change_others(x: Tensor) -> Tensor:
+        return torch.cat([x[..., :own], 2 * x[..., own:] + 1], -1)
+
     for path, (given, output) in whole.norms.items():
         tensors = [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
         if not isinstance(output, Tensor) or any(each.shape[-1] != places for each in (*tensors, output)):
             continue
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda x: torch.cat([x[..., : places // ranks], 2 * x[..., places // ranks :] + 1], -1), given
-        )
+        args, kwargs = pytree.tree_map_only(Tensor, change_others, given)
         changed = module.get_submodule(path).forward(*args, **kwargs)
-        if not torch.equal(changed[..., : places // ranks], output[..., : places // ranks]):
+        if not torch.equal(changed[..., :own], output[..., :own]):
             found.append(path)
     return found
 
 
 def _find_rules(layer: RandomLayer, norms: list[str], places: int, ranks: int) -> dict[str, ShardRule] | None:
     """Return cuts of parameters that give each rank what its places depend on, a norm over all of them apart."""
-    straight = dict.fromkeys(norms, _add_places)
+
+    def add_places(*args: Any, **kwargs: Any) -> Tensor:
+        return sum(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))  # type: ignore[return-value]
+
     with Unlimited():
-        seen, module = layer.run_layer(layer.tensors, norms=straight, gradients=True)
+        seen, module = layer.run_layer(layer.tensors, norms=dict.fromkeys(norms, add_places), gradients=True)
     (taken,) = seen.taken
     # The output of a linear layer shows the same for its parameters' rows, and is far smaller.
     linears = {path: calls[0] for path, calls in seen.linears.items() if len(calls) == 1}
@@ -173,11 +160,6 @@ def _find_places(gradient: Tensor) -> list[Tensor]:
     return [each.mv(torch.randn(each.shape[1], generator=random)) != 0 for each in stretched]
 
 
-def _add_places(*args: Any, **kwargs: Any) -> Tensor:
-    """Add all that is given, each place by itself."""
-    return sum(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))  # type: ignore[return-value]
-
-
 def _find_sections(rows: Tensor) -> tuple[Section, ...]:
     """Return the stretches of ranks from `[ranks, size]`, what each needs; none where ranks' stretches differ in form."""
     changes = (rows[:, 1:] != rows[:, :-1]).any(0).nonzero().flatten() + 1
@@ -191,9 +173,8 @@ def _find_sections(rows: Tensor) -> tuple[Section, ...]:
         first, block = min(starts), lengths[0]
         if len(set(lengths)) != 1 or any((start - first) % block for start in starts):
             return ()
-        sections.append(
-            Section(first, max(starts) + block - first, block, tuple((start - first) // block for start in starts))
-        )
+        order = tuple((start - first) // block for start in starts)
+        sections.append(Section(first, max(starts) + block - first, block, order))
     return tuple(sections)
 
 
@@ -202,13 +183,25 @@ def _fit_sizes(
 ) -> ShardedRecurrence | None:
     """Return the recurrence with the sizes by which the layer's code computes a rank's heads; None where there are none."""
     (call,) = whole.calls
-    known = _local_sizes(layer, call, rules, places, ranks)
+    key_heads, key_dim, value_dim = call.key.shape[1], call.key.shape[2], call.value.shape[2]
+    # Sizes of the whole and of a rank: of heads, of cut dimensions, and of their stretches.
+    pairs = [(call.heads, call.heads // ranks), (places, places // ranks)]
+    pairs.append((key_heads, len(_describe_heads(call, ranks).key_heads_of(0))))
+    for name, rule in rules.items():
+        pairs.append((layer.tensors[name].shape[rule.dim], rule.local_size(ranks)))
+        for each in rule.sections:
+            units = (unit for unit in (1, key_dim, value_dim) if each.block % unit == 0)
+            pairs += [(each.size // unit, each.block // unit) for unit in units]
+    known: dict[int, list[int]] = {}
+    for size, part in pairs:
+        if part != size and part not in known.setdefault(size, []):
+            known[size].append(part)
     read = {key: [*known[size], size] for key, size in whole.read.items() if size in known and key[0] not in norms}
 
     def fits(sizes: Mapping[tuple[str, str], int], of: Iterable[int] = (0, ranks - 1)) -> bool:
         try:
             return all(_is_computing(layer, whole, norms, rules, sizes, rank, ranks) for rank in of)
-        except (RuntimeError, TypeError, ValueError, AttributeError):
+        except CODE_ERRORS:
             return False  # these sizes do not go with a rank's parameters
 
     for sizes in itertools.islice(itertools.product(*read.values()), _MOST_TRIALS):
@@ -219,38 +212,18 @@ def _fit_sizes(
                 chosen = fewer if fits(fewer) else chosen
             if not fits(chosen, range(ranks)):
                 continue
-            filters = tuple(
-                name.removeprefix(f"{layer.name}.") for name, each in layer.tensors.items() if each.dim() == 3
-            )
+            own = len(layer.name) + 1
+            filters = tuple(name[own:] for name, each in layer.tensors.items() if each.dim() == 3)
             local = tuple((path, name, size) for (path, name), size in chosen.items())
-            return replace(_describe_heads(call, ranks), sizes=local, filters=filters)
+            return _describe_heads(call, ranks, local, filters)
     return None
 
 
-def _describe_heads(call: ScanCall, ranks: int) -> ShardedRecurrence:
-    return ShardedRecurrence(
-        ranks, call.heads, call.key.shape[1], tuple((each.shape[1], each[0, 0].numel()) for each in call.inputs())
-    )
-
-
-def _local_sizes(
-    layer: RandomLayer, call: ScanCall, rules: Mapping[str, ShardRule], places: int, ranks: int
-) -> dict[int, list[int]]:
-    """Return a rank's possible values of a size of the whole: of heads, of cut dimensions, and of their stretches."""
-    key_heads, key_dim, value_dim = call.key.shape[1], call.key.shape[2], call.value.shape[2]
-    pairs = [(call.heads, call.heads // ranks), (places, places // ranks)]
-    pairs.append((key_heads, len(_describe_heads(call, ranks).key_heads_of(0))))
-    for name, rule in rules.items():
-        pairs.append((layer.tensors[name].shape[rule.dim], rule.local_size(ranks)))
-        for each in rule.sections:
-            pairs += [
-                (each.size // unit, each.block // unit) for unit in (1, key_dim, value_dim) if each.block % unit == 0
-            ]
-    known: dict[int, list[int]] = defaultdict(list)
-    for size, part in pairs:
-        if part != size and part not in known[size]:
-            known[size].append(part)
-    return {size: parts for size, parts in known.items() if parts}
+def _describe_heads(
+    call: ScanCall, ranks: int, sizes: tuple[tuple[str, str, int], ...] = (), filters: tuple[str, ...] = ()
+) -> ShardedRecurrence:
+    inputs = tuple((each.shape[1], each[0, 0].numel()) for each in call.inputs())
+    return ShardedRecurrence(ranks, call.heads, call.key.shape[1], inputs, sizes, filters)
 
 
 def _is_computing(
@@ -262,11 +235,7 @@ def _is_computing(
     rank: int,
     ranks: int,
 ) -> bool:
-    """Return whether a rank's parameters give its heads of the whole."""
-    tensors = {
-        name: rules[name].shard(tensor, rank, ranks) if name in rules else tensor
-        for name, tensor in layer.tensors.items()
-    }
+    tensors = shard_tensors(layer.tensors, rules, rank, ranks)
     met: list[bool] = []
 
     def own(tensor: Tensor) -> Tensor:
@@ -274,25 +243,17 @@ def _is_computing(
 
     def gathered(path: str, *args: Any, **kwargs: Any) -> Tensor:
         given, output = whole.norms[path]
-        pairs = zip(pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(given), strict=True)
-        met.extend(_is_close(part, own(all_of)) for part, all_of in pairs if isinstance(all_of, Tensor))
+        both = zip(pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(given), strict=True)
+        met.extend(is_close(part, own(all_of)) for part, all_of in both if isinstance(all_of, Tensor))
         return own(output)
 
     seen, _ = layer.run_layer(tensors, sizes, {each: partial(gathered, each) for each in norms})
     (call,), (found,), (taken,) = whole.calls, seen.calls, seen.taken
     parts = _describe_heads(call, ranks)
     heads, key_heads = parts.heads_of(rank), parts.key_heads_of(rank)
-    same = _is_close(found.key, call.key[:, key_heads]) and _is_close(found.query, call.query[:, key_heads])
-    of_heads = [(found.value, call.value), (found.decay, call.decay)]
+    pairs = [(taken, own(whole.taken[0]))]
+    pairs += [(found.key, call.key[:, key_heads]), (found.query, call.query[:, key_heads])]
+    pairs += [(found.value, call.value[:, heads]), (found.decay, call.decay[:, heads])]
     if call.beta is not None and found.beta is not None:
-        of_heads.append((found.beta, call.beta))
-    return (
-        same
-        and all(_is_close(one, other[:, heads]) for one, other in of_heads)
-        and all(met)
-        and _is_close(taken, own(whole.taken[0]))
-    )
-
-
-def _is_close(part: Tensor, expected: Tensor) -> bool:
-    return part.shape == expected.shape and bool((part - expected).abs().max() <= _ROUNDING * expected.abs().max())
+        pairs.append((found.beta, call.beta[:, heads]))
+    return all(met) and all(is_close(part, expected) for part, expected in pairs)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ....step.attention.call import AttentionCall
@@ -23,6 +21,12 @@ from ....step.features.selected_keys.indexers import IndexCache
 
 
 _TOKENS = 2
+# Names of aten operators, and of the argument that names their dimensions. Products of matrices are none of them: in a
+# model they belong to linear layers, experts and attention, which have rules.
+_REDUCTIONS = dict.fromkeys((
+    "sum", "mean", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "norm",
+    "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "cumsum", "topk", "sort",
+), "dim") | dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), "normalized_shape")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,11 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class View:
-    """The source of a tensor.
-
-    Attributes:
-        source: the module that gave it, or a view of it; empty where other code made it.
-        offset, step: the begin of its last dimension in that output, and the distance of its values there.
-    """
+    """The source of a tensor."""
 
     shape: tuple[int, ...]
-    source: str
+    source: str  # the module that gave it, or a view of it; empty where other code made it
+    # The begin of its last dimension in that output, and the distance of its values there.
     offset: int
     step: int
 
@@ -58,26 +58,26 @@ class ModuleCall:
     first: View | None
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """One operator's run in a module, with the sizes of the dimensions that it reduces."""
+
+    module: str
+    name: str
+    sizes: tuple[int, ...]
+
+
 @dataclass
 class ModelTrace:
-    """One forward pass.
-
-    Attributes:
-        calls: every module's runs, in the order in which they began.
-        attention: heads by the name of the module that called the attention interface.
-        values: its values, likewise.
-        reductions: sums, norms and the like over a dimension.
-        logits_size: logits per token.
-        inputs: arguments and keywords of each module's last run.
-        selecting_heads: heads of a layer that select keys, each by itself; 1 where all heads attend to the same, or to all.
-    """
-
-    calls: list[ModuleCall] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)  # every module's runs, in the order in which they began
+    # Arguments and keywords of each module's last run.
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    # Heads by the name of the module that called the attention interface.
     attention: dict[str, HeadSizes] = field(default_factory=dict)
-    values: dict[str, View] = field(default_factory=dict)
-    reductions: list[Reduction] = field(default_factory=list)
-    logits_size: int = 0
+    values: dict[str, View] = field(default_factory=dict)  # its values, likewise
+    reductions: list[Reduction] = field(default_factory=list)  # sums, norms and the like over a dimension
+    logits_size: int = 0  # logits per token
+    # Heads of a layer that select keys, each by itself; 1 where all heads attend to the same, or to all.
     selecting_heads: int = 1
 
 
@@ -92,23 +92,23 @@ class _TracedKeys(KeySource):
         return super().select_top(scores, of, count)
 
 
-class _Recorder:
-    """A recorder of each module's run by hooks, and of heads as the attention backend."""
+class _Recorder(TorchDispatchMode):
+    """A recorder of modules' runs by hooks, of heads as the attention backend, and of reductions in its mode."""
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self.trace = ModelTrace()
         self._running: list[str] = []
         # Outputs by their storage: kept, so that no other tensor gets the same.
         self._outputs: dict[int, tuple[str, Tensor]] = {}
-        self._hooks = [hook for name, module in model.named_modules() for hook in self._add_hooks(name, module)]
+        self._hooks = []
+        for name, module in model.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._leave_module))
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    def _add_hooks(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
-        yield module.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True)
-        yield module.register_forward_hook(partial(self._leave_module, name))
 
     def _enter_module(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running.append(name)
@@ -116,10 +116,10 @@ class _Recorder:
         self.trace.inputs[name] = args, kwargs
         self.trace.calls.append(ModuleCall(name, self._make_view(first) if isinstance(first, Tensor) else None))
 
-    def _leave_module(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        self._running.pop()
+    def _leave_module(self, _: nn.Module, args: Any, output: Any) -> None:
+        name = self._running.pop()
         if isinstance(output, Tensor):
-            self._outputs.setdefault(_storage_key(output), (name, output))
+            self._outputs.setdefault(output.untyped_storage()._cdata, (name, output))
 
     def attend(self, call: AttentionCall) -> Tensor:
         _, heads, tokens, key_dim = call.query.shape
@@ -129,29 +129,44 @@ class _Recorder:
         return call.query.new_zeros((1, tokens, heads, value_dim))
 
     def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
-        """Return keys of which every rank keeps all."""
         return _TracedKeys(self.trace)
 
-    def note_reduction(self, reduction: str, sizes: tuple[int, ...]) -> None:
-        self.trace.reductions.append(Reduction(self._running[-1], reduction, sizes))
-
     def _make_view(self, tensor: Tensor) -> View:
-        source, _ = self._outputs.get(_storage_key(tensor), ("", tensor))
+        source, _ = self._outputs.get(tensor.untyped_storage()._cdata, ("", tensor))
         step = tensor.stride(-1) if tensor.dim() else 1
         return View(tuple(tensor.shape), source, int(tensor.storage_offset()), step)
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name: str = func._schema.name.partition("::")[2]
+        if name in _REDUCTIONS:
+            parameters = func._schema.arguments
+            values = {each.name: each.default_value for each in parameters if each.has_default_value()}
+            values |= dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
+            given, shape = values.get(_REDUCTIONS[name]), args[0].shape
+            if _REDUCTIONS[name] == "normalized_shape":
+                sizes = tuple(given or ())
+            else:  # all dimensions where it names none
+                dims = [given] if isinstance(given, int) else given or range(len(shape))
+                sizes = tuple(shape[dim] for dim in dims) if shape else ()
+            self.trace.reductions.append(Reduction(self._running[-1], name, sizes))
+        return func(*args, **kwargs)
 
-def _storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+
+def empty_copy(model: PreTrainedModel, device: str | None = None) -> PreTrainedModel:
+    """Return the model's modules with tensors of the same shapes, and without values."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
 
 
 def data_free_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model's modules with tensors that have shapes only, under a FakeTensorMode."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-    twin: PreTrainedModel = copy.deepcopy(model, memo)
+    """Return a copy that runs under a FakeTensorMode."""
+    twin = empty_copy(model)
     for module in twin.modules():
         if hasattr(module, "is_concatenated"):
             # Experts: of transformers' implementations the one with shapes that depend on no data, for any dtype.
@@ -165,7 +180,7 @@ def trace_model(model: PreTrainedModel) -> ModelTrace:
     tokens = torch.arange(_TOKENS, dtype=torch.int32)[None]
     cache = {"past_key_values": IndexCache(recorder)} if CacheNeeds.read_code(model).indexes else {}
     try:
-        with torch.no_grad(), Reductions(recorder.note_reduction):
+        with torch.no_grad(), recorder:
             logits = model(
                 input_ids=tokens, position_ids=tokens.clone(), use_cache=False, attention_backend=recorder, **cache
             ).logits
@@ -180,53 +195,10 @@ def no_data() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-# Names of aten operators, and of the argument that names their dimensions. Products of matrices are none of them: in a
-# model they belong to linear layers, experts and attention, which have rules.
-_REDUCTIONS = dict.fromkeys((
-    "sum", "mean", "prod", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "norm",
-    "linalg_vector_norm", "logsumexp", "_softmax", "_log_softmax", "cumsum", "topk", "sort",
-), "dim") | dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), "normalized_shape")  # fmt: skip
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a plain linear layer, with torch's own arithmetic."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """One operator's run in a module, with the sizes of the dimensions that it reduces."""
-
-    module: str
-    name: str
-    sizes: tuple[int, ...]
-
-
-class Reductions(TorchDispatchMode):
-    """A mode that passes the name and the sizes of each reduction to `note`."""
-
-    def __init__(self, note: Callable[[str, tuple[int, ...]], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = _operator_name(func)
-        if name in _REDUCTIONS:
-            self._note(name, _reduced_sizes(func, args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _reduced_sizes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the sizes of an operator's dimensions: all of them where it names none."""
-    parameters = func._schema.arguments
-    values = {each.name: each.default_value for each in parameters if each.has_default_value()}
-    values |= dict(zip((each.name for each in parameters), args, strict=False)) | kwargs
-    argument = _REDUCTIONS[_operator_name(func)]
-    given, shape = values.get(argument), args[0].shape
-    if argument == "normalized_shape":
-        return tuple(given or ())
-    dims = [given] if isinstance(given, int) else given or range(len(shape))
-    return tuple(shape[dim] for dim in dims) if shape else ()
-
-
-def _operator_name(func: Any) -> str:
-    name: str = func._schema.name
-    return name.partition("::")[2]
+def is_below(name: str, parent: str) -> bool:
+    return name.startswith(parent + ".")

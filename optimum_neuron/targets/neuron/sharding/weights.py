@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of weights, one per rank, written tensor by tensor: memory holds the model and one tensor of a rank."""
+"""Files of weights, one per rank, in the order in which graphs take them.
+
+They are written tensor by tensor: memory holds the model and one tensor of a rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,20 +17,69 @@ from torch import Tensor
 
 from ....artifact.weight_file import write_tensor_files
 from ....artifact.weights import place, rank_weights_name
+from ....step.features.codes.weight import pack_int4
 from ..graphs.io import NARROW
-from ..graphs.weight_layout import WeightLayout
 from .plan import RANK_TENSOR, ShardPlan
 
 
+@dataclass(frozen=True)
+class FileWeight:
+    """A tensor of a file of weights, made of tensors of the model."""
+
+    parts: tuple[str, ...]  # names of the model's tensors, joined along the last dimension
+    order: tuple[int, ...]  # of each part's dimensions, as `Tensor.permute` takes it
+    # Of codes of 4 bits `[..., outputs, inputs / 2]`: a byte holds one input of a block's first half and one of its
+    # second; 0: other weights.
+    blocks: int = 0
+
+    @property
+    def name(self) -> str:
+        """Return its name in graphs and files: `a.q.weight` and `a.k.weight` are `a.q-k.weight.order_1_0`; no model has such names."""
+        split = [part.split(".") for part in self.parts]
+        head = _find_common(split)
+        tail = _find_common([part[: len(head) - 1 if head else None : -1] for part in split])[::-1]
+        middles = [".".join(part[len(head) : len(part) - len(tail)]) for part in split]
+        joined = [*head, *filter(None, ["-".join(middles)]), *tail]
+        halves = ["halves", str(self.blocks)] if self.blocks else []
+        return ".".join([*joined, "_".join(["order", *map(str, self.order), *halves])])
+
+    def shape(self, part: Callable[[str], Sequence[int]]) -> tuple[int, ...]:
+        shapes = [[part(name)[dim] for dim in self.order] for name in self.parts]
+        return (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+
+    def tensor(self, part: Callable[[str], Tensor]) -> Tensor:
+        """Return the tensor, from the parts by name; a view of a single part."""
+        tensors = []
+        for each in map(part, self.parts):
+            if self.blocks:
+                pairs = torch.stack((each & 15, each >> 4), -1)
+                first, second = pairs.view(*each.shape[:-1], self.blocks, 2, -1).unbind(-2)
+                each = pack_int4(torch.stack((first, second), -1).view(*each.shape[:-1], -1))
+            tensors.append(each.permute(self.order))
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """The weights that are stored otherwise than the model has them."""
+
+    stored: tuple[FileWeight, ...] = ()  # in the order of their use
+    replaced: frozenset[str] = frozenset()  # names of the model's tensors that graphs take in no other form
+
+
+def _find_common(lists: list[list[str]]) -> list[str]:
+    same = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*lists, strict=False))
+    return [each[0] for each in same]
+
+
 def write_sharded_weights(
-    tensors: Mapping[str, Tensor], plan: ShardPlan, folder: Path, layout: WeightLayout | None = None
+    tensors: Mapping[str, Tensor], plan: ShardPlan, folder: Path, layout: WeightLayout = WeightLayout()
 ) -> dict[str, str]:
     """Write the file of weights of every rank; each of several ranks gets its own number.
 
     Args:
         tensors: of the whole model, as `weights.named_tensors` gives them.
         folder: the artifact's, with a folder for weights. A failure leaves incomplete files there.
-        layout: how graphs take the weights; default, as the model has them.
 
     Returns:
         The tied names: alias to stored name, the same for all ranks.
@@ -35,21 +89,36 @@ def write_sharded_weights(
     """
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != plan.shapes.get(name):
+            expected = plan.shapes.get(name)
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, and the plan is for {plan.shapes.get(name)}; make a plan of "
-                f"this model"
+                f"{name} has shape {tuple(tensor.shape)}, and the plan is for {expected}; plan this model"
             )
     tensors = {name: _narrow_tensor(name, tensor) for name, tensor in tensors.items()}
     tied = tied_names(tensors, plan)
-    files = _Files(tensors, plan, WeightLayout() if layout is None else layout, tied)
-    described = [(name, files.dtype(name), files.shape(name)) for name in files.names]
+
+    def take_part(rank: int, name: str) -> Tensor:
+        return plan.shard(tensors[name], name, rank)
+
+    def stored_part(rank: int, weight: FileWeight) -> Tensor:
+        return weight.tensor(partial(take_part, rank))
+
+    # By name the type, the shape, and what makes a rank's tensor. What an alias stands for stays, whoever reads it.
+    left_out = tied.keys() | (layout.replaced - set(tied.values()))
+    files: dict[str, tuple[torch.dtype, tuple[int, ...], Callable[[int], Tensor]]] = {}
+    for name in tensors.keys() - left_out:
+        files[name] = tensors[name].dtype, plan.local_shape(name), partial(take_part, name=name)
+    for each in layout.stored:
+        dtype = tensors[each.parts[0]].dtype
+        files[each.name] = dtype, each.shape(plan.local_shape), partial(stored_part, weight=each)
+    if plan.world_size > 1:
+        files[RANK_TENSOR] = torch.int32, (1,), lambda rank: torch.tensor([rank], dtype=torch.int32)
+    names = sorted(files, key=lambda name: (-files[name][0].itemsize, name))
     paths = [folder / rank_weights_name(rank, plan.world_size) for rank in range(plan.world_size)]
-    write_tensor_files(paths, described, files.tensor)
+    write_tensor_files(paths, [(name, *files[name][:2]) for name in names], lambda name, rank: files[name][2](rank))
     return tied
 
 
 def _narrow_tensor(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor in the type in which graphs take it."""
     dtype = _dtype_name(tensor)
     if dtype not in NARROW:
         return tensor
@@ -67,10 +136,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def tied_names(tensors: Mapping[str, Tensor], plan: ShardPlan) -> dict[str, str]:
-    """Return the tensors that share the memory and the cut of an earlier one: alias to that one's name.
-
-    A tensor in another type than the model's is a copy, and tied to nothing.
-    """
+    """Return the tensors that share the memory, the cut and the type of an earlier one: alias to that one's name."""
     first: dict[tuple, str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -78,39 +144,3 @@ def tied_names(tensors: Mapping[str, Tensor], plan: ShardPlan) -> dict[str, str]
         if tensor.numel() and _dtype_name(tensor) not in NARROW and first.setdefault(key, name) != name:
             tied[name] = first[key]
     return tied
-
-
-class _Files:
-    """The contents of the ranks' files, all under the same names."""
-
-    def __init__(
-        self, tensors: Mapping[str, Tensor], plan: ShardPlan, layout: WeightLayout, tied: Mapping[str, str]
-    ) -> None:
-        self._tensors, self._plan = tensors, plan
-        self._stored = {each.name: each for each in layout.stored}
-        # What an alias stands for stays, whoever reads it.
-        left_out = tied.keys() | (layout.replaced - set(tied.values()))
-        own = [name for name in tensors if name not in left_out]
-        ranks = [RANK_TENSOR] if plan.world_size > 1 else []
-        self.names = sorted([*own, *self._stored, *ranks], key=lambda name: (-self.dtype(name).itemsize, name))
-
-    def dtype(self, name: str) -> torch.dtype:
-        if name == RANK_TENSOR:
-            return torch.int32
-        return self._tensors[self._stored[name].parts[0] if name in self._stored else name].dtype
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name == RANK_TENSOR:
-            return (1,)
-        stored = self._stored.get(name)
-        return self._plan.local_shape(name) if stored is None else stored.shape(self._plan.local_shape)
-
-    def tensor(self, name: str, rank: int) -> Tensor:
-        """Return a rank's tensor."""
-        if name == RANK_TENSOR:
-            return torch.tensor([rank], dtype=torch.int32)
-        stored = self._stored.get(name)
-        return self._rank_part(rank, name) if stored is None else stored.tensor(partial(self._rank_part, rank))
-
-    def _rank_part(self, rank: int, name: str) -> Tensor:
-        return self._plan.shard(self._tensors[name], name, rank)

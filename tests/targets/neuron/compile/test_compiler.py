@@ -69,15 +69,18 @@ def test_graphs_are_compiled_in_folders_of_their_own_and_recorded(neuron_tools: 
     assert json.dumps(record)
 
 
-def test_lnc_and_flags_come_from_the_environment(
+def test_lnc_and_flags_come_from_the_environment_and_an_old_compiler_gets_no_options_that_it_does_not_know(
     neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    monkeypatch.setenv("NEURON_CC_FLAGS", "-O3 --verbose=35")
+    for variable, value in {
+        "NEURON_LOGICAL_NC_CONFIG": "1", "NEURON_CC_FLAGS": "-O3 --verbose=35", "FAKE_NCC_VERSION": OLD,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(variable, value)
     record = compile_graphs([step_graph()], "trn2", folder)
     argv = record["graphs"]["token_generation"]["argv"]
-    assert record["lnc"] == 1
+    assert record["lnc"] == 1 and record["versions"] == {"neuronx-cc": OLD}
     assert "--lnc=1" in argv and "-O3" in argv and "-O2" not in argv and argv[-1] == "--verbose=35"
+    assert not any("int64" in argument for argument in argv)
     # The compiler gets them once: as arguments.
     assert "NEURON_CC_FLAGS" not in neuron_tools.calls()[0]["environment"]
 
@@ -85,15 +88,6 @@ def test_lnc_and_flags_come_from_the_environment(
 def test_every_target_gets_options_that_the_command_knows(neuron_tools: NeuronTools, folder: Path) -> None:
     for target in ("inf2", "trn1", "trn2", "trn3"):
         compile_graphs([step_graph(), step_graph("chunked_prefill"), copy_graph()], target, folder)
-
-
-def test_an_old_compiler_gets_no_options_that_it_does_not_know(
-    neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_NCC_VERSION", OLD)
-    record = compile_graphs([step_graph()], "trn2", folder)
-    assert record["versions"] == {"neuronx-cc": OLD}
-    assert not any("int64" in argument for argument in record["graphs"]["token_generation"]["argv"])
 
 
 def test_a_cached_graph_is_not_compiled_again(
@@ -120,18 +114,16 @@ def test_a_cached_graph_is_not_compiled_again(
 def test_what_a_graph_is_bound_to_and_where_makes_no_other_entry(
     neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler reads none of it."""
     graph = step_graph()
     compile_graphs([graph], "trn2", folder)
     weights = tuple(replace(each, name=f"other.{each.name}") for each in graph.io.inputs)
     other = SmallGraph(graph.name, graph.kind, graph.hlo, replace(graph.io, inputs=weights, spec={"batch_size": 3}))
     monkeypatch.setattr(optimum_neuron.version, "__version__", "99.0")
     monkeypatch.chdir(folder)
-    (folder / "again").mkdir()
-    compile_graphs([other], "trn2", folder / "again")
+    compile_graphs([other], "trn2", folder)
     assert len(neuron_tools.calls()) == 1
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    compile_graphs([other], "trn2", folder / "again")
+    compile_graphs([other], "trn2", folder)
     assert len(neuron_tools.calls()) == 2
 
 
@@ -165,31 +157,28 @@ def test_hlo_that_does_not_parse_is_refused(neuron_tools: NeuronTools, folder: P
         compile_graphs([broken], "trn2", folder)
 
 
-def test_a_compilation_that_takes_too_long_is_ended_with_its_children(
-    neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ({"every": "hang"}, r"did not finish within 15 s and was ended; lower prefill_chunk_size"),
+        ({"mixed": "EOOM001 late", "every": "hang"}, r"graph mixed could not be compiled: .*NCC_EOOM001"),
+    ],
+)
+def test_one_that_takes_too_long_and_the_others_of_one_that_fails_are_ended_with_their_children(
+    faults: dict[str, str], message: str, neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT", 15.0)
-    neuron_tools.break_compiler(token_generation="hang")
-    with pytest.raises(RuntimeError, match=r"did not finish within 15 s and was ended; lower prefill_chunk_size"):
-        compile_graphs([step_graph()], "trn2", folder)
-    _assert_ended(neuron_tools)
-    _assert_nothing_temporary(neuron_tools)
-    _assert_nothing_left(folder)
-
-
-def test_a_failure_ends_the_other_compilations(
-    neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(compiler, "parallel_jobs", lambda jobs, memory: jobs)
-    neuron_tools.break_compiler(mixed="EOOM001 late", every="hang")
-    with pytest.raises(RuntimeError, match=r"graph mixed could not be compiled: .*NCC_EOOM001"):
-        compile_graphs([step_graph(), step_graph("mixed"), copy_graph()], "trn2", folder)
+    neuron_tools.break_compiler(**faults)
+    graphs = [step_graph()] if len(faults) == 1 else [step_graph(), step_graph("mixed"), copy_graph()]
+    with pytest.raises(RuntimeError, match=message):
+        compile_graphs(graphs, "trn2", folder)
     _assert_ended(neuron_tools)
     _assert_nothing_temporary(neuron_tools)
     _assert_nothing_left(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_ended_export_leaves_nothing_running(
     neuron_tools: NeuronTools, folder: Path, number: signal.Signals
 ) -> None:
@@ -201,11 +190,8 @@ def test_an_ended_export_leaves_nothing_running(
         "from optimum_neuron.targets.neuron.compile.compiler import compile_graphs\n"
         "compile_graphs([step_graph()], 'trn2', Path(sys.argv[1]))\n"
     )
-    root = Path(compiler.__file__).parents[4]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root), str(Path(__file__).parents[3] / "helpers")]),
-    }
+    paths = [Path(compiler.__file__).parents[4], Path(__file__).parents[3] / "helpers"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
         process = subprocess.Popen([sys.executable, "-c", code, str(folder)], env=environment, stderr=subprocess.PIPE)
@@ -252,23 +238,19 @@ def test_a_full_disk_is_told_with_the_folder(
 
 def test_the_compiler_is_asked_for_version_and_operators(neuron_tools: NeuronTools) -> None:
     path = find_compiler()
-    assert path == neuron_tools.folder / "neuronx-cc"
-    assert compiler_version(path) == NEW
+    assert path == neuron_tools.folder / "neuronx-cc" and compiler_version(path) == NEW
     assert {"Dot", "Scatter"} <= list_operators(path)
-
-
-def test_a_command_that_is_no_compiler_is_told(neuron_tools: NeuronTools) -> None:
-    (neuron_tools.folder / "neuronx-cc").write_text("#!/bin/sh\necho wrong package >&2\nexit 1\n")
+    compiler_version.cache_clear()
+    path.write_text("#!/bin/sh\necho wrong package >&2\nexit 1\n")
     with pytest.raises(RuntimeError, match=r"neuronx-cc --version ended with status 1: wrong package"):
-        compiler_version(find_compiler())
+        compiler_version(path)
 
 
 def test_without_a_compiler_the_message_says_what_to_install(neuron_sdk: Sdk, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = neuron_sdk(None)
     (tools.folder / "neuronx-cc").unlink()
-    with pytest.raises(
-        RuntimeError, match=r"compiling for trn2 .* neuronx-cc is not installed; install it from the Neuron repository"
-    ):
+    told = r"compiling for trn2 .* neuronx-cc is not installed; install it from the Neuron repository"
+    with pytest.raises(RuntimeError, match=told):
         check_compiler("trn2")
     # A placeholder of the same name is installed: that is another sentence.
     neuron_sdk(None, "placeholder")
@@ -295,7 +277,7 @@ def _assert_nothing_temporary(tools: NeuronTools) -> None:
 
 def _assert_ended(tools: NeuronTools) -> None:
     assert len(_pids(tools)) >= 2
-    _wait_for(lambda: not any(Path(f"/proc/{pid}").exists() and _is_alive(pid) for pid in _pids(tools)))
+    _wait_for(lambda: not any(map(_is_alive, _pids(tools))))
 
 
 def _is_alive(pid: int) -> bool:

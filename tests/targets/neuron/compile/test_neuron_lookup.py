@@ -67,12 +67,9 @@ def test_what_is_looked_for_is_what_an_export_stores(name: str, neuron_tools: Ne
 
 
 CHANGES: dict[str, Any] = {
-    "prefill_chunk_size": 16,
-    "dtype": "bfloat16",
-    "output_logits": True,
-    "target": "trn1",
-    "tensor_parallel_size": 2,
-}
+    "prefill_chunk_size": 16, "dtype": "bfloat16", "output_logits": True, "target": "trn1", "tensor_parallel_size": 2,
+}  # fmt: skip
+VARIABLES = {"NEURON_CC_FLAGS": "-O3", "NEURON_LOGICAL_NC_CONFIG": "1", "FAKE_NCC_VERSION": "2.28.1.0+1"}
 
 
 def test_whatever_changes_a_graph_or_its_compilation_is_looked_for_anew(
@@ -81,11 +78,7 @@ def test_whatever_changes_a_graph_or_its_compilation_is_looked_for_anew(
     known = keys(tiny_checkpoint).keys()
     for option, value in CHANGES.items():
         assert keys(tiny_checkpoint, **{option: value}).keys() - known, option
-    for name, value in (
-        ("NEURON_CC_FLAGS", "-O3"),
-        ("NEURON_LOGICAL_NC_CONFIG", "1"),
-        ("FAKE_NCC_VERSION", "2.28.1.0+1"),
-    ):
+    for name, value in VARIABLES.items():
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             compiler_version.cache_clear()
@@ -101,10 +94,8 @@ def test_the_second_machine_calls_no_compiler(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = (
-        *("lookup", "--model", str(tiny_checkpoint), "--target", "trn2", "--repo", REPO),
-        *("--sequence-length", "64", "--prefill-chunk-size", "8"),
-    )
+    words = ["lookup", "--model", str(tiny_checkpoint), "--target", "trn2", "--repo", REPO]
+    words += ["--sequence-length", "64", "--prefill-chunk-size", "8"]
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with connected_hub(monkeypatch):
         assert call(monkeypatch, capsys, *words)[0] == 3
@@ -121,21 +112,19 @@ def test_the_second_machine_calls_no_compiler(
     assert folder_bytes(again / "graphs") == folder_bytes(first / "graphs")
 
 
-def test_without_a_compiler_nobody_knows(
+def test_without_a_compiler_no_key_is_known(
     neuron_tools: NeuronTools,
     tiny_checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (neuron_tools.folder / "neuronx-cc").unlink()
-    code, out, err = call(
-        monkeypatch, capsys, "lookup", "--model", str(tiny_checkpoint), "--target", "trn2", "--sequence-length", "64"
-    )
+    words = ("lookup", "--model", str(tiny_checkpoint), "--target", "trn2", "--sequence-length", "64")
+    code, out, err = call(monkeypatch, capsys, *words)
     assert code == 1 and out == "" and "compiling for trn2 needs the Neuron compiler" in err
 
 
 def test_what_runs_here_as_hlo_is_kept_nowhere(tiny_checkpoint: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"target='hlo' compiles nothing that is kept; name the target that is exported"
-    ):
+    told = r"target='hlo' compiles nothing that is kept; name the target that is exported"
+    with pytest.raises(ValueError, match=told):
         keys(tiny_checkpoint, target="hlo")

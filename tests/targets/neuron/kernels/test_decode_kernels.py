@@ -23,10 +23,10 @@ from optimum_neuron.step.attention.rows import AttentionRows, OwnedBlocks
 from optimum_neuron.step.features.experts.experts import ExpertsCall
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import read_graph_io
-from optimum_neuron.targets.neuron.kernels import attention_block_tkg
+from optimum_neuron.targets.neuron.kernels.attention import attend_decodes
 from optimum_neuron.targets.neuron.kernels.moe_tkg import compute_chosen
 from optimum_neuron.targets.neuron.kernels.registry import KERNELS
-from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lint.lint import Finding, lint
 from optimum_neuron.targets.neuron.lowering.kernel_calls import called_kernels, kernel_calls
 from optimum_neuron.targets.neuron.operators import attention
 from optimum_neuron.targets.neuron.operators.expert_forms import all_experts, gather
@@ -41,19 +41,17 @@ SIZES: dict[str, Any] = {"sequence_length": 128, "context_buckets": (128,)}
 ATTENTION = {**SIZES, "kernels": ("attention_block_tkg",), "mixed_step": False}
 EXPERTS = {**SIZES, "kernels": ("moe_tkg",), "batch_size": 1, "ctx_batch_size": 1, "dtype": "bfloat16"}
 LAYERS, KV_HEADS = 2, 2
+BLOCKS = torch.tensor([4, 0], dtype=torch.int32)
 
 
 @pytest.fixture(scope="module")
 def moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As wide as a tile on each of two cores."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(moe.CONFIGS, "wide", lambda: _wide(moe.CONFIGS["qwen3_moe"]()))
-        return moe.make_checkpoint("wide", tmp_path_factory.mktemp("moe"))
-
-
-def _wide(config: Any) -> Any:
+    config: Any = moe.CONFIGS["qwen3_moe"]()
     config.hidden_size = 256
-    return config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(moe.CONFIGS, "wide", lambda: config)
+        return moe.make_checkpoint("wide", tmp_path_factory.mktemp("moe"))
 
 
 def graph(artifact: Path, name: str) -> bytes:
@@ -62,6 +60,17 @@ def graph(artifact: Path, name: str) -> bytes:
 
 def calls_of(artifact: Path, name: str) -> list[str]:
     return [each for _, each in kernel_calls(hlo.parse(graph(artifact, name)))]
+
+
+def errors_of(artifact: Path, name: str) -> list[Finding]:
+    io = read_graph_io(artifact / "graphs" / f"{name}.hlo")
+    return [each for each in lint(name, graph(artifact, name), io, "trn2") if each.severity == "error"]
+
+
+def attention_call(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None = None, softcap: Any = None, sinks: Any = None
+) -> AttentionCall:
+    return AttentionCall(0, query, key, value, scaling=0.3, sliding_window=window, softcap=softcap, sinks=sinks)
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -73,36 +82,18 @@ def test_decode_rows_get_by_the_kernel_what_they_get_without_it(broken: bool, wi
     positions = torch.tensor([[0], [100], [255], [-1]], dtype=torch.int32)
     if broken:
         for row, position in enumerate(positions.flatten().tolist()):
-            keys[row, :, max(position, 0) :] = torch.nan
-            values[row, :, max(position, 0) :] = torch.nan
+            for each in (keys, values):
+                each[row, :, max(position, 0) :] = torch.nan
     query, key, value = torch.randn(4, 6, 1, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
-    call = AttentionCall(0, query, key, value, scaling=0.3, sliding_window=window, softcap=None, sinks=None)
-    rows = AttentionRows(positions, None, 256)
+    call, rows = attention_call(query, key, value, window), AttentionRows(positions, None, 256)
     wanted = attention.attend_decode(call, rows, query, keys, values, key, value)
 
     def none(*_: object) -> Tensor:
         raise AssertionError("the kernel does not compute this")
 
-    found = attention_block_tkg.attend_decodes(none)(call, rows, query, keys, values, key, value)
+    found = attend_decodes(none)(call, rows, query, keys, values, key, value)
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
     assert found.isfinite().all()
-
-
-def test_rows_of_a_cache_of_blocks_are_not_read_as_slots() -> None:
-    """The kernel reads row i of a cache, where row i of a step need not be."""
-    keys, values = torch.randn(5, 2, 256, 16), torch.randn(5, 2, 256, 16)
-    query, key, value = torch.randn(2, 6, 1, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 16)
-    call = AttentionCall(0, query, key, value, scaling=0.3, sliding_window=None, softcap=None, sinks=None)
-    positions, numbers = torch.tensor([[3], [100]], dtype=torch.int32), torch.tensor([4, 0], dtype=torch.int32)
-    owned = OwnedBlocks(positions, numbers, numbers, numbers[:, None])
-    without = torch.zeros(1)
-    attend = attention_block_tkg.attend_decodes(lambda *_: without)
-    for rows, by_kernel in (
-        (AttentionRows(positions, None, 256), True),
-        (AttentionRows(positions, numbers, 256), False),
-        (AttentionRows(positions, None, 256, owned=owned), False),
-    ):
-        assert (attend(call, rows, query, keys, values, key, value) is not without) == by_kernel
 
 
 @pytest.mark.parametrize(
@@ -119,18 +110,20 @@ def test_rows_of_a_cache_of_blocks_are_not_read_as_slots() -> None:
         ({"heads": 130}, False),
         ({"softcap": 30.0}, False),
         ({"sinks": torch.zeros(6)}, False),
+        # It reads row i of a cache, where row i of a step need not be.
+        ({"numbers": BLOCKS}, False),
+        ({"owned": True}, False),
     ],
 )
 def test_attention_that_the_kernel_does_not_compute_is_not_its(changed: dict[str, Any], by_kernel: bool) -> None:
-    sizes = {"columns": 256, "dim": 16, "value_dim": 16, "heads": 6, "softcap": None, "sinks": None} | changed
-    keys, values = (torch.randn(3, 2, sizes["columns"], sizes[each]) for each in ("dim", "value_dim"))
+    sizes = {"columns": 256, "dim": 16, "value_dim": 16, "heads": 6, "numbers": None, "owned": False} | changed
+    keys, values = (torch.randn(5, 2, sizes["columns"], sizes[each]) for each in ("dim", "value_dim"))
     query, key, value = torch.randn(2, sizes["heads"], 1, sizes["dim"]), keys[:2, :, 0], values[:2, :, 0]
-    call = AttentionCall(
-        0, query, key, value, scaling=0.3, sliding_window=None, softcap=sizes["softcap"], sinks=sizes["sinks"]
-    )
-    rows = AttentionRows(torch.tensor([[3], [100]], dtype=torch.int32), None, sizes["columns"])
-    without = torch.zeros(1)
-    found = attention_block_tkg.attend_decodes(lambda *_: without)(call, rows, query, keys, values, key, value)
+    call = attention_call(query, key, value, softcap=changed.get("softcap"), sinks=changed.get("sinks"))
+    positions = torch.tensor([[3], [100]], dtype=torch.int32)
+    owned = OwnedBlocks(positions, BLOCKS, BLOCKS, BLOCKS[:, None]) if sizes["owned"] else None
+    rows, without = AttentionRows(positions, sizes["numbers"], sizes["columns"], owned=owned), torch.zeros(1)
+    found = attend_decodes(lambda *_: without)(call, rows, query, keys, values, key, value)
     assert (found is not without) == by_kernel
 
 
@@ -140,51 +133,12 @@ def test_decode_attention_around_the_kernel_is_certified_and_gives_the_tokens_of
     artifact = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", certificate=True, **ATTENTION)
     assert calls_of(artifact, DECODES) == ["attention_block_tkg"] * LAYERS * KV_HEADS
     assert not called_kernels(graph(artifact, CHUNKS))
-    data, io = graph(artifact, DECODES), read_graph_io(artifact / "graphs" / f"{DECODES}.hlo")
-    assert [each for each in lint(DECODES, data, io, "trn2") if each.severity == "error"] == []
+    assert errors_of(artifact, DECODES) == []
     eager = artifact_runner(export_tiny(sharp_checkpoints["llama"], tmp_path / "eager", **SIZES))
     runner, prompt = artifact_runner(artifact), random_tokens(29)
     (tokens, logits), (expected, reference) = (generate(each, prompt, 8) for each in (runner, eager))
     assert tokens == expected
     torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
-
-
-# Each of other sizes than what was lowered before.
-@pytest.mark.full
-@pytest.mark.parametrize(("defect", "slots"), [("mask", 2), ("own token", 1), ("scale", 4)])
-def test_attention_that_is_called_wrongly_is_not_certified(
-    defect: str, slots: int, sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attend_head = attention_block_tkg._attend_head
-
-    def wrong(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-        if defect == "own token":
-            key = torch.zeros_like(key)
-        elif defect == "mask":
-            visible = visible.roll(1, 0)
-        else:
-            query = query * 1.01
-        return attend_head(query, key, value, keys, values, visible)
-
-    monkeypatch.setattr(attention_block_tkg, "_attend_head", wrong)
-    options = {"target": "hlo", "batch_size": slots, "ctx_batch_size": 1, **ATTENTION}
-    with pytest.raises(ValueError, match="do not compute what the model does"):
-        export_tiny(sharp_checkpoints["llama"], tmp_path / "out", certificate=True, **options)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.full
-def test_decode_rows_that_the_kernel_does_not_compute_keep_theirs(
-    sharp_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    """Windows are of its mask; soft caps, and columns that are no whole tiles, are not its own."""
-    windows = export_tiny(sharp_checkpoints["qwen3"], tmp_path / "qwen3", target="hlo", **ATTENTION)
-    assert len(calls_of(windows, DECODES)) == LAYERS * KV_HEADS
-    told = "kernels='attention_block_tkg' computes no layer of this model; leave it out"
-    with pytest.raises(ValueError, match=told):
-        export_tiny(sharp_checkpoints["gemma2"], tmp_path / "gemma2", target="hlo", **ATTENTION)
-    with pytest.raises(ValueError, match=told):
-        export_tiny(sharp_checkpoints["llama"], tmp_path / "llama", target="hlo", kernels=ATTENTION["kernels"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -195,14 +149,9 @@ def test_tokens_get_by_the_kernel_what_their_experts_compute(dtype: torch.dtype,
     layer = Qwen3MoeExperts(config).requires_grad_(False)
     for parameter in layer.parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    call = ExpertsCall(
-        layer.to(dtype),
-        torch.randn(4, 256, dtype=dtype),
-        torch.tensor([[0, 1, 7], [8, 8, 8], [5, 2, 0], [7, 3, 4]]),
-        torch.rand(4, 3),
-    )
-    chip = chip_of("trn2")
-    form = gather(expert_layer(call), 4, chip)
+    index = torch.tensor([[0, 1, 7], [8, 8, 8], [5, 2, 0], [7, 3, 4]])
+    call = ExpertsCall(layer.to(dtype), torch.randn(4, 256, dtype=dtype), index, torch.rand(4, 3))
+    form = gather(expert_layer(call), 4, chip_of("trn2"))
     called: list[object] = []
 
     def without(call: ExpertsCall, form: object) -> Tensor:
@@ -254,16 +203,12 @@ def test_experts_around_the_kernel_are_certified(moe_checkpoint: Path, tmp_path:
     artifact = export_tiny(moe_checkpoint, tmp_path / "out", target="hlo", certificate=True, **EXPERTS)
     assert certificate_of(artifact).comparisons
     assert calls_of(artifact, DECODES) == ["moe_tkg"] * LAYERS and not called_kernels(graph(artifact, CHUNKS))
-    data, io = graph(artifact, DECODES), read_graph_io(artifact / "graphs" / f"{DECODES}.hlo")
-    assert [each for each in lint(DECODES, data, io, "trn2") if each.severity == "error"] == []
+    assert errors_of(artifact, DECODES) == []
     # Weights lie as the kernel takes them.
-    shapes = {each.shape for each in io.inputs if "experts" in each.name}
-    assert shapes == {(8, 256, 80), (8, 40, 256)}
-
-
-def test_experts_in_a_type_that_the_kernel_does_not_take_are_told(moe_checkpoint: Path, tmp_path: Path) -> None:
+    inputs = read_graph_io(artifact / "graphs" / f"{DECODES}.hlo").inputs
+    assert {each.shape for each in inputs if "experts" in each.name} == {(8, 256, 80), (8, 40, 256)}
     with pytest.raises(ValueError, match="kernels='moe_tkg' computes no layer of this model; leave it out"):
-        export_tiny(moe_checkpoint, tmp_path / "out", target="hlo", **EXPERTS | {"dtype": "float32"})
+        export_tiny(moe_checkpoint, tmp_path / "other", target="hlo", **EXPERTS | {"dtype": "float32"})
 
 
 def test_nki_is_given_both_as_the_library_declares_them(

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.targets.neuron.compile import native_kernels
-from optimum_neuron.targets.neuron.compile.compiler import graph_key
-from optimum_neuron.targets.neuron.compile.native_kernels import NATIVE_CALL, with_native_kernels
+from optimum_neuron.targets.neuron.compile import compiler
+from optimum_neuron.targets.neuron.compile.compiler import NATIVE_CALL, graph_key, with_native_kernels
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import read_graph_io
-from optimum_neuron.targets.neuron.kernels import attention_cte
+from optimum_neuron.targets.neuron.kernels import attention
 from optimum_neuron.targets.neuron.kernels.kernel import KERNELS as KNOWN
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
@@ -35,6 +34,10 @@ pytest_plugins = ("fakes.plugin",)
 KERNELS = ("attention_cte",)
 CHUNKS, DECODES = "chunked_prefill_chunk8_context64", "token_generation_context64"
 LAYERS, ROWS = 2, 2
+DECODE_SIZES: dict[str, Any] = {
+    "kernels": ("attention_block_tkg",), "sequence_length": 128, "context_buckets": (128,), "mixed_step": False,
+    "output_logits": True,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +51,16 @@ def graph(artifact: Path, name: str) -> bytes:
     return (artifact / "graphs" / f"{name}.hlo").read_bytes()
 
 
-def attended(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Attention in float64, heads of queries beside those of keys."""
-    group = len(query) // len(keys)
-    keys, values = (each.double().repeat_interleave(group, 0) for each in (keys, values))
-    scores = torch.where(visible, query.double() @ keys.transpose(1, 2), -torch.inf)
-    return torch.softmax(scores, -1) @ values
-
-
 @pytest.mark.parametrize("used", [0, 5, 24])
 def test_the_reference_is_attention_over_a_prefix_and_the_tokens_themselves(used: int) -> None:
     torch.manual_seed(0)
     query, own, past = torch.randn(6, 4, 8), torch.randn(2, 2, 4, 8), torch.randn(2, 2, 24, 8)
     past[:, :, used:] = 1e6  # of no effect
-    found = attention_cte.reference(query, *own, *past, torch.tensor([used], dtype=torch.int32))
+    found = attention.chunk_reference(query, *own, *past, torch.tensor([used], dtype=torch.int32))
     visible = torch.cat([torch.arange(24).expand(4, 24) < used, torch.ones(4, 4).tril().bool()], 1)
-    expected = attended(query, torch.cat([past[0], own[0]], 1), torch.cat([past[1], own[1]], 1), visible)
+    keys, values = (torch.cat(each, 1).double().repeat_interleave(3, 0) for each in zip(past, own, strict=True))
+    scores = torch.where(visible, query.double() @ keys.transpose(1, 2), -torch.inf)
+    expected = torch.softmax(scores, -1) @ values
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -88,22 +85,48 @@ def test_graphs_around_a_kernel_are_certified_and_give_the_tokens_of_the_model(
     torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("defect", ["position", pytest.param("scale", marks=pytest.mark.full)])
+def shift_start(operands: list[Tensor]) -> None:
+    operands[5] = operands[5] - 1
+
+
+def scale_queries(operands: list[Tensor]) -> None:
+    operands[0] = operands[0] * 1.01
+
+
+def roll_mask(operands: list[Tensor]) -> None:
+    operands[4] = operands[4].roll(1, 0)
+
+
+# Each of other sizes than those of graphs that were lowered before.
+@pytest.mark.parametrize(
+    ("defect", "options"),
+    [
+        (shift_start, {}),
+        pytest.param(scale_queries, {"output_logits": True}, marks=pytest.mark.full),
+        pytest.param(roll_mask, DECODE_SIZES | {"batch_size": 2}, marks=pytest.mark.full),
+        pytest.param(scale_queries, DECODE_SIZES | {"batch_size": 4}, marks=pytest.mark.full),
+    ],
+)
 def test_a_kernel_that_is_called_wrongly_is_not_certified(
-    defect: str, sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attend_row = attention_cte._attend_row
+    defect: Callable[[list[Tensor]], None], options: dict[str, Any],
+    sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    call = attention.call_kernel
 
-    def wrong(query: Tensor, keys: Tensor, values: Tensor, first: Tensor) -> Tensor:
-        if defect == "position":
-            return attend_row(query, keys, values, first - 1)
-        return attend_row(query * 1.01, keys, values, first)
+    def wrong(name: str, operands: list[Tensor]) -> list[Tensor]:
+        changed = list(operands)
+        defect(changed)
+        return call(name, changed)
 
-    monkeypatch.setattr(attention_cte, "_attend_row", wrong)
-    options: dict[str, Any] = {"target": "hlo", "kernels": KERNELS, "output_logits": defect == "scale"}
+    monkeypatch.setattr(attention, "call_kernel", wrong)
+    sizes: dict[str, Any] = {
+        "target": "hlo",
+        "kernels": KERNELS,
+        "output_logits": False,
+        "ctx_batch_size": 1,
+    } | options
     with pytest.raises(ValueError, match="do not compute what the model does"):
-        # Other sizes than those of graphs that were lowered before.
-        export_tiny(sharp_checkpoints["llama"], tmp_path / "out", certificate=True, ctx_batch_size=1, **options)
+        export_tiny(sharp_checkpoints["llama"], tmp_path / "out", certificate=True, **sizes)
     assert not (tmp_path / "out").exists()
 
 
@@ -145,23 +168,14 @@ def test_the_compiler_gets_what_nki_made(
     ranks: int, neuron_sdk: Callable[..., NeuronTools], sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     neuron_sdk("trn2", "nki")
-    path = export_tiny(
-        sharp_checkpoints["llama"],
-        tmp_path / "out",
-        target="trn2",
-        kernels=KERNELS,
-        tensor_parallel_size=ranks,
-        certificate=ranks == 2,
-        mixed_step=False,
-    )
+    options: dict[str, Any] = {"target": "trn2", "kernels": KERNELS, "mixed_step": False, "certificate": ranks == 2}
+    path = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", tensor_parallel_size=ranks, **options)
     assert called_kernels(graph(path, CHUNKS)) == {"attention_cte"}
     neff = (path / "graphs" / f"{CHUNKS}.neff").read_bytes()
     assert NATIVE_CALL.encode() in neff and b"optimum_neuron.kernel" not in neff
     compiled = json.loads((tmp_path / "attention_cte.json").read_text())
-    assert compiled["q"] == ["float32", [4 // ranks, 8, 16]] and compiled["k_prior"] == [
-        "float32",
-        [2 // ranks, 64, 16],
-    ]
+    assert compiled["q"] == ["float32", [4 // ranks, 8, 16]]
+    assert compiled["k_prior"] == ["float32", [2 // ranks, 64, 16]]
     assert compiled["prior_used_len"] == ["int32", [1]] and (compiled["target"], compiled["lnc"]) == ("trn2", 2)
     versions = json.loads((path / MANIFEST_NAME).read_text())["target_data"]["versions"]
     assert versions["nki"] == "0.3.0" and versions["nki-library"] == "0.9.0"
@@ -187,7 +201,7 @@ def test_what_nki_is_given_is_in_the_key_of_a_graph_and_what_runs_in_its_place_i
     monkeypatch.setitem(KNOWN, "attention_cte", replace(called, function="another"))
     others.add(key())
     monkeypatch.setitem(KNOWN, "attention_cte", called)
-    monkeypatch.setattr(native_kernels, "installed_version", lambda distribution: "9.9")
+    monkeypatch.setattr(compiler, "installed_version", lambda distribution: "9.9")
     assert len(others | {key()}) == 4
     assert key(DECODES) == decodes, "a graph without kernels"
 
@@ -199,22 +213,17 @@ def test_a_native_call_names_its_operands_in_order(artifact: Path, neuron_sdk: C
     assert {each.custom_call_target for each in calls} == {NATIVE_CALL} and len(calls) == LAYERS * ROWS
     assert not any(each.called_computation_ids for each in calls)
     config = json.loads(base64.b64decode(calls[0].backend_config))
-    assert config["klir_binary"]["input_names"] == list(attention_cte.ATTENTION_CTE.operands)
+    assert config["klir_binary"]["input_names"] == list(attention.ATTENTION_CTE.operands)
     assert with_native_kernels(graph(artifact, DECODES), "trn2", 1) == graph(artifact, DECODES)
 
 
-def test_a_kernel_that_nki_refuses_is_told(
-    artifact: Path, neuron_sdk: Callable[..., NeuronTools], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    neuron_sdk("trn2", "nki")
-
+def test_a_kernel_that_nki_refuses_is_told(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise TypeError("no such instruction\nat line 3")
 
-    monkeypatch.setattr(native_kernels, "_call_nki", refuse)
-    with pytest.raises(
-        RuntimeError, match=r"NKI does not compile attention_cte for q float32\[4, 8, 16\], .* \(no such"
-    ):
+    monkeypatch.setattr(compiler, "_build_config", refuse)
+    told = r"NKI does not compile attention_cte for q float32\[4, 8, 16\], .* \(no such"
+    with pytest.raises(RuntimeError, match=told):
         with_native_kernels(graph(artifact, CHUNKS), "trn2", 1)
 
 
@@ -225,14 +234,13 @@ def test_kernels_that_the_sdk_lacks_are_refused_before_anything_is_written(
     packages: tuple[str, ...],
     problem: str,
     neuron_sdk: Callable[..., NeuronTools],
-    sharp_checkpoints: dict[str, Path],
+    tiny_checkpoint: Path,
     tmp_path: Path,
 ) -> None:
     neuron_sdk("trn2", *packages)
-    with pytest.raises(
-        RuntimeError, match=f"attention_cte comes from the Neuron SDK: {problem}.* or leave --kernels out"
-    ):
-        export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="trn2", kernels=KERNELS)
+    told = f"attention_cte comes from the Neuron SDK: {problem}.* or leave --kernels out"
+    with pytest.raises(RuntimeError, match=told):
+        export_tiny(tiny_checkpoint, tmp_path / "out", target="trn2", kernels=KERNELS)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in lowered graphs: decode steps do not wait for what they write, and scores exist a block at a time."""
+"""Attention in lowered graphs: in parts that do not wait for what a step writes, with scores a block at a time, or a bias by column."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from biased import BLOCKS, PIECES, SIZES, answers, model_of, same
 from helpers import (
     ARCHITECTURES,
     CHUNK_SIZE,
     LENGTH,
+    artifact_runner,
     eager_runner,
+    examples,
+    export_tiny,
     fill_rows,
     generate,
     load_model,
@@ -22,25 +26,28 @@ from helpers import (
     random_tokens,
     tiny_config,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 from lowered import lower_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.attention.cached_attention import MASKED
 from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.interface import ATTENTION_NAME
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
-from optimum_neuron.step.step import StepModule
-from optimum_neuron.targets.eager import EagerExecutable
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import CACHE, COPY_SLOT, SAMPLERS, LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lowering import decompositions
 from optimum_neuron.targets.neuron.lowering.lower import lower_step
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.operators import attention
+from optimum_neuron.targets.neuron.operators.attention import merge_attention_states
 
 
 # What torch-xla has between a scatter and a state's new value; none of it moves a number.
@@ -87,27 +94,21 @@ def test_nothing_of_a_decode_step_waits_for_what_it_writes(name: str, tiny_model
     assert {each.opcode for each in depending(decode, scatters["token_generation"])} <= {*LAYOUT, "tuple"}
     # Chunk rows read what they wrote, scores and values; decode rows beside them do not.
     for kind in ("chunked_prefill", "mixed"):
-        dots = [
-            each
-            for each in depending(graphs[kind], scatters[kind][:2])
-            if each.opcode == "dot" and hlo.module_path(each) == "model.model.layers.0.self_attn"
-        ]
-        assert len(dots) == 2
+        following = [each for each in depending(graphs[kind], scatters[kind][:2]) if each.opcode == "dot"]
+        assert [hlo.module_path(each) for each in following].count("model.model.layers.0.self_attn") == 2
 
 
 @pytest.fixture(scope="module")
 def wide() -> tuple[nn.Module, ModelSpec]:
     """One layer whose chunks have more scores than fit."""
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=64,
-        max_position_embeddings=8192,
-    )
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64, max_position_embeddings=8192)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME).eval()
     return model, inspect_model(model)
 
@@ -148,14 +149,6 @@ def test_no_temporary_of_attention_exceeds_the_limit(
             assert not found
 
 
-def neuron_runner(model: nn.Module) -> GraphRunner:
-    """The step module with the Neuron operators, run by torch."""
-    config = tiny_config()
-    cache, specs = KVCache(state_specs(config, inspect_model(model))), graph_specs(config)
-    steps = {spec.name: StepModule(model, cache, spec, NEURON_OPS).eval() for spec in specs}
-    return GraphRunner(EagerExecutable(steps, cache), config, specs)
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_blocks_change_nothing_beyond_rounding_and_chunk_boundaries_no_bit(
     name: str, sharp_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -165,7 +158,7 @@ def test_blocks_change_nothing_beyond_rounding_and_chunk_boundaries_no_bit(
     assert attention.score_block(8, CHUNK_SIZE, LENGTH) == (4, 16)
     reference = eager_runner(load_model(sharp_checkpoints[name]), tiny_config())
     model = load_model(sharp_checkpoints[name])
-    runner = neuron_runner(model)
+    runner = eager_runner(model, tiny_config(), ops=NEURON_OPS)
     prompt = random_tokens(29)
     expected, logits = generate(reference, prompt, 8)
     found, other = generate(runner, prompt, 8)
@@ -177,3 +170,98 @@ def test_blocks_change_nothing_beyond_rounding_and_chunk_boundaries_no_bit(
         last = prefill_pieces(runner, 1, prompt, pieces)
         whole = last if whole is None else whole
         assert torch.equal(last, whole)
+
+
+ROWS, HEADS, DIM = 3, 2, 8
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `[rows, heads, dim]` over `[keys, heads, dim]`, in float64; a row that sees nothing is NaN with lse -inf."""
+    scores = torch.einsum("rhd,khd->rhk", query.double(), keys.double())
+    scores = scores.masked_fill(~visible[:, None], -math.inf)
+    return torch.einsum("rhk,khd->rhd", scores.softmax(-1), values.double()), scores.logsumexp(-1)
+
+
+@examples(60)
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**16), st.sampled_from(DTYPES))
+def test_merged_parts_equal_attention_over_all_keys(first: int, second: int, seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(ROWS, HEADS, DIM, generator=generator) * 3
+    keys, values = (torch.randn(first + second, HEADS, DIM, generator=generator) for _ in range(2))
+    visible = torch.rand(ROWS, first + second, generator=generator) < 0.6
+    in_first = torch.arange(first + second) < first
+    parts = [attend(query, keys, values, visible & part) for part in (in_first, ~in_first)]
+    (out_a, lse_a), (out_b, lse_b) = [(out.to(dtype), lse.float()) for out, lse in parts]
+    out, lse = merge_attention_states(out_a, lse_a, out_b, lse_b)
+    expected, expected_lse = attend(query, keys, values, visible)
+    seen = visible.any(-1)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert not out.isnan().any() and not lse.isnan().any()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(out[seen].double(), expected[seen], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], atol=1e-5, rtol=1e-5)
+    assert (out[~seen] == 0).all() and (lse[~seen] == -math.inf).all()
+
+
+@pytest.mark.parametrize("nothing", [-math.inf, MASKED, MASKED + 128.0])  # exactly, and as masks leave it
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_empty_side_leaves_the_other_to_the_bit_whatever_it_holds(nothing: float, dtype: torch.dtype) -> None:
+    out, lse = torch.randn(ROWS, HEADS, DIM).to(dtype), torch.randn(ROWS, HEADS) * 50
+    for garbage in (0.0, math.nan, math.inf):
+        empty = torch.full_like(out, garbage), torch.full_like(lse, nothing)
+        for sides in ((out, lse, *empty), (*empty, out, lse)):
+            merged, merged_lse = merge_attention_states(*sides)
+            assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
+
+
+def test_a_side_that_saw_what_is_not_finite_stays_so() -> None:
+    out, lse = torch.randn(ROWS, HEADS, DIM), torch.randn(ROWS, HEADS)
+    broken = lse.clone()
+    broken[1, 0] = math.nan
+    for sides in ((out, lse, out, broken), (out, broken, out, lse)):
+        joint, joint_lse = merge_attention_states(*sides)
+        assert joint[1, 0].isnan().all() and joint_lse[1, 0].isnan()
+        assert joint.isnan().sum() == DIM and joint_lse.isnan().sum() == 1
+
+
+BUCKETS: dict[str, Any] = SIZES | {"context_buckets": (64, 192)}
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("name", ["bloom", *(pytest.param(each, marks=FULL) for each in ("mpt", "falcon"))])
+@pytest.mark.parametrize(
+    "sizes",
+    [SIZES, *(pytest.param(each, marks=FULL) for each in (BUCKETS, BLOCKS))],
+    ids=["slots", "buckets", "blocks"],
+)
+def test_graphs_are_linted_certified_and_choose_as_eager_steps_do_at_any_cut(
+    name: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    model_of(name).save_pretrained(tmp_path / "checkpoint")
+    folder = export_tiny(tmp_path / "checkpoint", tmp_path / "hlo", **sizes, target="hlo", certificate=True)
+    runner, eager = artifact_runner(folder), eager_runner(model_of(name), tiny_config(**SIZES))
+    if sizes is BLOCKS:
+        runner.assign_blocks(1, 0, (5, 0, 2))
+        runner.assign_blocks(2, 0, (3, 4))
+    found, expected = (answers(each, 1, PIECES[0]) for each in (runner, eager))
+    for one, other in zip(found, expected, strict=True):
+        assert one.argmax() == other.argmax()
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    if sizes is not BLOCKS:
+        # In the largest graph alone, neither cuts nor slots change a bit.
+        alone = GraphRunner(runner.executable, runner.config, list(runner.family), deterministic=True)
+        alone.reset_slots()
+        found = answers(alone, 1, PIECES[0])
+        alone.reset_slots()
+        assert same(answers(alone, 0, PIECES[1]), found)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 100])
+def test_running_sums_of_whole_numbers_are_torchs(length: int) -> None:
+    numbers = torch.randint(-9, 9, (3, length, 2))
+    for x in (numbers, numbers.float(), numbers.bool(), numbers.int()):
+        for dim in (1, -2):
+            found = decompositions.running_sum(x, dim)
+            assert found.dtype == x.cumsum(dim).dtype and torch.equal(found, x.cumsum(dim))
+    assert decompositions.running_sum(torch.ones(()), 0) == 1

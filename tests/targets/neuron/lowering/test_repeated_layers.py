@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from architectures.models import KINDS_OF_LAYERS, deepen, graph_model
+from helpers import tiny_config
 from tiny import TINY_SIZES
 from torch import Tensor
 from torch.export import ExportedProgram
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from optimum_neuron.config import NeuronConfig
 from optimum_neuron.parity.inspect import look_at
 from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.interface import ATTENTION_NAME
@@ -52,7 +52,7 @@ def lower_whole(patch: pytest.MonkeyPatch, *args: Any) -> LoweredGraph:
 def test_the_module_is_that_of_a_whole_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     deepen(monkeypatch)
     model = graph_model(name, torch.bfloat16)
-    config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="bfloat16", target="hlo")
+    config = tiny_config(target="hlo", dtype="bfloat16")
     spec = look_at(model)
     graph = next(graph for graph in graph_specs(config) if graph.kind == "mixed")
     step = (model, KVCache(state_specs(config, spec)), graph, NEURON_OPS, spec.vocab_size)
@@ -61,7 +61,7 @@ def test_the_module_is_that_of_a_whole_trace(name: str, monkeypatch: pytest.Monk
 
 def test_layers_that_write_other_states_are_not_the_same() -> None:
     """The second that was traced, with the nodes of the first, keeps its keys where values belong."""
-    config = NeuronConfig(batch_size=1, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="hlo")
+    config = tiny_config(target="hlo")
     llama = LlamaConfig(**TINY_SIZES | {"num_hidden_layers": 4})
     model = AutoModelForCausalLM.from_config(llama, attn_implementation=ATTENTION_NAME).eval()
     spec = look_at(model)
@@ -84,9 +84,7 @@ def test_layers_that_write_other_states_are_not_the_same() -> None:
 
 def test_of_a_ranks_layers_three_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     LlamaConfig(**TINY_SIZES | {"num_hidden_layers": LAYERS}).save_pretrained(tmp_path)
-    config = NeuronConfig(
-        batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="hlo", tensor_parallel_size=2
-    )
+    config = tiny_config(target="hlo", tensor_parallel_size=2)
     rank = rank_model(tmp_path, config, {}, trust_remote_code=False)
     numbers = {layer.mlp: number for number, layer in enumerate(rank.model.model.layers)}
     own, ran = LlamaMLP.forward, []

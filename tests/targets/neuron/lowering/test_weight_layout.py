@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,9 +27,8 @@ from optimum_neuron.step.step import StepModule
 from optimum_neuron.targets import CompileJob, get_target
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, SAMPLERS, LoweredGraph, read_graph_io
-from optimum_neuron.targets.neuron.graphs.weight_layout import FileWeight, WeightLayout
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
-from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lint.lint import Finding, lint
 from optimum_neuron.targets.neuron.lowering import lower_all as lowering
 from optimum_neuron.targets.neuron.lowering import weight_uses
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
@@ -38,43 +36,35 @@ from optimum_neuron.targets.neuron.lowering.lower import lower_program
 from optimum_neuron.targets.neuron.lowering.lower_all import FirstGraph, lower_all, trace_first
 from optimum_neuron.targets.neuron.lowering.weight_uses import weight_layout
 from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
-from optimum_neuron.targets.neuron.sharding import shard_plan, tied_names, whole_plan, write_sharded_weights
+from optimum_neuron.targets.neuron.sharding import shard_plan, whole_plan, write_sharded_weights
+from optimum_neuron.targets.neuron.sharding.weights import FileWeight, WeightLayout
 from optimum_neuron.tools.estimate.core_sizes import core_sizes
 from optimum_neuron.tools.estimate.model_sizes import measure_model
 
 
 MODELS = {**TINY_CONFIGS, "qwen3_moe": CONFIGS["qwen3_moe"]}
+QKV = "q_proj-k_proj-v_proj"
 # What each layer's own modules read at once.
 JOINED = {
-    "llama": {"q_proj-k_proj-v_proj", "gate_proj-up_proj"},
-    "gemma2": {"q_proj-k_proj-v_proj", "gate_proj-up_proj"},
-    "gpt_oss": {"q_proj-k_proj-v_proj"},
+    "llama": {QKV, "gate_proj-up_proj"},
+    "gemma2": {QKV, "gate_proj-up_proj"},
+    "gpt_oss": {QKV},
     "deepseek_v3": {"q_a_proj-kv_a_proj_with_mqa", "gate_proj-up_proj"},
-    "lfm2": {"q_proj-k_proj-v_proj", "w1-w3"},
-    "qwen3_moe": {"q_proj-k_proj-v_proj"},
+    "lfm2": {QKV, "w1-w3"},
+    "qwen3_moe": {QKV},
 }
-# Latent keys and experts; the others by the full profile.
-QUICK = ("deepseek_v3",)
 
 
-def graphs(name: str, ranks: int, folder: Path) -> Iterator[LoweredGraph]:
-    MODELS[name]().save_pretrained(folder)
-    config = tiny_config(target="trn2", tensor_parallel_size=ranks)
-    return lower_all(folder, config, {}, trust_remote_code=False)
-
-
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        pytest.param(name, ranks, marks=[] if ranks == 2 and name in QUICK else [pytest.mark.full])
-        for name in JOINED
-        for ranks in (1, 2)
-    ],
+    "name", [pytest.param(name, marks=[] if name == "deepseek_v3" else [pytest.mark.full]) for name in JOINED]
 )
 def test_no_graph_transposes_a_weight_and_layers_of_one_input_are_one_product(
     name: str, ranks: int, tmp_path: Path
 ) -> None:
-    for graph in graphs(name, ranks, tmp_path):
+    MODELS[name]().save_pretrained(tmp_path)
+    config = tiny_config(target="trn2", tensor_parallel_size=ranks)
+    for graph in lower_all(tmp_path, config, {}, trust_remote_code=False):
         assert not [each for each in lint(graph.name, graph.hlo, graph.io, "trn2") if each.rule == "transposed-weight"]
         if graph.kind in (COPY_SLOT, *SAMPLERS.values()):
             continue
@@ -82,8 +72,7 @@ def test_no_graph_transposes_a_weight_and_layers_of_one_input_are_one_product(
         joined = {part for each in names for part in each.split(".") if "-" in part}
         assert joined == JOINED[name]
         parts = {part for each in joined for part in each.split("-")}
-        alone = [each for each in names if each.endswith("weight") and each.split(".")[-2] in parts]
-        assert not alone
+        assert not [each for each in names if each.endswith("weight") and each.split(".")[-2] in parts]
 
 
 class _Layers(nn.Module):
@@ -154,8 +143,6 @@ def test_what_is_stored_gives_the_layers_results() -> None:
 
 
 class _WithState(nn.Module):
-    """Its state is no weight of the model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Linear(4, 3)
@@ -181,15 +168,18 @@ def test_a_weight_that_a_product_takes_in_another_order_is_named() -> None:
     turned.shape.CopyFrom(weight.shape)
     turned.operand_ids.append(weight.id)
     product.operand_ids[1] = turned.id
-    broken = [each for each in lint("g", hlo.serialize(module), graph.io, "trn2") if each.rule == "transposed-weight"]
-    assert [each.instruction for each in broken] == ["transpose.999"] and weight.name in broken[0].problem
+
+    def find_broken() -> Finding:
+        (found,) = [
+            each for each in lint("g", hlo.serialize(module), graph.io, "trn2") if each.rule == "transposed-weight"
+        ]
+        return found
+
+    assert find_broken().instruction == "transpose.999" and weight.name in find_broken().problem
     del hlo.entry(module).instructions[-1]
     product.operand_ids[1] = weight.id
     product.dot_dimension_numbers.rhs_contracting_dimensions[:] = [1]
-    (broken,) = (
-        each for each in lint("g", hlo.serialize(module), graph.io, "trn2") if each.rule == "transposed-weight"
-    )
-    assert f"over dimension 1 of the weight {weight.name}" in broken.problem
+    assert f"over dimension 1 of the weight {weight.name}" in find_broken().problem
 
 
 def test_names_of_what_is_stored_tell_its_parts_and_their_order() -> None:
@@ -238,22 +228,6 @@ def test_an_artifact_of_before_runs_as_it_is_and_is_not_compiled_again_for_other
     assert isinstance(loaded, HloExecutable)
     with pytest.raises(ValueError, match=r"lacks model\.\S+\.order_1_0, which a graph needs; export the model again"):
         target.load(artifact, trust_native_code=False, trust_remote_code=False)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", TINY_CONFIGS)
-def test_the_graph_that_tells_the_layout_is_lowered_as_one_that_is_traced_from_the_config(
-    name: str, ranks: int, sharp_checkpoints: dict[str, Path]
-) -> None:
-    model, config = load_model(sharp_checkpoints[name]), tiny_config(target="trn2", tensor_parallel_size=ranks)
-    plan = whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
-    tied, first = tied_names(named_tensors(model), plan), trace_first(model, plan, config)
-    again, anew = (
-        next(lower_all(sharp_checkpoints[name], config, tied, trust_remote_code=False, first=program))
-        for program in (first.program, None)
-    )
-    assert again == anew
 
 
 def test_each_graph_is_traced_once_and_the_first_lowered_as_if_it_were_traced_from_the_config(

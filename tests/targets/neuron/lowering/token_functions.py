@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,11 @@ from optimum_neuron.targets.neuron.operators.collectives import all_reduce
 
 
 RANKS, TOKENS, WIDTH = 2, 8, 16
+Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def summed(x: Tensor) -> Tensor:
+    return all_reduce(x, RANKS)
 
 
 def normed(x: Tensor, scale: Tensor) -> Tensor:
@@ -18,143 +25,82 @@ def normed(x: Tensor, scale: Tensor) -> Tensor:
 
 def block(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """Two sums on a residual stream, two layers that read the first norm, and a head."""
-    stream = all_reduce(x, RANKS)
+    stream = summed(x)
     norm = normed(stream, scale)
-    stream = stream + all_reduce(torch.relu(norm @ one) * (norm @ other), RANKS)
+    stream = stream + summed(torch.relu(norm @ one) * (norm @ other))
     return normed(stream, scale) @ one
 
 
 def needed_whole_within(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """What two layers read of all tokens, and what follows of it where tokens are split."""
-    first = torch.relu(all_reduce(x, RANKS)) * scale
+    """Two layers read some of all tokens, and what follows of it is split."""
+    first = torch.relu(summed(x)) * scale
     second = torch.tanh(first)
-    return (second + all_reduce(first @ one, RANKS) + all_reduce(second @ other, RANKS)) @ one
-
-
-def reduced_before(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """The dimension of the tokens comes to lie in front."""
-    stream = torch.relu(all_reduce(x.view(2, TOKENS // 2, WIDTH), RANKS))
-    return normed(stream.sum(0), scale) @ one
-
-
-def repeated(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """And behind others."""
-    stream = torch.tanh(all_reduce(x, RANKS))[0]
-    return (stream[None].expand(3, -1, -1) * scale).sum(0)
-
-
-def cut_behind(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """As many tokens as there are rows before them."""
-    stream = torch.relu(all_reduce(x.view(4, 4, 8), RANKS))
-    return torch.tanh(stream.view(4, 4, 2, 4)) * 2.0
-
-
-def with_constants(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """What meets the sums is the same for all tokens, and has a place for each."""
-    return normed(all_reduce(x, RANKS) + torch.full((TOKENS, 1), 0.5) * scale, scale) @ one
-
-
-def with_constants_in_two_dimensions(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Whose tokens come to lie behind another dimension."""
-    return normed(all_reduce(x, RANKS) + (torch.full((TOKENS, WIDTH), 0.5) * scale)[None], scale) @ one
+    return (second + summed(first @ one) + summed(second @ other)) @ one
 
 
 def joined_twice(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """What follows from two sums meets one of them again."""
-    first, second = torch.relu(all_reduce(x, RANKS)), torch.relu(all_reduce(x @ other, RANKS))
-    both = first + second
-    return (torch.tanh(second) * both) @ one
-
-
-def summed_again(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """A sum takes what follows from another one."""
-    return normed(all_reduce(normed(all_reduce(x, RANKS), scale), RANKS), scale) @ one
+    first, second = torch.relu(summed(x)), torch.relu(summed(x @ other))
+    return (torch.tanh(second) * (first + second)) @ one
 
 
 def summed_again_and_added(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """And meets it."""
-    stream = torch.relu(all_reduce(x, RANKS))
-    return normed(stream + all_reduce(torch.tanh(stream), RANKS), scale) @ one
-
-
-def scaled_by_one_of_all(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """A number that follows from the sums of all tokens."""
-    return normed(all_reduce(x, RANKS) * all_reduce(x @ other, RANKS).amax(), scale) @ one
-
-
-def in_two_dimensions(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """The tokens are the first dimension of the sum."""
-    return normed(all_reduce(x[0], RANKS), scale) @ one
+    stream = torch.relu(summed(x))
+    return normed(stream + summed(torch.tanh(stream)), scale) @ one
 
 
 def each_with_each(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """A token meets all others: tokens are in two dimensions."""
-    stream = torch.relu(all_reduce(x[0], RANKS))
+    stream = torch.relu(summed(x[0]))
     return (stream[:, None] * stream[None]).sum(-1)
 
 
 def largest_of_each(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """A reduction with two results."""
-    values, places = torch.relu(all_reduce(x, RANKS)).max(-1)
+    values, places = torch.relu(summed(x)).max(-1)
     return values * places
 
 
-def clamped(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Between numbers that are the same for all tokens, and of another shape."""
-    return normed(all_reduce(x, RANKS).clamp(-1.5, 0.5).clamp(min=-scale.amax()), scale) @ one
-
-
 # Whatever is computed of a sum is computed of each token alone.
-TOKEN_BY_TOKEN = (
-    reduced_before,
-    repeated,
-    cut_behind,
-    with_constants,
-    with_constants_in_two_dimensions,
-    joined_twice,
-    summed_again,
-    summed_again_and_added,
-    scaled_by_one_of_all,
-    in_two_dimensions,
-    each_with_each,
-    largest_of_each,
-    clamped,
-)
+TOKEN_BY_TOKEN: dict[str, Function] = {
+    # The dimension of the tokens comes to lie in front, and behind others; or there are as many as rows before them.
+    "reduced before": lambda x, scale, one, other: (
+        normed(torch.relu(summed(x.view(2, TOKENS // 2, WIDTH))).sum(0), scale) @ one
+    ),
+    "repeated": lambda x, scale, one, other: (torch.tanh(summed(x))[0][None].expand(3, -1, -1) * scale).sum(0),
+    "cut behind": lambda x, *_: torch.tanh(torch.relu(summed(x.view(4, 4, 8))).view(4, 4, 2, 4)) * 2.0,
+    # What meets the sums is the same for all tokens, and has a place for each.
+    "constants": lambda x, scale, one, other: normed(summed(x) + torch.full((TOKENS, 1), 0.5) * scale, scale) @ one,
+    "constants in two dimensions": lambda x, scale, one, other: (
+        normed(summed(x) + (torch.full((TOKENS, WIDTH), 0.5) * scale)[None], scale) @ one
+    ),
+    "joined twice": joined_twice,
+    "summed again": lambda x, scale, one, other: normed(summed(normed(summed(x), scale)), scale) @ one,
+    "summed again and added": summed_again_and_added,
+    "scaled by one of all": lambda x, scale, one, other: normed(summed(x) * summed(x @ other).amax(), scale) @ one,
+    "in two dimensions": lambda x, scale, one, other: normed(summed(x[0]), scale) @ one,
+    "each with each": each_with_each,
+    "largest of each": largest_of_each,
+    "clamped": lambda x, scale, one, other: normed(summed(x).clamp(-1.5, 0.5).clamp(min=-scale.amax()), scale) @ one,
+}
 
 
-def used_whole(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return all_reduce(x, RANKS) @ one
+def meeting(make: Callable[[Tensor], Tensor]) -> Function:
+    return lambda x, scale, one, other: normed(summed(x) + make(x), scale) @ one
 
 
-def reduced_over_tokens(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return all_reduce(x, RANKS).sum(1) * scale
-
-
-def other_tokens(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return normed(all_reduce(x, RANKS) + x, scale) @ one
-
-
-def number_of_each_token(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return normed(all_reduce(x, RANKS) + x.sum(-1, keepdim=True), scale) @ one
-
-
-def computed_of_each_token(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return normed(all_reduce(x, RANKS) + torch.tanh(x), scale) @ one
-
-
-def tokens_in_one_dimension(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return normed(all_reduce(x, RANKS) + torch.tanh(x.flatten()).view(x.shape), scale) @ one
-
-
-def reshaped_of_each_token(x: Tensor, scale: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return normed(all_reduce(x, RANKS) + torch.tanh(x[0])[None], scale) @ one
-
-
-# What meets the sums is another one for each token.
-WITH_ANOTHER_OF_EACH = (
-    other_tokens,
-    number_of_each_token,
-    computed_of_each_token,
-    tokens_in_one_dimension,
-    reshaped_of_each_token,
+# A product takes sums whole, a reduction is over tokens, or what meets the sums is another one for each token.
+WHOLE_SUMS: tuple[Function, ...] = (
+    lambda x, scale, one, other: summed(x) @ one,
+    lambda x, scale, one, other: summed(x).sum(1) * scale,
+    *map(
+        meeting,
+        (
+            lambda x: x,
+            lambda x: x.sum(-1, keepdim=True),
+            torch.tanh,
+            lambda x: torch.tanh(x.flatten()).view(x.shape),
+            lambda x: torch.tanh(x[0])[None],
+        ),
+    ),
 )

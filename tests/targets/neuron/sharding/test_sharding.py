@@ -25,8 +25,7 @@ from optimum_neuron.step.program import export_graph
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.operators import collectives
 from optimum_neuron.targets.neuron.sharding import RANK_TENSOR, apply_plan, shard_plan
-from optimum_neuron.targets.neuron.sharding.plan import ShardPlan
-from optimum_neuron.targets.neuron.sharding.rules import head_layout
+from optimum_neuron.targets.neuron.sharding.plan import ShardPlan, head_layout
 from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
 
 
@@ -43,27 +42,26 @@ def models() -> dict[str, PreTrainedModel]:
 
 @pytest.fixture(scope="module")
 def expected(models: dict[str, PreTrainedModel]) -> dict[str, Outputs]:
-    """What one rank computes."""
     return {name: run_steps(model) for name, model in models.items()}
 
 
+Run = Callable[[int], dict[str, list[Outputs]]]
+
+
 @pytest.fixture(scope="module")
-def ranks(
-    models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], dict[str, list[Outputs]]]:
+def ranks(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """What each rank computes, by the number of ranks: all cases in the same processes."""
+
     done: dict[int, dict[str, list[Outputs]]] = {}
 
     def run(world_size: int) -> dict[str, list[Outputs]]:
         if world_size not in done:
-            done[world_size] = {}  # where a rank fails, one test tells why, and the others fail at once
+            done[world_size] = {}  # where a rank fails, one test says why, and the others fail at once
             folder = tmp_path_factory.mktemp("ranks")
             plans = {name: write_case(model, world_size, folder / name) for name, model in models.items()}
             run_ranks(world_size, folder, plans)
-            done[world_size] = {
-                name: [load_file(folder / f"{name}.{rank}.safetensors") for rank in range(world_size)]
-                for name in CASES
-            }
+            files = {name: [folder / f"{name}.{rank}.safetensors" for rank in range(world_size)] for name in CASES}
+            done[world_size] = {name: [load_file(path) for path in paths] for name, paths in files.items()}
         return done[world_size]
 
     return run
@@ -80,7 +78,7 @@ def distance(left: Outputs, right: Outputs) -> float:
 def test_ranks_give_the_logits_and_tokens_of_one(
     models: dict[str, PreTrainedModel],
     expected: dict[str, Outputs],
-    ranks: Callable[[int], dict[str, list[Outputs]]],
+    ranks: Run,
     name: str,
     world_size: int,
 ) -> None:
@@ -120,13 +118,11 @@ def test_a_plan_needs_no_data_and_leaves_the_model_as_it_was(
     assert len(set(plan.rules.values())) <= 9  # the same in all layers
 
 
-def whole_matrices(plan: ShardPlan) -> set[str]:
-    """What every rank holds whole, of the first layer."""
-    whole = {name for name, shape in plan.shapes.items() if len(shape) > 1 and name not in plan.rules}
-    return {name for name in whole if ".layers.0." in name or ".layers." not in name}
-
-
 def test_every_matrix_is_cut_but_routers_and_what_no_plan_names(models: dict[str, PreTrainedModel]) -> None:
+    def whole_matrices(plan: ShardPlan) -> set[str]:
+        whole = {name for name in plan.whole if len(plan.shapes[name]) > 1}
+        return {name for name in whole if ".layers.0." in name or ".layers." not in name}
+
     assert whole_matrices(shard_plan(models["llama"], 2)) == set()
     assert whole_matrices(shard_plan(models["gpt_oss"], 2)) == {"model.model.layers.0.mlp.router.weight"}
     assert "model.model.layers.0.self_attn.o_proj.weight" in whole_matrices(shard_plan(models["deepseek_v3"], 2))
@@ -152,10 +148,8 @@ def test_a_rank_without_data_is_inspected_and_exported_with_its_collectives(
         # The embedding has one summand that is not zero; partial sums are added in the model's type, unless asked for.
         reduced = [node.args[0].meta["val"].dtype for node in called if node.target is collectives.ALL_REDUCE]
         assert reduced == [torch.bfloat16] * (1 + 2 * model.config.num_hidden_layers)
-        gathers = [node for node in called if node.target is collectives.ALL_GATHER]
-        assert (
-            len(gathers) == 2
-        )  # logits of decode rows and of chunk rows; those of the samplers are inside of their nodes
+        # Logits of decode rows and of chunk rows; those of the samplers are inside of their nodes.
+        assert [node.target for node in called].count(collectives.ALL_GATHER) == 2
         assert RANK_TENSOR in program.graph_signature.inputs_to_buffers.values()
         codes.append(program.graph_module.code)
     assert codes[0] == codes[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that ranks cannot share exactly are refused, with the layer and the reason."""
+"""Models that ranks cannot share exactly are refused, with the layer and the reason; what cannot be cut stays whole."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from biased import model_of
+from quantized import quantize_mixed, values_of
 from recurrent import model as recurrent
 from selecting import CONFIGS
 from sharded_ranks import make_model
+from tiny import TINY_SIZES
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import AutoConfig, AutoModelForCausalLM, BitNetConfig, GPT2Config, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitNetConfig, GPT2Config, LlamaConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from optimum_neuron.artifact.weights import named_tensors
+from optimum_neuron.checkpoints.quantize.quantize import quantize
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.step.features.codes.modules import QuantizedLinear
 from optimum_neuron.step.interface import ATTENTION_NAME
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
@@ -38,8 +45,18 @@ def changed(name: str, module: str, replacement: nn.Module) -> PreTrainedModel:
     return model
 
 
+def from_config(config: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+
+
+def quantized(**options: Any) -> PreTrainedModel:
+    model = from_config(LlamaConfig(**TINY_SIZES))
+    quantize(model, NeuronConfig.from_dict({"quantization": "int4", **options}))
+    return model
+
+
 class OtherHeads(nn.Module):
-    """Gives the first heads what the last ones compute: what a rank's places depend on is the state of another's heads."""
+    """The first heads get what the last ones compute: a rank's places depend on the state of another's heads."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -58,8 +75,6 @@ def unshared(**styles: str) -> PreTrainedModel:
 
 
 class OwnLinear(nn.Linear):
-    """A linear layer that is more than its weights."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(-1, keepdim=True))
 
@@ -77,23 +92,41 @@ class NormPerHead(nn.Module):
 
 
 class NormedActivation(nn.Module):
-    """Nothing in the shapes tells that it needs all values of a token."""
+    """No shape shows that it needs all values of a token."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / x.pow(2).mean(-1, keepdim=True).sqrt()
 
 
-def from_config(config: Any) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+class ValuesFirst(nn.Module):
+    """Attention whose fused projection gives values before keys and queries, and which has no rotation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_idx = 0
+        self.qkv_proj, self.o_proj = nn.Linear(64, 128, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
+        value, key, query = heads.split([2, 2, 4], dim=1)
+        attend = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
+        output, _ = attend(self, query, key, value, None, attention_backend=kwargs["attention_backend"])
+        return self.o_proj(output.flatten(2)), None
 
 
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 300,
-}
+def with_own_parameter() -> PreTrainedModel:
+    model: Any = make_model("mixtral")
+    model.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(4))
+    return model
+
+
+def selecting() -> PreTrainedModel:
+    config = AutoConfig.for_model("minimax_m3_vl_text", **CONFIGS["minimax_m3_vl_text"])
+    with torch.device("meta"):
+        return from_config(config)
+
+
+ATTENTION, MLP, MAMBA = "model.layers.0.self_attn", "model.layers.1.mlp", "model.layers.0.mamba"
 
 
 @pytest.mark.parametrize(
@@ -104,72 +137,52 @@ SMALL = {
             r"gpt2 cannot be shared by tensor_parallel_size=2 ranks: it declares no plan \(base_model_tp_plan\), and the "
             r"layers of transformer.h.0.attn are not one projection .*; use tensor_parallel_size=1",
         ),
-        (
-            lambda: from_config(BitNetConfig(num_key_value_heads=2, **SMALL)),
-            r"declares no plan .*, and model.layers.0.mlp.gate_proj is neither attention nor experts",
-        ),
-        (
-            lambda: styled("llama", mlp__down_proj="sequence_parallel"),
-            "model.layers.0.mlp.down_proj has the style sequence_parallel, for which there is no rule",
-        ),
+        (lambda: from_config(BitNetConfig(**TINY_SIZES)), "no plan .*, and .*0.mlp.gate_proj is neither attention nor"),
+        (lambda: styled("llama", mlp__down_proj="sequence_parallel"), "style sequence_parallel, for which there is no"),
         (lambda: styled("llama", mlp__down_proj=""), "its code does not run on a rank's part of it: .*48"),
         (lambda: styled("llama", self_attn__o_proj=""), "its code does not run on a rank's part of it"),
+        (lambda: styled("qwen3", self_attn__q_norm="colwise"), "colwise, and is a Qwen3RMSNorm instead of a plain"),
+        (lambda: styled("llama4", feed_forward__experts=""), "gate_up_proj is cut, and 0 modules of its plan sum its"),
+        (lambda: changed("llama", f"{MLP}.down_proj", OwnLinear(96, 64)), "style rowwise, and is a OwnLinear instead"),
+        (lambda: changed("llama", f"{ATTENTION}.o_proj", nn.Linear(60, 64)), "cannot be followed without data: .*60"),
+        (lambda: changed("llama", f"{ATTENTION}.q_proj", nn.Sequential(nn.Linear(64, 64))), "and is a Sequential"),
+        (lambda: changed("qwen3", f"{ATTENTION}.q_norm", NormPerHead(4, 16)), "norms.2 runs 0 times instead of 1"),
         (
-            lambda: styled("qwen3", self_attn__q_norm="colwise"),
-            "self_attn.q_norm has the style colwise, and is a Qwen3RMSNorm instead of a plain linear layer",
-        ),
-        (
-            lambda: styled("llama4", feed_forward__experts=""),
-            "feed_forward.experts.gate_up_proj is cut, and 0 modules of its plan sum what comes of it instead of one",
-        ),
-        (
-            lambda: changed("llama", "model.layers.1.mlp.down_proj", OwnLinear(96, 64)),
-            "layers.1.mlp.down_proj has the style rowwise, and is a OwnLinear instead of a plain linear layer",
-        ),
-        (
-            lambda: changed("llama", "model.layers.0.self_attn.o_proj", nn.Linear(60, 64)),
-            "its code cannot be followed without data: .*60",
-        ),
-        (
-            lambda: changed("llama", "model.layers.0.self_attn.q_proj", nn.Sequential(nn.Linear(64, 64))),
-            "q_proj has the style colwise, and is a Sequential",
-        ),
-        (
-            lambda: changed("qwen3", "model.layers.0.self_attn.q_norm", NormPerHead(4, 16)),
-            "on a rank's heads, model.layers.0.self_attn.q_norm.norms.2 runs 0 times instead of 1",
-        ),
-        (
-            lambda: changed("llama", "model.layers.1.mlp.act_fn", NormedActivation()),
+            lambda: changed("llama", f"{MLP}.act_fn", NormedActivation()),
             r"its code mixes values of several ranks: .*layers.1.mlp.act_fn', name='mean', sizes=\(96,\)\) becomes .*48",
         ),
-        (
-            lambda: recurrent("selective"),
-            r"the heads of model.layers.0.mamba, which keeps the state of a recurrence, cannot be cut, and it declares no plan",
-        ),
-        (
-            lambda: unshared(linear_attn__out_proj="rowwise"),
-            "its plan cuts model.layers.0.linear_attn.out_proj in a layer with the state of a recurrence",
-        ),
+        (lambda: recurrent("selective"), f"the heads of {MAMBA}, which keeps .*, cannot be cut, and it declares no plan"),
+        (lambda: unshared(linear_attn__out_proj="rowwise"), "its plan cuts .*0.linear_attn.out_proj in a layer with"),
         (lambda: changed("llama", "lm_head", nn.Sequential(nn.Linear(64, 300))), "vocabulary is not one embedding"),
+        (lambda: changed("phi3", ATTENTION, ValuesFirst()), "qkv_proj has 128 outputs, which are not those of 4 query"),
+        (with_own_parameter, "experts has a parameter scale, which transformers' experts do not have"),
+        (selecting, "its layers select keys for each of 2 heads, and ranks have no parts of a selection"),
+        (lambda: model_of("bloom"), "it attends in code of its own, .*; use tensor_parallel_size=1"),
+        (quantized, "down_proj.weight is quantized in groups of 32 inputs, and a rank's 48 are no whole groups; use"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_ranks_cannot_share_exactly_is_refused(make: Callable[[], PreTrainedModel], reason: str) -> None:
     model = make()
     with pytest.raises(ValueError, match=reason):
         shard_plan(model, 2)
 
 
-def test_a_recurrence_whose_heads_are_mixed_is_whole_on_every_rank() -> None:
+def test_one_rank_needs_no_plan() -> None:
+    with pytest.raises(ValueError, match="world_size=1 shares nothing"):
+        shard_plan(make_model("llama"), 1)
+
+
+def test_a_recurrence_whose_heads_are_mixed_or_do_not_divide_is_whole_on_every_rank() -> None:
     weight = "model.model.layers.0.linear_attn.in_proj_qkvz.weight"
     shared, whole = shard_plan(make_model("qwen3_next"), 2), shard_plan(unshared(), 2)
     assert shared.local_shape(weight) == (64, 64) and [*shared.recurrences] == ["model.layers.0.linear_attn"]
     assert weight in whole.whole and not whole.recurrences
     assert [*whole.attention] == [*shared.attention]
+    undivided = shard_plan(make_model("qwen3_next"), 3)
+    assert not undivided.recurrences and undivided.attention
 
 
 class FailsOnNumbers(nn.Module):
-    """Runs without data alone."""
-
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         if not isinstance(x, FakeTensor):
             raise TypeError("no numbers")
@@ -181,11 +194,6 @@ def test_why_a_layer_with_a_recurrence_stays_whole_is_logged(caplog: pytest.LogC
     with caplog.at_level(logging.DEBUG, "optimum_neuron"):
         assert not shard_plan(model, 2).recurrences
     assert "model.layers.0.linear_attn stays whole on every rank (TypeError: no numbers)" in caplog.text
-
-
-def test_heads_that_do_not_divide_by_the_ranks_stay_whole() -> None:
-    plan = shard_plan(make_model("qwen3_next"), 3)
-    assert not plan.recurrences and plan.attention
 
 
 def test_what_all_heads_use_is_whole_and_a_group_is_held_by_each_rank_of_its_heads() -> None:
@@ -203,42 +211,35 @@ def test_what_all_heads_use_is_whole_and_a_group_is_held_by_each_rank_of_its_hea
 
 
 class Places(nn.Module):
-    """A feed-forward layer of a model without a plan.
+    """A feed-forward layer of a model without a plan; `join` makes the last layer's input of both halves of the first one's result."""
 
-    Args:
-        join: makes what the last layer takes of what the first one gives.
-    """
-
-    def __init__(self, join: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.inner, self.outer, self.join = nn.Linear(64, 192), nn.Linear(96, 64), join
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.join(self.inner(x)))
+        return self.outer(self.join(*self.inner(x).chunk(2, -1)))
 
 
 def test_without_a_plan_a_block_is_cut_where_its_parts_add_up_to_it() -> None:
     name = "model.layers.0.feed_forward"
-    plan = shard_plan(changed("lfm2", name, Places(lambda x: x.chunk(2, -1)[0].sigmoid() * x.chunk(2, -1)[1])), 2)
+    plan = shard_plan(changed("lfm2", name, Places(lambda one, other: one.sigmoid() * other)), 2)
     assert plan.local_shape(f"model.{name}.inner.weight") == (96, 64)
     assert plan.local_shape(f"model.{name}.outer.weight") == (64, 48)
     for join in (
-        lambda x: x[..., ::2] * x[..., 1::2],
-        lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1].flip(-1),
-        lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1].softmax(-1),
-        lambda x: x.chunk(2, -1)[0] + 1e-2 * x.sum(-1, keepdim=True),
-        lambda x: x[..., :96] * x[..., 96:],
+        lambda one, other: torch.cat([one[..., ::2] * one[..., 1::2], other[..., ::2] * other[..., 1::2]], -1),
+        lambda one, other: one * other.flip(-1),
+        lambda one, other: one * other.softmax(-1),
+        lambda one, other: one + 1e-2 * (one.sum(-1, keepdim=True) + other.sum(-1, keepdim=True)),
+        lambda one, other: one * other + other.new_zeros(96),  # counts on the whole
     ):
         with pytest.raises(
-            ValueError, match=rf"{name}.inner is neither attention nor experts nor part of a block with parts"
+            ValueError, match=f"{name}.inner is neither attention nor experts nor part of a block with"
         ):
             shard_plan(changed("lfm2", name, Places(join)), 2)
     # What mixes places within the halves of two ranks is seen with four.
-    quarters = changed(
-        "lfm2",
-        name,
-        Places(lambda x: x.chunk(2, -1)[0] * x.chunk(2, -1)[1].unflatten(-1, (-1, 48)).flip(-1).flatten(-2)),
-    )
+    mixed = Places(lambda one, other: one * other.unflatten(-1, (-1, 48)).flip(-1).flatten(-2))
+    quarters = changed("lfm2", name, mixed)
     assert f"model.{name}.inner.weight" in shard_plan(quarters, 2).rules
     with pytest.raises(ValueError, match="with parts that add up to it"):
         shard_plan(quarters, 4)
@@ -264,46 +265,27 @@ def test_a_fused_projection_is_cut_in_halves_only_where_it_has_halves() -> None:
     assert fused in plan.shapes and fused not in plan.rules
 
 
-class ValuesFirst(nn.Module):
-    """Attention whose fused projection gives values before keys and queries, and which has no rotation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer_idx = 0
-        self.qkv_proj, self.o_proj = nn.Linear(64, 128, bias=False), nn.Linear(64, 64, bias=False)
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        heads = self.qkv_proj(hidden_states).unflatten(-1, (-1, 16)).transpose(1, 2)
-        value, key, query = heads.split([2, 2, 4], dim=1)
-        attend = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
-        output, _ = attend(self, query, key, value, None, attention_backend=kwargs["attention_backend"])
-        return self.o_proj(output.flatten(2)), None
-
-
-def test_a_fused_projection_of_another_order_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"self_attn.qkv_proj has 128 outputs, which are not those of 4 query or 2"):
-        shard_plan(changed("phi3", "model.layers.0.self_attn", ValuesFirst()), 2)
+def test_parts_of_codes_of_all_forms_stand_for_the_parts_of_the_weight() -> None:
+    whole = from_config(LlamaConfig(**TINY_SIZES))
+    quantize_mixed(whole, None)
+    plan, tensors = shard_plan(whole, 2), named_tensors(whole)
+    for name, module in whole.named_modules():
+        if not isinstance(module, QuantizedLinear):
+            continue
+        parts = []
+        for rank in range(2):
+            names = {part: f"model.{name}.{part}" for part in ("codes", "scale", "shift")}
+            own = {
+                part: plan.shard(tensors[each], each, rank) if each in tensors else None
+                for part, each in names.items()
+            }
+            parts.append(values_of(module.kind, **own))
+        of_inputs = name.endswith(("o_proj", "down_proj"))
+        assert torch.equal(torch.cat(parts, int(of_inputs)), module.quantized_weight.dequantize()), name
 
 
-def test_experts_with_a_parameter_of_their_own_are_refused() -> None:
-    model: Any = make_model("mixtral")
-    model.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(4))
-    with pytest.raises(
-        ValueError, match="experts has a parameter scale that transformers' experts interface does not"
-    ):
-        shard_plan(model, 2)
-
-
-def test_one_rank_needs_no_plan() -> None:
-    with pytest.raises(ValueError, match="world_size=1 shares nothing"):
-        shard_plan(make_model("llama"), 1)
-
-
-def test_layers_whose_heads_select_for_themselves_stay_on_one_rank() -> None:
-    config = AutoConfig.for_model("minimax_m3_vl_text", **CONFIGS["minimax_m3_vl_text"])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
-    with pytest.raises(
-        ValueError, match="its layers select keys for each of 2 heads, and ranks have no parts of a selection"
-    ):
-        shard_plan(model, 2)
+def test_heads_that_share_a_group_stay_together() -> None:
+    """Two heads of 16 inputs are a group of 32."""
+    plan = shard_plan(quantized(quantization_exclude=["*.down_proj"]), 2)
+    name = "model.model.layers.0.self_attn.o_proj"
+    assert (plan.local_shape(f"{name}.codes"), plan.local_shape(f"{name}.scale")) == ((64, 16), (64, 1))
