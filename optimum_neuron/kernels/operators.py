@@ -16,11 +16,6 @@ from torch import Tensor
 NAMESPACE = "optimum_neuron_cpu"
 
 
-def _attend_result(query: Tensor, *others: Any) -> Tensor:
-    rows, heads, tokens, dim = query.shape
-    return query.new_empty((rows, tokens, heads, dim))
-
-
 def _no_result(*operands: Any) -> None:
     return None
 
@@ -31,8 +26,10 @@ def _like_first(first: Tensor, *others: Any) -> Tensor:
 
 # Each schema, with a function that gives a result without its numbers.
 _OPERATORS: dict[str, Callable[..., Tensor | None]] = {
-    "attend(Tensor query, Tensor keys, Tensor values, Tensor? blocks, Tensor position_ids, float scaling, int sliding_window, "
-    "float softcap, Tensor? sinks, Tensor? column_bias, Tensor? key_scale, Tensor? value_scale) -> Tensor": _attend_result,
+    "attend(Tensor query, Tensor keys, Tensor values, Tensor? blocks, Tensor positions, float scaling, int window, "
+    "float softcap, Tensor? sinks, Tensor? column_bias, Tensor? key_scale, Tensor? value_scale) -> Tensor": lambda query, *others: (
+        torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    ),
     "write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()": _no_result,
     "write_codes(Tensor(a!) codes, Tensor(b!) scale, Tensor states, Tensor blocks, Tensor columns) -> ()": _no_result,
     "expert_linear(Tensor x, Tensor index, Tensor weight, Tensor? bias) -> Tensor": (
@@ -50,7 +47,7 @@ _OPERATORS: dict[str, Callable[..., Tensor | None]] = {
     "Tensor positions) -> Tensor": lambda query, key, value, *others: torch.empty_like(value),
     "output_rows(Tensor rows) -> Tensor": _like_first,
     "rotate_half(Tensor x) -> Tensor": _like_first,
-    "sample(Tensor logits, Tensor sampling_params, Tensor uniforms) -> Tensor": (
+    "sample(Tensor logits, Tensor params, Tensor uniforms) -> Tensor": (
         lambda logits, *others: logits.new_empty(logits.shape[0], dtype=torch.int32)
     ),
 }

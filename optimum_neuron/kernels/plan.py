@@ -46,12 +46,7 @@ class Plan(PlanData):
     """A graph's steps over buffers, with all that is done with them."""
 
     def save(self, path: Path, made_for: Mapping[str, Any], tensors: Mapping[str, TensorForm]) -> None:
-        """Write the plan.
-
-        Args:
-            made_for: JSON values that `load` hands to its check.
-            tensors: weights and states, of which the plan's own are recorded by type and shape.
-        """
+        """Write the plan, the JSON values that `load` gives to its check, and the types and shapes of the tensors that it uses."""
         used = sorted({buffer.name for buffer in self.buffers if buffer.kind == "tensor"})
         forms = {name: asdict(_form_of(tensors[name])) for name in used}
         content = {"format": FORMAT, **made_for, "tensors": forms, "plan": write_as_json(self)}
@@ -61,11 +56,7 @@ class Plan(PlanData):
     def load(
         cls, path: Path, tensors: Mapping[str, TensorForm], check_made_for: Callable[[Mapping[str, Any]], None]
     ) -> Plan:
-        """Read a plan; `check` then holds that its steps stay in their buffers.
-
-        Args:
-            tensors: weights and states by name.
-            check_made_for: raises ValueError where the plan was made for another graph.
+        """Read a plan, which is still to be checked; `check_made_for` raises ValueError where it is for another graph.
 
         Raises:
             ValueError: the file holds no plan, was changed, or is for another graph or other tensors.
@@ -81,7 +72,15 @@ class Plan(PlanData):
         check_made_for({name: value for name, value in found.items() if name not in _OWN_FIELDS})
         try:
             forms = build_from_json(dict[str, TensorSize], found["tensors"])
-            _check_forms(forms, tensors)
+            for name, made in forms.items():
+                if name not in tensors:
+                    raise ValueError(f"it needs {name}, which the artifact lacks")
+                own = _form_of(tensors[name])
+                if own != made:
+                    raise ValueError(
+                        f"it was compiled for {name} as {made.dtype} {list(made.shape)}, and the artifact has {own.dtype} "
+                        f"{list(own.shape)}"
+                    )
             plan: Plan = build_from_json(cls, found["plan"])
         except RecursionError:
             raise ValueError("it is nested too deep") from None
@@ -91,17 +90,13 @@ class Plan(PlanData):
         return plan
 
     def check(self, tensors: Mapping[str, TensorForm]) -> None:
-        """Check what each step reads and writes, before any runs.
-
-        Args:
-            tensors: weights, states and constants by name.
+        """Check what each step reads and writes of weights, states and constants, before any runs.
 
         Raises:
             PlanError: a step leaves its buffers, takes a tensor as another type, writes to what is not its own, writes over
                 what it reads, or reads what no earlier step wrote.
         """
-        dtypes = {name: dtype_name(each.dtype) for name, each in tensors.items()}
-        check_steps(self, dtypes)
+        check_steps(self, {name: dtype_name(each.dtype) for name, each in tensors.items()})
 
     def bind(
         self,
@@ -120,7 +115,7 @@ class Plan(PlanData):
             tensors: weights, states and the plan's constants by name; they stay where they are.
             inputs, outputs: of the graph, in order.
             arena: bytes that all plans share, as they run one at a time (`run.memory.allocate_arena`).
-            library: the kernels (`build.library.load_library`).
+            library: the kernels (`host.native_build.load_library`).
             short_scales: names of the tensors that hold short scales alone (`run.short_scales.find_short_scales`).
             threads: gives the number of threads of each run.
 
@@ -131,18 +126,6 @@ class Plan(PlanData):
         if len(bound.outputs) != len(outputs):
             raise PlanError(f"it has {len(bound.outputs)} outputs, and its graph {len(outputs)}")
         return bound
-
-
-def _check_forms(forms: Mapping[str, TensorSize], tensors: Mapping[str, TensorForm]) -> None:
-    for name, made in forms.items():
-        if name not in tensors:
-            raise ValueError(f"it needs {name}, which the artifact lacks")
-        own = _form_of(tensors[name])
-        if own != made:
-            raise ValueError(
-                f"it was compiled for {name} as {made.dtype} {list(made.shape)}, and the artifact has {own.dtype} "
-                f"{list(own.shape)}"
-            )
 
 
 def _form_of(tensor: TensorForm) -> TensorSize:

@@ -27,6 +27,7 @@ from optimum_neuron.checkpoints.files import INDEX_NAME
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 from optimum_neuron.targets.eager import EagerTarget
 from optimum_neuron.targets.neuron.sdk import devices
+from optimum_neuron.text.record import RECORD_NAME
 
 
 def fail_with(error: BaseException) -> Callable[..., Any]:
@@ -51,7 +52,13 @@ def test_an_artifact_holds_the_checkpoint_files_and_complete_records(tiny_checkp
     artifact.verify()
     assert returned == output and names(output.parent) == ["artifact"]
     verbatim = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
-    assert set(folder_bytes(output)) == verbatim | {"tokenizer_config.json", MANIFEST_NAME, WEIGHTS_NAME, INDEX_NAME}
+    assert set(folder_bytes(output)) == verbatim | {
+        "tokenizer_config.json",
+        RECORD_NAME,
+        MANIFEST_NAME,
+        WEIGHTS_NAME,
+        INDEX_NAME,
+    }
     assert all((output / name).read_bytes() == (tiny_checkpoint / name).read_bytes() for name in verbatim)
     ours, theirs = (json.loads((each / "tokenizer_config.json").read_bytes()) for each in (output, tiny_checkpoint))
     assert ours == theirs | {"model_max_length": 64}

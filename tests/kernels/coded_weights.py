@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from kernel_calls import Kernels, Weight, parts_of
 from torch import Tensor
 
 from optimum_neuron.step.features.codes.weight import CODE_DTYPES, PACKED, UNUSED_SCALE_BITS, QuantizedWeight
@@ -45,3 +46,15 @@ def shortened(scales: Tensor) -> Tensor:
 def row(weight: QuantizedWeight, rows: slice | int) -> QuantizedWeight:
     shift = None if weight.shift is None else weight.shift[rows]
     return replace(weight, codes=weight.codes[rows], scale=weight.scale[rows], shift=shift)
+
+
+def experts_by_linears(kernels: Kernels, x: Tensor, index: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """What linear layers make of the rows of each expert, and zero where an index is none of an expert."""
+    rows = x[:, None].expand(*index.shape, x.shape[-1]) if x.dim() == 2 else x
+    plain, _ = parts_of(weight)
+    output = torch.zeros((*index.shape, plain.shape[1]), dtype=x.dtype)
+    for expert in set(index.flatten().tolist()) & {*range(len(plain))}:
+        own = weight[expert] if isinstance(weight, Tensor) else row(weight, expert)
+        chosen = rows[index == expert].contiguous()
+        output[index == expert] = kernels.linear(chosen, own, None if bias is None else bias[expert])
+    return output

@@ -12,15 +12,17 @@ from kernel_calls import NAMES, Kernels, load_kernels, threads
 
 
 _SLOW = [pytest.param(each, marks=pytest.mark.full) for each in EMULATED]
+# On a machine with more, the kernels of AVX2 are those of `make test-avx2`.
+_OWN = [pytest.param(each, marks=pytest.mark.full) if each == "avx2" and each != NAMES[0] else each for each in NAMES]
 
 
-@pytest.fixture(scope="session", params=[*NAMES, *_SLOW])
+@pytest.fixture(scope="session", params=[*_OWN, *_SLOW])
 def kernels(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
     """The kernels of each instruction set of this machine, the best first, and, slowly, those that an emulator runs."""
     return load_kernels(request.param)
 
 
-@pytest.fixture(scope="session", params=[*EMULATED_AMX, *NAMES, *_SLOW])
+@pytest.fixture(scope="session", params=[*EMULATED_AMX, *_OWN, *_SLOW])
 def product_kernels(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
     """The same for linear layers and attention, which AMX computes otherwise."""
     return load_kernels(request.param)

@@ -18,10 +18,11 @@ from emulated_amx import AMX
 from emulation import EMULATED, EmulatedLibrary, emulator
 from filelock import FileLock
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from optimum_neuron.arrays import to_numpy, to_torch
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
-from optimum_neuron.kernels.host import library
+from optimum_neuron.kernels.host import native_build
 from optimum_neuron.kernels.host.instruction_sets import CPU_VARIABLE, list_instruction_sets
 from optimum_neuron.kernels.lower.lower import lower
 from optimum_neuron.kernels.plan import Plan
@@ -32,7 +33,6 @@ from optimum_neuron.kernels.steps.steps import (
     Attend,
     Buffer,
     Codes,
-    Convolve,
     Experts,
     Layer,
     Linears,
@@ -42,10 +42,10 @@ from optimum_neuron.kernels.steps.steps import (
     Select,
     Step,
     TorchCall,
-    Walk,
     WriteCache,
     WriteCodes,
 )
+from optimum_neuron.step.attention.coded_states import CodedStates
 from optimum_neuron.step.features.codes.weight import QuantizedWeight
 from optimum_neuron.step.spec import TensorSpec
 from optimum_neuron.targets.cpu.native_library import fetch_library
@@ -56,6 +56,7 @@ NAMES = tuple(each.name for each in list_instruction_sets() if os.environ.get(CP
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Half the distance of two neighbouring numbers, relative to them.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+Weight = Tensor | QuantizedWeight
 _GUARD, _GUARD_BYTE = 256, 0xA5
 
 with_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,6 +79,19 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.isnan(), right.isnan()) and torch.equal(
         _bits(left.nan_to_num(0)), _bits(right.nan_to_num(0))
     )
+
+
+def all_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return all(same_bits(a, b) for a, b in zip(left, right, strict=True))
+
+
+def check_linear(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Within the rounding of sums in float32, and one of the result."""
+    exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
+    terms = linear(x.double().abs(), weight.double().abs()) + 1
+    assert result.dtype == x.dtype and result.shape == exact.shape
+    error = (result.double() - exact).abs()
+    assert (error <= terms * 2**-21 + exact.abs() * ROUNDING[x.dtype] * 1.001).all()
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -109,11 +123,11 @@ class Tensors:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Operand(len(self.held) - 1, dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
 
-    def optional(self, tensor: Tensor | None) -> Operand | None:
-        return None if tensor is None else self(tensor)
-
-    def codes(self, weight: QuantizedWeight) -> Codes:
-        return Codes(weight.kind, self(weight.scale), self.optional(weight.shift), weight.activations)
+    def member(self, value: Any) -> Any:
+        """A member of a step: operands for tensors and for a weight's scales; all else as it is."""
+        if isinstance(value, QuantizedWeight):
+            return Codes(value.kind, self(value.scale), self.member(value.shift), value.activations)
+        return self(value) if isinstance(value, Tensor) else value
 
     @property
     def short_scales(self) -> set[str]:
@@ -146,6 +160,10 @@ def check_guards(tensor: Tensor) -> None:
     assert (memory[:_GUARD] == _GUARD_BYTE).all() and (memory[-_GUARD:] == _GUARD_BYTE).all(), (
         "it wrote beside its output"
     )
+
+
+def parts_of(weight: Weight) -> tuple[Tensor, QuantizedWeight | None]:
+    return (weight, None) if isinstance(weight, Tensor) else (weight.codes, weight)
 
 
 class Kernels:
@@ -189,135 +207,88 @@ class Kernels:
         if result == 0:
             raise RefusedError
 
-    def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    def call(self, make: Callable[..., Step], output: Tensor, **members: Any) -> Tensor:
+        """Runs a step of an output and other members, in which a weight stands for its codes' scales; returns the output."""
         tensors = Tensors()
-        outputs = [guarded((len(x), len(weight)), x.dtype) for weight in weights]
-        layers = tuple(
-            Layer(tensors(weight), tensors.optional(bias), tensors(output))
-            for weight, bias, output in zip(weights, biases, outputs, strict=True)
-        )
-        self.run(Linears(tensors(x), layers), tensors)
+        own = {name: tensors.member(each) for name, each in members.items()}
+        self.run(make(**own, output=tensors(output)), tensors)
+        check_guards(output)
+        return output
+
+    def linears(self, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        tensors, outputs, layers = Tensors(), [], []
+        for weight, bias in zip(weights, biases, strict=True):
+            plain, codes = parts_of(weight)
+            outputs.append(guarded((len(x), plain.shape[-2]), x.dtype))
+            layers.append(Layer(*map(tensors.member, (plain, bias, outputs[-1], codes))))
+        self.run(Linears(tensors(x), tuple(layers)), tensors)
         for output in outputs:
             check_guards(output)
         return outputs
 
-    def quantized_linears(
-        self, x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        tensors = Tensors()
-        outputs = [guarded((len(x), weight.outputs), x.dtype) for weight in weights]
-        layers = tuple(
-            Layer(tensors(weight.codes), tensors.optional(bias), tensors(output), tensors.codes(weight))
-            for weight, bias, output in zip(weights, biases, outputs, strict=True)
-        )
-        self.run(Linears(tensors(x), layers), tensors)
-        for output in outputs:
-            check_guards(output)
-        return outputs
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return self.linears(x, [weight], [bias])[0]
 
-    def quantized_expert_linear(
-        self, x: Tensor, index: Tensor, weight: QuantizedWeight, bias: Tensor | None
+    def expert_linear(
+        self, x: Tensor, index: Tensor, weight: Weight, bias: Tensor | None = None, *, output: Tensor | None = None
     ) -> Tensor:
-        tensors, output = Tensors(), guarded((*index.shape, weight.outputs), x.dtype)
-        operands = tensors(x), tensors(index), tensors(weight.codes), tensors.optional(bias), tensors(output)
-        self.run(Experts(*operands, tensors.codes(weight)), tensors)
-        check_guards(output)
-        return output
-
-    def expert_linear(self, x: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        tensors, output = Tensors(), guarded((*index.shape, weight.shape[1]), x.dtype)
-        self.run(
-            Experts(tensors(x), tensors(index), tensors(weight), tensors.optional(bias), tensors(output)), tensors
-        )
-        check_guards(output)
-        return output
+        plain, codes = parts_of(weight)
+        output = guarded((*index.shape, plain.shape[1]), x.dtype) if output is None else output
+        return self.call(Experts, output, x=x, index=index, weight=plain, bias=bias, codes=codes)
 
     def attend(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | CodedStates,
+        values: Tensor | CodedStates,
         slots: Tensor | None,
         positions: Tensor,
         scaling: float,
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-        *,
         column_bias: Tensor | None = None,
-        scales: tuple[Tensor, Tensor] | None = None,
+        *,
         output: Tensor | None = None,
     ) -> Tensor:
         rows, heads, tokens, dim = query.shape
-        tensors = Tensors()
-        output = guarded((rows, tokens, heads, dim), query.dtype) if output is None else output
-        step = Attend(
-            *(tensors(each) for each in (query, keys, values)),
-            tensors.optional(slots),
-            tensors(positions),
-            tensors.optional(sinks),
-            tensors.optional(column_bias),
-            tensors(output),
-            scaling,
-            window,
-            softcap,
-            *map(tensors, scales or ()),
+        (own_keys, key_scale), (own_values, value_scale) = (
+            (each, None) if isinstance(each, Tensor) else (each.codes, each.scale) for each in (keys, values)
         )
-        self.run(step, tensors)
-        check_guards(output)
-        return output
+        return self.call(
+            Attend,
+            guarded((rows, tokens, heads, dim), query.dtype) if output is None else output,
+            query=query,
+            keys=own_keys,
+            values=own_values,
+            blocks=slots,
+            positions=positions,
+            sinks=sinks,
+            column_bias=column_bias,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
 
     def select(
         self, source: Tensor, index: Tensor, dim: int = 0, *, wraps: bool = False, output: Tensor | None = None
     ) -> Tensor:
-        tensors = Tensors()
         if output is None:
             output = guarded((*source.shape[:dim], *index.shape, *source.shape[dim + 1 :]), source.dtype)
-        self.run(Select(tensors(source), tensors(index), tensors(output), dim, wraps), tensors)
-        check_guards(output)
-        return output
+        return self.call(Select, output, source=source, index=index, dim=dim, wraps=wraps)
 
     def write_cache(self, cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
         tensors = Tensors()
-        self.run(WriteCache(*(tensors(each) for each in (cache, states, rows, columns))), tensors)
+        self.run(WriteCache(*map(tensors, (cache, states, rows, columns))), tensors)
 
-    def write_codes(self, codes: Tensor, scale: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
+    def write_codes(self, cache: CodedStates, states: Tensor, rows: Tensor, columns: Tensor) -> None:
         tensors = Tensors()
-        self.run(WriteCodes(*(tensors(each) for each in (codes, scale, states, rows, columns))), tensors)
-
-    def convolve(
-        self, inputs: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, positions: Tensor
-    ) -> Tensor:
-        tensors, output = Tensors(), guarded(inputs.shape, torch.float32)
-        before = [tensors(inputs), tensors(weight), tensors.optional(bias)]
-        self.run(Convolve(*before, *(tensors(each) for each in (state, slots, positions, output))), tensors)
-        check_guards(output)
-        return output
-
-    def walk(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        share: Tensor | None,
-        rates: Tensor | None,
-        state: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-    ) -> Tensor:
-        tensors, output = Tensors(), guarded(value.shape, torch.float32)
-        before = [tensors(each) for each in (query, key, value, decay)]
-        after = [tensors(each) for each in (state, slots, positions, output)]
-        self.run(Walk(*before, tensors.optional(share), tensors.optional(rates), *after), tensors)
-        check_guards(output)
-        return output
+        self.run(WriteCodes(*map(tensors, (cache.codes, cache.scale, states, rows, columns))), tensors)
 
     def sample(self, logits: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
-        tensors, output = Tensors(), guarded((len(logits),), torch.int32)
-        self.run(Sample(*(tensors(each) for each in (logits, params, uniforms, output))), tensors)
-        check_guards(output)
-        return output
+        return self.call(Sample, guarded((len(logits),), torch.int32), logits=logits, params=params, uniforms=uniforms)
 
 
 @cache
@@ -327,9 +298,9 @@ def load_kernels(name: str) -> Kernels:
         if name in EMULATED:
             return Kernels(name, partial(EmulatedLibrary, emulator(name)))
         if name == AMX.name:
-            patch.setattr(library, "choose_instruction_set", lambda: AMX)
+            patch.setattr(native_build, "choose_instruction_set", lambda: AMX)
         patch.setenv(CPU_VARIABLE, name)
-        compiled = library.load_library(fetch_library)
+        compiled = native_build.load_library(fetch_library)
         return Kernels(name, lambda buffers: compiled)
 
 

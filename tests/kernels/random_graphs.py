@@ -90,17 +90,7 @@ class Graph:
         return self.draw(st.one_of(st.integers(max(0, count - 3), count - 1), st.integers(0, count - 1)))
 
     def grow(self) -> None:
-        kinds = (
-            self.unary,
-            self.binary,
-            self.binary,
-            self.reduce,
-            self.compare,
-            self.view,
-            self.view,
-            self.join,
-            self.write,
-        )
+        kinds = [self.unary, self.reduce, self.compare, self.join, self.write, *(self.binary, self.view) * 2]
         self.draw(st.sampled_from(kinds))()
 
     def finish(self) -> None:
@@ -114,7 +104,8 @@ class Graph:
 
     def binary(self) -> None:
         first = self.any_value()
-        fitting = [i for i, each in enumerate(self.values) if _meet(each, self.values[first])]
+        joint = [_joint_shape(each.shape, self.values[first].shape) for each in self.values]
+        fitting = [i for i, shape in enumerate(joint) if shape is not None and math.prod(shape) <= 20000]
         function = self.draw(st.sampled_from(WHOLE_BINARY))
         self.add(lambda x, y: function(x, y).clamp(-32, 32), first, self.draw(st.sampled_from(fitting)))
 
@@ -163,7 +154,7 @@ class Graph:
             self.written.append(target)
         place = self.draw(st.sampled_from(list(_views(self.values[target].shape, slices=True))))
         shape = place(self.values[target]).shape
-        sources = [i for i, each in enumerate(self.values) if i != target and _expands(each, shape)]
+        sources = [i for i, each in enumerate(self.values) if i != target and _joint_shape(each.shape, shape) == shape]
 
         def write(x: Tensor, y: Tensor) -> Tensor:
             before = x * 2
@@ -174,18 +165,11 @@ class Graph:
             self.add(write, target, self.draw(st.sampled_from(sources)))
 
 
-def _expands(tensor: Tensor, shape: torch.Size) -> bool:
+def _joint_shape(left: torch.Size, right: torch.Size) -> torch.Size | None:
     try:
-        return torch.broadcast_shapes(tensor.shape, shape) == shape
+        return torch.broadcast_shapes(left, right)
     except RuntimeError:
-        return False
-
-
-def _meet(left: Tensor, right: Tensor) -> bool:
-    try:
-        return math.prod(torch.broadcast_shapes(left.shape, right.shape)) <= 20000
-    except RuntimeError:
-        return False
+        return None
 
 
 def _fit_together(left: torch.Size, right: torch.Size, dim: int) -> bool:

@@ -12,12 +12,10 @@ import pytest
 import torch
 from emulation import EMULATED
 from helpers import Opener, artifact_runner, decode_tokens, generate, prefill_pieces, random_tokens
-from kernel_calls import ROUNDING, Kernels, Planned, int32, load_kernels, random, same_bits, with_dtypes
-from test_kernels import ATTEND_ERROR, attend_exactly, make_cache
-from test_quantized_kernels import FORMS, check_near, quantized
-from test_rounded_kernels import FORMS as ROUNDED_FORMS
-from test_rounded_kernels import rounded
-from torch.nn.functional import gelu, linear, silu
+from kernel_calls import Kernels, Planned, all_same, check_linear, int32, load_kernels, random, same_bits, with_dtypes
+from test_attention_kernels import ATTEND_ERROR, attend_exactly, make_cache
+from test_coded_kernels import FORMS, ROUNDED, check_near, of_form
+from torch.nn.functional import gelu, silu
 
 from optimum_neuron.kernels.plan import Plan
 from optimum_neuron.kernels.run.bound_plan import BoundPlan
@@ -44,37 +42,32 @@ def test_linears_are_exact_and_a_row_depends_on_nothing_else(emulated: Kernels, 
     x = random(60, 203, dtype=dtype)
     results = emulated.linears(x, weights, [bias, None])
     for result, weight, own in zip(results, weights, (bias, None), strict=True):
-        exact = linear(x.double(), weight.double(), None if own is None else own.double())
-        terms = linear(x.double().abs(), weight.double().abs()) + 1
-        assert ((result.double() - exact).abs() <= terms * 2**-21 + exact.abs() * ROUNDING[dtype] * 1.001).all()
+        check_linear(result, x, weight, own)
     for rows, threads in ((1, 1), (2, 2), (5, 3), (6, 2), (7, 2), (13, 2), (49, 1)):
         with emulated.with_threads(threads):
             fewer = emulated.linears(x[60 - rows :], weights, [bias, None])
-        assert all(same_bits(own, whole[60 - rows :]) for own, whole in zip(fewer, results, strict=True)), rows
+        assert all_same(fewer, [whole[60 - rows :] for whole in results]), rows
 
 
 @with_dtypes
 def test_quantized_layers_are_near_float64_and_a_row_depends_on_nothing_else(
     emulated: Kernels, dtype: torch.dtype
 ) -> None:
-    for kind, shifted, scale in FORMS:
-        weight = quantized(kind, 37, 96, group=48, shifted=shifted, scale=scale)
-        x = random(29, 96, dtype=dtype)
-        (whole,) = emulated.quantized_linears(x, [weight], [None])
+    for form in FORMS:
+        weight, x = of_form(form, 37, 96, group=48), random(29, 96, dtype=dtype)
+        whole = emulated.linear(x, weight)
         check_near(whole, x, weight, None)
-        assert same_bits(emulated.quantized_linears(x[3:5], [weight], [None])[0], whole[3:5])
+        assert same_bits(emulated.linear(x[3:5], weight), whole[3:5])
 
 
 @with_dtypes
 def test_quantized_layers_with_activations_of_int8_have_the_bits_of_other_cpus(
     emulated: Kernels, best_kernels: Kernels, dtype: torch.dtype
 ) -> None:
-    for (kind, shifted, scale), (columns, group) in product(ROUNDED_FORMS, ((256, 64), (1100, 110), (96, 32))):
-        weight = rounded(kind, 37, columns, group=group, shifted=shifted, scale=scale)
-        x = random(19, columns, dtype=dtype)
-        for rows in (1, 19):
-            (wanted,) = best_kernels.quantized_linears(x[:rows], [weight], [None])
-            assert same_bits(emulated.quantized_linears(x[:rows], [weight], [None])[0], wanted), (kind, group, rows)
+    for form, (columns, group) in product(ROUNDED, ((256, 64), (1100, 110), (96, 32))):
+        weight, x = of_form(form, 37, columns, group=group), random(19, columns, dtype=dtype)
+        for part in (x[:1], x):
+            assert same_bits(emulated.linear(part, weight), best_kernels.linear(part, weight)), (form, group)
 
 
 @with_dtypes

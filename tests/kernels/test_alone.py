@@ -36,7 +36,7 @@ package.__path__ = [sys.argv[1]]
 sys.modules["optimum_neuron"] = package
 
 import torch
-from optimum_neuron.kernels.host.library import load_library
+from optimum_neuron.kernels.host.native_build import load_library
 from optimum_neuron.kernels.lower.lower import lower
 from optimum_neuron.kernels.plan import TensorSize, Plan
 from optimum_neuron.kernels.run.memory import allocate_arena

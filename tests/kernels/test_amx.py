@@ -53,10 +53,10 @@ def as_the_manual_has_it(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(("rows", "outputs", "columns"), [(3, 40, 100), (33, 7, 64), (70, 33, 1030)])
 def test_sums_are_those_of_the_manual(amx: Kernels, rows: int, outputs: int, columns: int) -> None:
     x, weight = random(rows, columns, dtype=BF16), random(outputs, columns, dtype=BF16)
-    assert same_bits(amx.linears(x, [weight], [None])[0], as_the_manual_has_it(x, weight))
+    assert same_bits(amx.linear(x, weight), as_the_manual_has_it(x, weight))
     # Where the terms cancel, what is left is the rounding of each sum.
     x, weight = torch.cat([x, x.flip(1)], 1), torch.cat([weight, -weight.flip(1)], 1)
-    assert same_bits(amx.linears(x, [weight], [None])[0], as_the_manual_has_it(x, weight))
+    assert same_bits(amx.linear(x, weight), as_the_manual_has_it(x, weight))
 
 
 def at_the_end(tensor: Tensor) -> Tensor:
@@ -73,19 +73,19 @@ def at_the_end(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(("rows", "outputs", "columns"), [(1, 1, 1), (5, 5, 33), (3, 16, 95), (2, 33, 32)])
 def test_nothing_behind_weights_and_rows_is_read(amx: Kernels, rows: int, outputs: int, columns: int) -> None:
     x, weight, bias = (random(*sizes, dtype=BF16) for sizes in ((rows, columns), (outputs, columns), (outputs,)))
-    (expected,) = amx.linears(x, [weight], [bias])
+    expected = amx.linear(x, weight, bias)
     own = [at_the_end(each) for each in (x, weight, bias)]
-    assert same_bits(amx.linears(own[0], [own[1]], [own[2]])[0], expected)
+    assert same_bits(amx.linear(*own), expected)
 
 
 @emulated
 def test_tiles_packed_by_several_threads_do_not_reach_into_each_other(amx: Kernels) -> None:
     x, weight = random(145, 4096, dtype=BF16), random(20, 4096, dtype=BF16)  # 10 tiles, none of 16 rows
     with amx.with_threads(1):
-        expected = torch.cat([amx.linears(row, [weight], [None])[0] for row in x.split(1)])
+        expected = torch.cat([amx.linear(row, weight) for row in x.split(1)])
     for count in (1, 2, 3) * 3:
         with amx.with_threads(count):
-            assert same_bits(amx.linears(x, [weight], [None])[0], expected)
+            assert same_bits(amx.linear(x, weight), expected)
 
 
 @emulated
@@ -93,12 +93,12 @@ def test_subnormal_numbers_count_as_zero(amx: Kernels) -> None:
     smallest = torch.finfo(BF16).smallest_normal
     x, weight = torch.zeros(2, 32, dtype=BF16), torch.ones(16, 32, dtype=BF16)
     x[0, 0], x[1, 0] = smallest, smallest / 2
-    assert amx.linears(x, [weight * 2], [None])[0].tolist() == [[2 * smallest] * 16, [0.0] * 16]
-    assert not amx.linears(x, [weight / 2], [None])[0].any()
+    assert amx.linear(x, weight * 2).tolist() == [[2 * smallest] * 16, [0.0] * 16]
+    assert not amx.linear(x, weight / 2).any()
     # A sum of tiles, too: the bias would show what is left of it.
     x, weight, bias = (torch.full(sizes, smallest, dtype=BF16) for sizes in ((1, 33), (16, 33), (16,)))
     x[:, 1:32], weight[:, 0], weight[:, 32] = 0, 1.5, -1
-    assert amx.linears(x, [weight], [bias])[0].tolist() == [[smallest] * 16]
+    assert amx.linear(x, weight, bias).tolist() == [[smallest] * 16]
 
 
 @emulated
@@ -146,9 +146,9 @@ _ATTENTION = {("0", "4", "5"), ("1", "4", "6"), ("2", "4", "5"), ("3", "4", "6")
     [
         ("linear/linears.cpp", "tdpbf16ps", _LINEARS),
         pytest.param("linear/experts.cpp", "tdpbf16ps", _LINEARS, marks=pytest.mark.full),
-        ("codes/coded.cpp", "tdpbf16ps", _CODED),
-        ("rounded/rounded.cpp", "tdpbssd", _ROUNDED),
-        ("attention/attention.cpp", "tdpbf16ps", _ATTENTION),
+        pytest.param("codes/coded.cpp", "tdpbf16ps", _CODED, marks=pytest.mark.full),
+        pytest.param("rounded/rounded.cpp", "tdpbssd", _ROUNDED, marks=pytest.mark.full),
+        pytest.param("attention/attention.cpp", "tdpbf16ps", _ATTENTION, marks=pytest.mark.full),
     ],
 )
 def test_compiled_for_amx_a_thread_configures_multiplies_and_releases_tiles(
@@ -183,8 +183,5 @@ def test_with_short_scales_the_products_of_bfloat16_are_those_of_plain_weights(a
         order = torch.arange(columns).view(-1, 8, 4).transpose(1, 2).flatten()
         x, bias = random(40, columns, dtype=torch.bfloat16), random(outputs, dtype=torch.bfloat16)
         for rows in (1, 2, 3, 16, 17, 40):
-            (result,) = amx.quantized_linears(x[:rows], [weight], [bias])
-            assert same_bits(result, amx.linears(x[:rows, order], [plain[:, order].contiguous()], [bias])[0]), (
-                group,
-                rows,
-            )
+            expected = amx.linear(x[:rows, order], plain[:, order].contiguous(), bias)
+            assert same_bits(amx.linear(x[:rows], weight, bias), expected), (group, rows)

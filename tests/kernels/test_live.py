@@ -11,7 +11,7 @@ import torch
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_calls import Kernels, Planned
+from kernel_calls import Kernels, Planned, threads
 from random_graphs import Graph
 from torch import Tensor, nn
 from torch.nn import functional
@@ -27,22 +27,33 @@ from optimum_neuron.targets.cpu.ops import OPS
 TOKENS = 6
 
 
-@examples(120)
-@given(st.data())
-def test_live_tokens_of_random_graphs_have_the_bits_of_torch(best_kernels: Kernels, data: st.DataObject) -> None:
-    small = st.integers(1, 3)
-    shapes = [(TOKENS, data.draw(small), data.draw(st.sampled_from((1, 2, TOKENS, 33)))), (TOKENS, 5), (5,)]
+@examples(200)
+@given(st.sampled_from((torch.float32, torch.bfloat16)), st.booleans(), st.data())
+def test_random_graphs_have_the_bits_of_torch_for_live_tokens_with_any_number_of_threads(
+    best_kernels: Kernels, dtype: torch.dtype, has_tokens: bool, data: st.DataObject
+) -> None:
+    small, last = st.integers(1, 3), data.draw(st.sampled_from((1, 2, 3, TOKENS, 33, 300)))
+    first, second = (TOKENS, TOKENS) if has_tokens else (data.draw(small), data.draw(small))
+    shapes = [
+        (first, data.draw(small), last),
+        (second, 5) if has_tokens else (last,),
+        (5,) if has_tokens else (second, 1),
+    ]
     torch.manual_seed(data.draw(st.integers(0, 99)))
-    inputs = [torch.randint(-5, 6, shape).float() for shape in shapes]
+    inputs = [torch.randint(-5, 6, shape).to(dtype) for shape in shapes]
     graph = Graph(data, inputs)
     for _ in range(data.draw(st.integers(4, 16))):
         graph.grow()
     graph.finish()
-    graph.outputs = [i for i, each in enumerate(graph.values) if each.dim() and len(each) == TOKENS]
-    planned, expected = Planned(best_kernels, graph, inputs, TOKENS), graph(*inputs)
-    for live in (*range(1, TOKENS + 1), 1 << 40):
-        for number, found, wanted in zip(graph.outputs, planned(*inputs, live=live), expected, strict=True):
-            assert torch.equal(found[:live], wanted[:live]), (number, live, found, wanted)
+    if has_tokens:
+        graph.outputs = [i for i, each in enumerate(graph.values) if each.dim() and len(each) == TOKENS]
+    planned, expected = Planned(best_kernels, graph, inputs, TOKENS if has_tokens else 0), graph(*inputs)
+    for live in (*range(1, TOKENS + 1), 1 << 40) if has_tokens else (1 << 40,) * 3:
+        with threads(data.draw(st.integers(1, 3))):
+            results = planned(*inputs, live=live)
+        for number, found, wanted in zip(graph.outputs, results, expected, strict=True):
+            found, wanted = (found[:live], wanted[:live]) if has_tokens else (found, wanted)
+            assert torch.equal(found, wanted), (number, live, found, wanted)
 
 
 class _Layer(nn.Module):

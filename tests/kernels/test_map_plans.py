@@ -52,38 +52,22 @@ ROWS_FOR_WHOLE = "of an element of each row instead of whole rows"
 DAMAGED: dict[str, tuple[Map, str]] = {
     # An operator of whole rows that would go on behind the elements that there are, in a buffer even.
     "operator of rows": (a_map(load(0, rows=True), op("exp", 1, 0), store(1)), f"'exp' {ROWS_FOR_WHOLE}"),
-    "second operand of rows": (
-        a_map(load(0), load(1, rows=True), op("add", 2, 0, 1), store(2)),
-        f"'add' {ROWS_FOR_WHOLE}",
-    ),
-    "condition of rows": (
-        a_map(load(0), load(1, rows=True), op("where", 2, 0, 0, 1), store(2)),
-        f"'where' {ROWS_FOR_WHOLE}",
-    ),
+    "second operand of rows": (a_map(load(0), load(1, rows=True), op("add", 2, 0, 1), store(2)), f"'add' {ROWS_FOR_WHOLE}"),
+    "condition of rows": (a_map(load(0), load(1, rows=True), op("where", 2, 0, 0, 1), store(2)), f"'where' {ROWS_FOR_WHOLE}"),
     "sum of rows": (a_map(load(0, rows=True), op("sum", 1, 0, rows=True)), f"'sum' {ROWS_FOR_WHOLE}"),
-    "integers' maximum of rows": (
-        a_map(load(0, rows=True), op("irow_max", 1, 0, rows=True)),
-        f"'irow_max' {ROWS_FOR_WHOLE}",
-    ),
+    "integers' maximum of rows": (a_map(load(0, rows=True), op("irow_max", 1, 0, rows=True)), f"'irow_max' {ROWS_FOR_WHOLE}"),
     "rotation of rows": (a_map(load(0, rows=True), op("rotate_half", 1, 0)), f"'rotate_half' {ROWS_FOR_WHOLE}"),
     "store of rows": (a_map(load(0, rows=True), store(0)), f"'store' {ROWS_FOR_WHOLE}"),
-    "what was whole": (
-        a_map(load(0), op("neg", 1, 0), op("sum", 1, 0, rows=True), store(1)),
-        f"'store' {ROWS_FOR_WHOLE}",
-    ),
+    "what was whole": (a_map(load(0), op("neg", 1, 0), op("sum", 1, 0, rows=True), store(1)), f"'store' {ROWS_FOR_WHOLE}"),
     # The reverse reads the first elements of the tile as if they were its rows'.
     "operator on whole rows": (a_map(load(0), op("exp", 1, 0, rows=True)), f"'exp' {WHOLE_FOR_ROWS}"),
     "spread of whole rows": (a_map(load(0), op("spread", 1, 0), store(1)), f"'spread' {WHOLE_FOR_ROWS}"),
-    "store of whole rows": (
-        a_map(load(0), Item("store", -1, (0,), (False,), True, replace(OUTPUT, shape=(3,), strides=(1,)))),
-        f"'store' {WHOLE_FOR_ROWS}",
-    ),
+    "store of whole rows": (a_map(load(0), Item("store", -1, (0,), (False,), True, replace(OUTPUT, shape=(3,), strides=(1,)))),
+        f"'store' {WHOLE_FOR_ROWS}"),
     # What the kernels do whatever the item says.
     "sum that is whole": (a_map(load(0), op("sum", 1, 0), store(1)), "'sum' that gives whole rows instead of"),
-    "spread of rows to rows": (
-        a_map(load(0, rows=True), op("spread", 1, 0, rows=True)),
-        "'spread' that gives an element of each row instead of",
-    ),
+    "spread of rows to rows": (a_map(load(0, rows=True), op("spread", 1, 0, rows=True)),
+        "'spread' that gives an element of each row instead of"),
     "rotation to rows": (a_map(load(0), op("rotate_half", 1, 0, rows=True)), "'rotate_half' that gives an element of"),
     # A missing operand would be register 0, of whatever address its memory holds.
     "no operand": (a_map(load(0), op("exp", 1), store(1)), "'exp' of 0 operands, where 1 belong"),
@@ -92,17 +76,12 @@ DAMAGED: dict[str, tuple[Map, str]] = {
     "nothing stored": (a_map(load(0), replace(store(0), operands=(), constants=())), "'store' of 0 operands"),
     "an operand too many": (a_map(load(0), op("exp", 1, 0, 0), store(1)), "'exp' of 2 operands, where 1 belong"),
     "four operands": (a_map(load(0), op("where", 1, 0, 0, 0, 0)), "'where' of 4 operands, where 3 belong"),
-    "load of an operand": (
-        a_map(load(0), replace(load(1), operands=(0,), constants=(False,))),
-        "'load' of 1 operands",
-    ),
+    "load of an operand": (a_map(load(0), replace(load(1), operands=(0,), constants=(False,))), "'load' of 1 operands"),
     "operands of no kind": (a_map(load(0), op("add", 1, 0, 0, constants=(False,))), "'add' of 2 operands"),
     "constant alone": (a_map(load(0), op("exp", 1, 2.0, constants=(True,))), "a constant where a register belongs"),
     "constant stored": (a_map(load(0), replace(store(2.0), constants=(True,))), "a constant where a register belongs"),
-    "constant condition": (
-        a_map(load(0), op("where", 1, 0, 0, 1, constants=(False, False, True))),
-        "a constant where a register belongs",
-    ),
+    "constant condition": (a_map(load(0), op("where", 1, 0, 0, 1, constants=(False, False, True))),
+        "a constant where a register belongs"),
     "constants alone": (a_map(load(0), op("add", 1, 1.0, 2.0, constants=(True, True))), "operator without operands"),
     # Registers that there are not. A store writes none, so that there is no register -1 behind it.
     "unwritten register": (a_map(load(0), op("exp", 1, 2), registers=2), "reads a register before it is written"),
@@ -112,35 +91,25 @@ DAMAGED: dict[str, tuple[Map, str]] = {
     "register beyond": (a_map(load(0), op("exp", 2, 0), registers=2), "no such register"),
     "register of no number": (a_map(load(0), op("exp", -1, 0), registers=1), "no such register"),
     "store to a register": (a_map(load(0), replace(store(0), to=0)), "no such register"),
-    "too many registers": (
-        a_map(load(0), store(0), registers=2**32 + 1),
-        "map of 4294967297 registers and 2 operators",
-    ),
+    "too many registers": (a_map(load(0), store(0), registers=2**32 + 1), "map of 4294967297 registers and 2 operators"),
     "no registers": (a_map(load(0), store(0), registers=0), "map of 0 registers"),
     # Accesses.
     "load from nowhere": (a_map(Item("load", 0), store(0)), "'load' with an access, or without its own"),
     "access of none's": (a_map(load(0), Item("exp", 1, (0,), (False,), access=WHOLE)), "'exp' with an access"),
-    "rows of another size": (
-        a_map(replace(load(0), rows=True), op("spread", 1, 0), store(1)),
-        "an access of another size",
-    ),
+    "rows of another size": (a_map(replace(load(0), rows=True), op("spread", 1, 0), store(1)), "an access of another size"),
     "all of a row's": (a_map(replace(load(0, rows=True), rows=False), store(0)), "an access of another size"),
     # Sizes whose products leave 64 bits, or by which the kernels would divide by zero.
     "no items": (a_map(), "a map without elements"),
     "no rows": (a_map(load(0), rows=0), "a map without elements"),
     "negative sizes": (a_map(load(0), rows=-3, columns=-4), "a map without elements"),
-    "too many elements": (
-        Map(2**31, 2**31, 1, (Item("load", 0, access=Operand(0, "int32", 0, (2**31, 2**31), (0, 0))),)),
-        "elements and operators",
-    ),
+    "too many elements": (Map(2**31, 2**31, 1, (Item("load", 0, access=Operand(0, "int32", 0, (2**31, 2**31), (0, 0))),)),
+        "elements and operators"),
     "odd rows in halves": (Map(4, 3, 2, (load(0), op("rotate_half", 1, 0))), "rows without halves"),
     # A run for the first token would end amid a row.
-    "tokens that share a row": (
-        Map(2, 6, 3, (load(0), op("row_max", 1, 0, rows=True), op("spread", 2, 1), store(2)), Tokens(0, 3)),
-        "tokens that share rows",
-    ),
+    "tokens that share a row": (Map(2, 6, 3, (load(0), op("row_max", 1, 0, rows=True), op("spread", 2, 1), store(2)), Tokens(0, 3)),
+        "tokens that share rows"),
     "token of more than 64 bits": (a_map(load(0), store(0), tokens=Tokens(2**63, 3)), "more than 64 bits"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGED)

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fuzz_plans import run
+from fuzz_plans import MODELS, make_artifacts, run, sanitizer
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import NAMES, Planned, load_kernels
-from plan_fuzzing import MODELS, make_artifacts, sanitizer
 from plan_mutations import UNSAFE
 from torch import Tensor
 
@@ -27,10 +26,8 @@ from optimum_neuron.kernels.plan import Plan
 from optimum_neuron.kernels.run.encode import encode_step
 from optimum_neuron.kernels.run.memory import PlanMemory
 from optimum_neuron.kernels.run.torch_call import bind_call
-from optimum_neuron.kernels.steps.access import ALL_SIZES, PlanError
-from optimum_neuron.kernels.steps.check import check_steps
-from optimum_neuron.kernels.steps.effects import find_operands, list_accesses, list_written
-from optimum_neuron.kernels.steps.order import check_order
+from optimum_neuron.kernels.steps.access import ALL_SIZES, PlanError, find_operands, list_accesses, list_written
+from optimum_neuron.kernels.steps.check import check_order, check_steps
 from optimum_neuron.kernels.steps.steps import (
     Attend,
     Buffer,
@@ -415,10 +412,10 @@ def test_a_call_that_torch_would_not_check_is_refused(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_changed_plan_is_refused_in_a_sentence_or_runs(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:
-    names = ("llama", "gpt_oss", "lfm2")
+    names = ("gpt_oss", "lfm2")
     for name in names:
         shutil.copytree(cpu_artifact(name), tmp_path / name)
-    done = run(["--plain", "--tries", "15", "--models", ",".join(names)], tmp_path)
+    done = run(["--plain", "--tries", "10", "--models", ",".join(names)], tmp_path)
     assert done.returncode == 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of random graphs, and of what graphs do with memory: the bits of torch, whatever the number of threads."""
+"""Plans of what graphs do with memory, of rotations, and of products per head: the bits of torch, with any number of threads."""
 
 from __future__ import annotations
 
@@ -7,36 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import examples
-from hypothesis import given
-from hypothesis import strategies as st
-from kernel_calls import Kernels, Planned, same_bits, threads
-from random_graphs import Graph
-from torch import Tensor
+from kernel_calls import Kernels, Planned, all_same, same_bits, threads
+from torch import Tensor, nn
 from torch.nn import functional
 
 from optimum_neuron.kernels.lower.arena import buffers_of, list_replaceable
-
-
-@examples(120)
-@given(st.sampled_from((torch.float32, torch.bfloat16)), st.data())
-def test_graphs_of_many_operators_give_the_bits_of_torch_with_any_number_of_threads(
-    best_kernels: Kernels, dtype: torch.dtype, data: st.DataObject
-) -> None:
-    small, last = st.integers(1, 3), data.draw(st.sampled_from((1, 2, 3, 33, 300)))
-    shapes = [(data.draw(small), data.draw(small), last), (last,), (data.draw(small), 1)]
-    torch.manual_seed(data.draw(st.integers(0, 99)))
-    inputs = [torch.randint(-5, 6, shape).to(dtype) for shape in shapes]
-    graph = Graph(data, inputs)
-    for _ in range(data.draw(st.integers(4, 16))):
-        graph.grow()
-    graph.finish()
-    expected = graph(*inputs)
-    planned = Planned(best_kernels, graph, inputs)
-    for count in (1, 2, 3):
-        with threads(count):
-            for number, found, wanted in zip(graph.outputs, planned(*inputs), expected, strict=True):
-                assert torch.equal(found, wanted), (number, found, wanted)
+from optimum_neuron.kernels.steps.steps import Linears, Map
 
 
 def test_large_maps_give_the_same_bits_with_any_number_of_threads(kernels: Kernels) -> None:
@@ -53,8 +29,7 @@ def test_large_maps_give_the_same_bits_with_any_number_of_threads(kernels: Kerne
     for count in (1, 2, 3):
         with threads(count):
             results.append([each.clone() for each in planned(*inputs)])
-    for result in results[1:]:
-        assert all(same_bits(a, b) for a, b in zip(result, results[0], strict=True))
+    assert all(all_same(result, results[0]) for result in results)
     # Nor does it matter which rows there are, and where.
     order = torch.randperm(250)
     moved = planned(inputs[0][:, order], inputs[1][order], inputs[2])
@@ -131,3 +106,122 @@ def test_a_result_takes_the_place_of_what_nobody_else_reads(kernels: Kernels) ->
         if any(list_replaceable(step, written) for written in buffers_of(step))
     ]
     assert shared == [1, 1]  # of two results one, in the place of the only operand that is not needed again
+
+
+# Positions encoded by rotations: torch's bits, in one Map, for as many tokens as there are
+
+TOKENS, HEADS = 5, 3
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As transformers does: `x [1, tokens, heads * columns]`, to heads before tokens."""
+    heads = x.view(1, x.shape[1], HEADS, -1).transpose(1, 2)
+    return (heads * cos + rotate_half(heads) * sin).transpose(1, 2).reshape(x.shape[1], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [2, 6, 64, 4100])
+def test_a_rotation_is_one_map_with_the_bits_of_its_parts(kernels: Kernels, columns: int, dtype: torch.dtype) -> None:
+    x = torch.randn(1, TOKENS, HEADS * columns).to(dtype)
+    cos, sin = torch.randn(2, TOKENS, columns)
+    planned = Planned(kernels, rotated, [x, cos, sin], tokens=TOKENS)
+    computed, *copied = planned.plan.steps  # into the order of the output
+    assert (
+        isinstance(computed, Map) and computed.tokens is not None and all(each.tokens is not None for each in copied)
+    )
+    assert {item.op for item in computed.items} == {"load", "mul", "rotate_half", "add", "store"}
+    whole = planned(x, cos, sin)[0]
+    assert same_bits(whole, rotated(x, cos, sin))
+    assert same_bits(planned(x, cos, sin, live=2)[0][:2], whole[:2])
+
+
+def test_numbers_of_all_kinds_are_rotated_as_they_are(kernels: Kernels) -> None:
+    x = torch.tensor([[0.0, -0.0, torch.inf, -torch.inf, 1e-45, -1e-45, 3e38, torch.nan]])
+    planned = Planned(kernels, rotate_half, [x])
+    assert "rotate_half" in planned.operators
+    assert same_bits(planned(x)[0], rotate_half(x))
+
+
+def test_what_was_normalized_is_rotated_in_the_same_map(kernels: Kernels) -> None:
+    def function(x: Tensor) -> Tensor:
+        return rotate_half(x / x.square().mean(-1, keepdim=True).sqrt()) * 2
+
+    x = torch.randn(7, 8)
+    planned = Planned(kernels, function, [x])
+    assert len(planned.plan.steps) == 1
+    torch.testing.assert_close(planned(x)[0], function(x))
+
+
+LOOKS_LIKE_ONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "of an odd number of columns": lambda x: torch.cat([-x[..., 3:7], x[..., :3]], -1),
+    "with halves of other lengths": lambda x: torch.cat([-x[..., 3:], x[..., :3]], -1),
+    "with the other half negated": lambda x: torch.cat([x[..., 4:], -x[..., :4]], -1),
+    "of halves that stay": lambda x: torch.cat([-x[..., :4], x[..., 4:]], -1),
+    "of two tensors": lambda x: torch.cat([-(x * 2)[..., 4:], x[..., :4]], -1),
+    "of the first columns": lambda x: torch.cat([-x[..., 2:4], x[..., :2]], -1),
+    "of every other column": lambda x: torch.cat([-x[..., 4::2], x[..., :4:2]], -1),
+    "of rows": lambda x: torch.cat([-x[3:], x[:3]], 0),
+    "of integers": lambda x: rotate_half(x.int()),
+    "into three": lambda x: torch.cat([-x[..., 4:], x[..., :4], x], -1),
+}
+
+
+@pytest.mark.parametrize("function", LOOKS_LIKE_ONE.values(), ids=LOOKS_LIKE_ONE)
+def test_what_looks_like_a_rotation_is_computed_as_it_is(
+    best_kernels: Kernels, function: Callable[[Tensor], Tensor]
+) -> None:
+    x = torch.randn(6, 8)
+    planned = Planned(best_kernels, function, [x])
+    assert same_bits(planned(x)[0], function(x))
+
+
+# Products of tokens and a parameter per head: linear layers, whose bits do not depend on how many tokens there are
+
+INPUTS, OUTPUTS = 40, 24
+
+
+class Gates(nn.Module):
+    """Two products of the same tokens `[tokens, heads * inputs]`, and one of what is no parameter."""
+
+    def __init__(self, *, scaled: bool) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(HEADS, INPUTS, OUTPUTS) for _ in range(2))
+        self.biases = nn.ParameterList(torch.randn(HEADS, OUTPUTS) for _ in range(2))
+        self.scaled = scaled
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        by_head = x.reshape(len(x), HEADS, INPUTS).permute(1, 0, 2)
+        pairs = zip(self.weights, self.biases, strict=True)
+        if self.scaled:
+            found = [torch.baddbmm(bias[:, None], by_head, weight * x.amax(), alpha=2) for weight, bias in pairs]
+        else:
+            found = [torch.baddbmm(bias[:, None, :], by_head, weight) for weight, bias in pairs]
+        return [torch.sigmoid(each.transpose(0, 1).reshape(len(x), HEADS * OUTPUTS)) for each in found]
+
+
+def test_a_token_gets_the_same_bits_alone_and_among_others(kernels: Kernels) -> None:
+    x, gates = torch.randn(11, HEADS * INPUTS), Gates(scaled=False)
+    planned, alone = Planned(kernels, gates, [x], tokens=11), Planned(kernels, gates, [x[:1]])
+    assert planned.calls_torch == []
+    linears = [step for step in planned.plan.steps if isinstance(step, Linears)]
+    assert [len(step.layers) for step in linears] == [2] * HEADS
+    for found, exact in zip(planned(x), gates(x), strict=True):
+        torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-5)
+    whole, part = planned(x), planned(x, live=4)
+    assert all(same_bits(a[:4], b[:4]) for a, b in zip(whole, part, strict=True))
+    for i in (0, 7, 10):
+        assert all(same_bits(a[i], b[0]) for a, b in zip(whole, alone(x[i : i + 1]), strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_other_products_are_left_to_torch(best_kernels: Kernels, count: int) -> None:
+    x, gates = torch.randn(count, HEADS * INPUTS), Gates(scaled=True)
+    planned = Planned(best_kernels, gates, [x])
+    assert planned.calls_torch.count("aten.baddbmm.default") == 2
+    for found, exact in zip(planned(x), gates(x), strict=True):
+        torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-5)

@@ -109,22 +109,13 @@ def test_ending_a_process_ends_what_it_started(pids: Path) -> None:
     wait_for(lambda: not any(map(is_running, running)))
 
 
-def test_what_a_command_leaves_running_ends_with_it(pids: Path) -> None:
-    leave = f"""
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-open({str(pids)!r}, "w").write(str(child.pid))
-"""
-    process = TiedProcess([sys.executable, "-S", "-c", leave])
+def test_what_a_command_leaves_running_ends_with_it_and_is_not_signalled_again(
+    pids: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be somebody else's by then."""
+    process = TiedProcess(["sh", "-c", f"sleep 600 & echo $! > {pids}"])
     assert process.wait() == 0
     wait_for(lambda: not any(map(is_running, read_pids(pids))))
-    process.end()
-
-
-def test_a_process_that_has_ended_is_not_signalled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may be somebody else's by then."""
-    process = TiedProcess(["true"])
-    process.wait()
 
     def forbidden(*arguments: int) -> NoReturn:
         raise AssertionError("must not be called")
@@ -146,17 +137,14 @@ def test_no_descriptor_is_left(tmp_path: Path) -> None:
     assert descriptors() == before
 
 
-def test_the_status_is_the_commands() -> None:
-    for script, status in {
-        "exit 0": 0,
-        "exit 3": 3,
-        "kill -KILL $$": -9,
-        "kill -TERM $$": -15,
-        "kill -SEGV $$": -11,
-    }.items():
-        process = TiedProcess(["sh", "-c", script])
-        assert process.wait() == status
-        process.end()
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", -9), ("kill -TERM $$", -15), ("kill -SEGV $$", -11)],
+)
+def test_the_status_is_the_commands(script: str, status: int) -> None:
+    process = TiedProcess(["sh", "-c", script])
+    assert process.wait() == status
+    process.end()
 
 
 def test_streams_environment_folder_and_descriptors_reach_the_command(tmp_path: Path) -> None:

@@ -37,7 +37,11 @@ def main(lifeline: int, parent: int, grace: float, command: list[str]) -> None:
     _, status = os.waitpid(child, 0)
     _end(child)
     if os.WIFSIGNALED(status):
-        _die_of(os.WTERMSIG(status))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
     sys.exit(os.WEXITSTATUS(status))
 
 
@@ -52,13 +56,6 @@ def _follow(lifeline: int, parent: int, grace: float, child: int) -> None:
 def _end(group: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it where all have ended
         os.killpg(group, signal.SIGKILL)
-
-
-def _die_of(number: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own
-    if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Files that are missing, or that say something else than expected, limit nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -54,8 +55,16 @@ def physical_cores(cpus: Collection[int]) -> int:
 
 def quota() -> int | None:
     """Return the whole CPUs of the smallest quota of this process's control groups; None without quota."""
-    quotas = [_quota_of(group) for group in _groups()]
-    return min((each for each in quotas if each is not None), default=None)
+    quotas = []
+    for group in _groups():
+        words = _text(group / "cpu.max").split()  # of version 2, or two files of version 1
+        if not words:
+            words = [_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        with contextlib.suppress(ValueError):  # "max" among others
+            time, period = (int(word) for word in words)
+            if time >= 0 and period > 0:
+                quotas.append(time // period)
+    return min(quotas, default=None)
 
 
 def available_memory() -> int | None:
@@ -79,21 +88,14 @@ def _within_quota(count: int) -> int:
     return max(1, count if limit is None else min(count, limit))
 
 
-def _quota_of(group: Path) -> int | None:
-    """Return the whole CPUs of one group: `cpu.max` of version 2, or two files of version 1."""
-    words = _text(group / "cpu.max").split()
-    if not words:
-        words = [_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-    try:
-        time, period = (int(word) for word in words)
-    except ValueError:  # "max" among others
-        return None
-    return time // period if time >= 0 and period > 0 else None
-
-
 def _groups() -> Iterator[Path]:
     """Yield the folders of this process's control groups that limit the CPU, and of all groups around them."""
-    paths = dict(_own_groups())
+    paths: dict[bool, str] = {}  # of this process's group, by whether its hierarchy has version 1
+    for line in _text(_ROOT / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, own = rest.partition(":")
+        if "cpu" in controllers.split(",") or (number == "0" and not controllers):
+            paths[bool(controllers)] = own
     for mounted, mount_point, version_1 in _mounts():
         if version_1 not in paths:
             continue
@@ -108,17 +110,6 @@ def _groups() -> Iterator[Path]:
             yield group
 
 
-def _own_groups() -> Iterator[tuple[bool, str]]:
-    """Yield whether a hierarchy is one of version 1, and the group's path in it."""
-    for line in _text(_ROOT / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if "cpu" in controllers.split(","):
-            yield True, path
-        elif number == "0" and not controllers:
-            yield False, path
-
-
 def _mounts() -> Iterator[tuple[str, str, bool]]:
     """Yield the part of a hierarchy that is mounted, the place, and whether it has version 1: see proc(5).
 
@@ -127,11 +118,8 @@ def _mounts() -> Iterator[tuple[str, str, bool]]:
     for line in _text(_ROOT / "proc/self/mountinfo").splitlines():
         fields, _, kind = (part.split() for part in line.partition(" - "))
         if len(fields) >= 5 and kind[:1] in (["cgroup"], ["cgroup2"]):
-            yield _unescaped(fields[3]), _unescaped(fields[4]), kind[0] == "cgroup"
-
-
-def _unescaped(path: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
+            part, place = (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), each) for each in fields[3:5])
+            yield part, place, kind[0] == "cgroup"
 
 
 def _text(path: Path) -> str:

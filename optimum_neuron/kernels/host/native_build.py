@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library of the kernels, built from C++ for one instruction set.
+"""The library of the kernels: built from C++ for one instruction set, and called through ctypes.
 
-It imports nothing outside of Python's own library: the build of a wheel runs it before anything is installed.
+It imports nothing outside of Python's own library: the build of a wheel runs it before anything is installed. The library knows nothing
+of torch, so one build serves every version of it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -18,12 +20,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from .instruction_sets import InstructionSet
+from .instruction_sets import InstructionSet, choose_instruction_set
 from .machine import usable_cpus
 from .processes import Processes, run_jobs
 
 
 SOURCES = Path(__file__).parents[1] / "native"
+INTERFACE = 10  # step_interface() of native/plan/plan.cpp
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
 # Products and sums are contracted where a kernel says so, and nowhere else: elsewhere bits would depend on a loop's tail.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread")
@@ -34,15 +37,14 @@ PORTABLE = {
 }
 
 
+def _read_compiler_words() -> list[str]:
+    """Return a program and its arguments, as in CXX="ccache g++" and CXX="g++ -O3"."""
+    return os.environ.get("CXX", "").split() or ["clang++" if sys.platform == "darwin" else "g++"]
+
+
 def find_compiler() -> str | None:
     """Return the C++ compiler: the first word of the variable CXX, or the system's."""
     return shutil.which(_read_compiler_words()[0])
-
-
-def _read_compiler_words() -> list[str]:
-    """Return a program and its arguments, as in CXX="ccache g++" and CXX="g++ -O3"."""
-    default = "clang++" if sys.platform == "darwin" else "g++"
-    return os.environ.get("CXX", "").split() or [default]
 
 
 def check_compiler() -> None:
@@ -95,12 +97,11 @@ def build(
     with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
         objects = {source: str(Path(scratch, source.stem + ".o")) for source in list_sources()}
 
-        def compile_one(source: Path, target: str) -> None:
-            _run_command(processes, [*command, "-c", str(source), "-o", target])
+        def compile_one(source: Path) -> None:
+            _run_command(processes, [*command, "-c", str(source), "-o", objects[source]])
             compiled(source.name)
 
-        compilations = [partial(compile_one, *pair) for pair in objects.items()]
-        run_jobs(compilations, usable_cpus(), processes.end)
+        run_jobs([partial(compile_one, source) for source in objects], usable_cpus(), processes.end)
         strict = [] if sys.platform == "darwin" else ["-Wl,--no-undefined"]  # found here, not where it is loaded
         _run_command(processes, [*command, *objects.values(), "-shared", *strict, *link_flags, "-o", str(output)])
 
@@ -110,3 +111,48 @@ def _run_command(processes: Processes, command: list[str]) -> None:
         output, _ = process.communicate()
     if process.returncode:
         raise RuntimeError(f"{command[0]} failed on the CPU kernels:\n{output.strip()[-2000:]}")
+
+
+def build_library(folder: Path, chosen: InstructionSet) -> Path:
+    """Build the library in a folder, and return its path.
+
+    Raises:
+        RuntimeError: it cannot be built.
+    """
+    path = folder / "kernels.so"
+    build(path, chosen)
+    return path
+
+
+def load_library(fetch: Callable[[Path, InstructionSet], Path] = build_library) -> ctypes.CDLL:
+    """Return the kernels for this machine's instruction set.
+
+    Args:
+        fetch: puts the library into a folder where the wheel has none, and returns its path.
+
+    Raises:
+        RuntimeError: the library cannot be built, or belongs to another version.
+        ValueError: OPTIMUM_NEURON_CPU names an instruction set that this machine lacks.
+    """
+    chosen = choose_instruction_set()
+    prebuilt = PREBUILT / name_prebuilt(chosen)
+    if prebuilt.is_file():
+        return _load_file(prebuilt)
+    with tempfile.TemporaryDirectory() as folder:
+        return _load_file(fetch(Path(folder), chosen))
+
+
+def _load_file(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.step_interface.restype = ctypes.c_int64
+    found = library.step_interface()
+    if found != INTERFACE:
+        raise RuntimeError(
+            f"the kernels have the interface {found}, and this version calls {INTERFACE}; install it again"
+        )
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.step_plan.argtypes, library.step_plan.restype = [pointer, number], pointer
+    library.step_free.argtypes, library.step_free.restype = [pointer], None
+    library.step_run.argtypes = [pointer, number, number, pointer, number, number]
+    library.step_run.restype = number
+    return library

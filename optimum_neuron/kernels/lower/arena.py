@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..plan import Plan
 from ..run.encode_products import is_contiguous
-from ..steps.access import ALIGNMENT, SIZES
-from ..steps.effects import find_operands
+from ..steps.access import ALIGNMENT, SIZES, find_operands
 from ..steps.steps import Buffer, Item, Map, Step, TorchCall
 from .builder import PlanBuilder
 
@@ -46,7 +45,13 @@ def _find_offsets(builder: PlanBuilder, first: dict[int, int], last: dict[int, i
             continue
         taken = [each for each in taken if each[2] >= first[index]]
         needed = -(-max(memory.bytes, 1) // ALIGNMENT) * ALIGNMENT
-        left = [each for each in _left_behind(builder, index, first, last) if each in offsets and each not in replaced]
+        # The step that first writes this buffer is the last to read those that it can replace.
+        left = [
+            each
+            for each in list_replaceable(builder.steps[first[index]], index)
+            if last[each] == first[index] and builder.memories[each].bytes == memory.bytes
+            if each in offsets and each not in replaced
+        ]
         replaced.update(left[:1])
         start = offsets[left[0]] if left else _free_place(taken, needed)
         offsets[index] = start
@@ -64,13 +69,6 @@ def _free_place(taken: list[tuple[int, int, int]], needed: int) -> int:
     return start
 
 
-def _left_behind(builder: PlanBuilder, index: int, first: dict[int, int], last: dict[int, int]) -> list[int]:
-    """List the buffers that this one can replace: the step that first writes this one is the last to read them."""
-    size = builder.memories[index].bytes
-    candidates = list_replaceable(builder.steps[first[index]], index)
-    return [each for each in candidates if last[each] == first[index] and builder.memories[each].bytes == size]
-
-
 def buffers_of(step: Step) -> set[int]:
     return {each.buffer for each in find_operands(step)}
 
@@ -79,6 +77,7 @@ def list_replaceable(step: Step, buffer: int) -> list[int]:
     """List the buffers that a step reads element by element, each before it writes the same element of `buffer`."""
     if not isinstance(step, Map):
         return []
+    accessed = [item.access.buffer for item in step.items if item.access]
     stores = [index for index, item in enumerate(step.items) if item.access and item.access.buffer == buffer]
     if len(stores) != 1 or step.items[stores[0]].op != "store":
         return []
@@ -90,7 +89,7 @@ def list_replaceable(step: Step, buffer: int) -> list[int]:
         and item.op == "load"
         and own is not None
         and _size_in_order(item) == own
-        and _count_accesses(step, item.access.buffer) == 1
+        and accessed.count(item.access.buffer) == 1
         and _find_last_read(step.items, index) < stores[0]
     ]
 
@@ -100,10 +99,6 @@ def _size_in_order(item: Item) -> int | None:
     access = item.access
     in_order = access is not None and not item.rows and not access.offset and is_contiguous(access)
     return SIZES.get(access.dtype) if access is not None and in_order else None
-
-
-def _count_accesses(step: Map, buffer: int) -> int:
-    return sum(item.access is not None and item.access.buffer == buffer for item in step.items)
 
 
 def _find_last_read(items: tuple[Item, ...], load: int) -> int:

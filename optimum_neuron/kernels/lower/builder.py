@@ -8,7 +8,7 @@ torch takes it. So what is rounded does not depend on which operators share a Ma
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -16,52 +16,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..steps.steps import BufferKind, Step
-from .fusion import Group, Pending, squeezed
-from .pointwise import ALIASES, JOINING, MAPPED, VIEWS
-from .values import KnownValue, PlannedBuffer, StoredValue, contiguous
+from .fusion import Group, KnownValue, Pending, PlannedBuffer, StoredValue, contiguous, squeezed
+from .pointwise import ALIASES, JOINING, VIEWS
 
 
 _FEWER_BITS = (torch.bfloat16, torch.float16)
-
-
-class Uses:
-    """The uses of values.
-
-    Attributes:
-        written: nodes with memory that an operator of torch writes to: they have their own type there, and are rounded to it in registers.
-    """
-
-    def __init__(self, live: set[Node], writers: Iterable[Node]) -> None:
-        self._live = live
-        self.written: set[Node] = set()
-        for writer in writers:
-            node = writer.args[0]
-            while isinstance(node, Node) and node not in self.written:
-                self.written.add(node)
-                same = node.target in VIEWS or node.target in ALIASES
-                node = node.args[0] if same else None
-
-    def are_wide(self, node: Node, seen: Container[Node]) -> bool:
-        """Return whether a node's value stays in float32 for a later Map, though its type has fewer bits.
-
-        Args:
-            seen: nodes that have been lowered already.
-        """
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype not in _FEWER_BITS or node in self.written:
-            return False
-        return any(self._is_for_maps(user, seen) for user in node.users if user in self._live and user not in seen)
-
-    def _is_for_maps(self, user: Node, seen: Container[Node]) -> bool:
-        if user.op == "output" or user.target in MAPPED:
-            return True
-        if user.target in VIEWS or user.target in ALIASES or user.target in JOINING or _is_item(user):
-            return any(self._is_for_maps(each, seen) for each in user.users if each in self._live)
-        return False
-
-
-def _is_item(user: Node) -> bool:
-    return getattr(user.target, "__name__", "") == "getitem"
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
@@ -76,25 +35,36 @@ class PlanBuilder:
         values: of nodes; of a node with several results, a list.
         steps: in order.
         live: nodes with results that are needed; the others are left out.
-        uses: of the nodes' values.
         of_live: holds which tokens reach the model's head: of live rows, live ones.
-        writes_by_torch: whether operators of torch write to tensors of the graph: a copy must then be one.
+        written: nodes with memory that an operator of torch writes to: they have their own type there, and are rounded to it in
+            registers. Where there are any, a copy must be one.
     """
 
-    def __init__(self, live: set[Node], uses: Uses, *, writes_by_torch: bool = False) -> None:
+    def __init__(self, live: set[Node], writers: Iterable[Node], mapped: Collection[Any]) -> None:
+        """Begin an empty plan.
+
+        Args:
+            writers: operators of torch that write to their first operand.
+            mapped: operators that become operators of a Map.
+        """
         self.memories: list[PlannedBuffer] = []
         self.values: dict[Node, Any] = {}
         self.steps: list[Step] = []
         self.constants: dict[str, Tensor] = {}
-        self.live = live
-        self.uses = uses
-        self.writes_by_torch = writes_by_torch
+        self.live, self._mapped = live, mapped
         self.of_live: set[PlannedBuffer] = set()
         self.temporary: BufferKind = "arena"  # what new buffers are
         self._open: list[Group] = []
         self._stored_constants: dict[int, StoredValue] = {}
         self._equal_constants: dict[tuple[torch.dtype, torch.Size, bytes], StoredValue] = {}
         self._rounded: dict[tuple[Any, ...], StoredValue] = {}
+        self.written: set[Node] = set()
+        for writer in writers:
+            node = writer.args[0]
+            while isinstance(node, Node) and node not in self.written:
+                self.written.add(node)
+                same = node.target in VIEWS or node.target in ALIASES
+                node = node.args[0] if same else None
 
     def memory(self, kind: BufferKind, name: str, size: int) -> PlannedBuffer:
         memory = PlannedBuffer(len(self.memories), kind, name, size)
@@ -110,6 +80,25 @@ class PlanBuilder:
     def allocate_like(self, node: Node) -> StoredValue:
         """Return new memory for a node's result."""
         return self.allocate(self.fake(node).shape, self.fake(node).dtype)
+
+    def allocate_wide(self, node: Node, shape: torch.Size) -> StoredValue:
+        """Return new memory for what a Map stores of a node: in float32 where it stays so for later Maps."""
+        return self.allocate(shape, torch.float32 if self.is_wide(node) else self.fake(node).dtype)
+
+    def is_wide(self, node: Node) -> bool:
+        """Return whether a node's value stays in float32 for a later Map, though its type has fewer bits."""
+        value = self.fake_or_none(node)
+        if value is None or value.dtype not in _FEWER_BITS or node in self.written:
+            return False
+        later = (user for user in node.users if user in self.live and user not in self.values)
+        return any(self._is_for_maps(user) for user in later)
+
+    def _is_for_maps(self, user: Node) -> bool:
+        if user.op == "output" or user.target in self._mapped:
+            return True
+        is_item = getattr(user.target, "__name__", "") == "getitem"
+        passes = is_item or user.target in VIEWS or user.target in ALIASES or user.target in JOINING
+        return passes and any(self._is_for_maps(each) for each in user.users if each in self.live)
 
     def emit(self, step: Step) -> None:
         self.steps.append(step)
@@ -137,8 +126,14 @@ class PlanBuilder:
     def stored(self, node: Node) -> StoredValue:
         """Return a node's value in memory and in its own type, and emit the group that computes it."""
         value = self.loadable(node)
-        dtype = self.fake(node).dtype
-        return value if value.layout.dtype == dtype else self._in_type(value, dtype)
+        dtype, layout = self.fake(node).dtype, value.layout
+        if layout.dtype == dtype:
+            return value
+        # What Maps left in float32: contiguous, and rounded here alone.
+        key = (value.memory, layout.storage_offset(), tuple(layout.shape), tuple(layout.stride()))
+        if key not in self._rounded:
+            self._rounded[key] = self.contiguous_copy(value, dtype)
+        return self._rounded[key]
 
     def loadable(self, node: Node) -> StoredValue:
         """Return a node's value for a Map: numbers of fewer bits may be in float32, not yet rounded."""
@@ -161,24 +156,18 @@ class PlanBuilder:
         return StoredValue(value.home, contiguous(fake.shape, value.dtype))
 
     def _give_home(self, value: Pending, fake: Tensor) -> None:
-        if any(self.uses.are_wide(node, self.values) for node in value.nodes):
+        if any(map(self.is_wide, value.nodes)):
             value.dtype = torch.float32
-        value.home = self.memory(self.temporary, "", fake.numel() * value.dtype.itemsize)
-        value.group.store_register(value.register, value.home, contiguous(fake.shape, value.dtype), rows=value.rows)
-
-    def _in_type(self, value: StoredValue, dtype: torch.dtype) -> StoredValue:
-        """Return a value that Maps left in float32 for steps of other kinds: contiguous, and rounded here alone."""
-        key = (value.memory, value.layout.storage_offset(), tuple(value.layout.shape), tuple(value.layout.stride()))
-        if key not in self._rounded:
-            self._rounded[key] = self.contiguous_copy(value, dtype)
-        return self._rounded[key]
+        place = self.allocate(fake.shape, value.dtype)
+        value.home = place.memory
+        value.group.store_register(value.register, place, rows=value.rows)
 
     def contiguous_copy(self, value: StoredValue, dtype: torch.dtype | None = None) -> StoredValue:
         """Return a contiguous copy, of a type that a Map has."""
         group, _ = self.group_of(value.layout.shape, [])
         output = self.allocate(value.layout.shape, dtype or value.layout.dtype)
         register = group.load_value(value, value.layout.shape, rows=False)
-        group.store_register(register, output.memory, output.layout, rows=False)
+        group.store_register(register, output, rows=False)
         self.complete_buffer(output.memory)
         return output
 
@@ -197,10 +186,6 @@ class PlanBuilder:
 
     # Groups
 
-    def _is_row_of(self, node: Node, group: Group) -> bool:
-        value = self.values.get(node)
-        return isinstance(value, Pending) and value.rows and value.group is group
-
     def complete_buffer(self, memory: PlannedBuffer) -> None:
         """Emit the groups that have yet to write to a buffer."""
         for group in [group for group in self._open if memory in group.written]:
@@ -211,18 +196,16 @@ class PlanBuilder:
             return
         self._open.remove(group)
         for value in group.pending:
-            if value.home is None:
-                self._keep_if_needed(group, value)
+            read_later = (
+                node
+                for node in value.nodes
+                if any(user in self.live and user not in self.values for user in node.users)
+            )
+            if value.home is None and (node := next(read_later, None)) is not None:
+                self._give_home(value, self.fake(node))
         step = group.finish_map()
         if step is not None:
             self.emit(step)
-
-    def _keep_if_needed(self, group: Group, value: Pending) -> None:
-        """Store what later nodes read."""
-        for node in value.nodes:
-            if any(user in self.live and user not in self.values for user in node.users):
-                self._give_home(value, self.fake(node))
-                return
 
     def before_writing(self, memory: PlannedBuffer) -> None:
         """Emit the groups that have yet to read a buffer, or to write to it."""
@@ -244,18 +227,18 @@ class PlanBuilder:
             inner: how many of the last dimensions it reduces.
         """
         own = squeezed(shape)
-        pending = [value for node in operands if isinstance(value := self.values.get(node), Pending)]
-        groups = sorted({value.group for value in pending if not value.group.closed}, key=self._open.index)
+        pending = [(node, value) for node in operands if isinstance(value := self.values.get(node), Pending)]
+        groups = sorted({value.group for _, value in pending if not value.group.closed}, key=self._open.index)
         candidates = groups[::-1] + self._open[-1:]
         chosen, rows = None, False
         for group in candidates:
-            if group.is_full or (inner is not None and not group.can_reduce(inner)):
+            if not group.can_join(inner):
                 continue
-            row_nodes = [node for node in operands if self._is_row_of(node, group)]
-            if own == group.domain and all(group.takes_rows(self.fake(node).shape, shape) for node in row_nodes):
+            row_shapes = [self.fake(node).shape for node, value in pending if value.rows and value.group is group]
+            if own == group.domain and all(group.takes_rows(each, shape) for each in row_shapes):
                 chosen = group
                 break
-            if inner is None and group.inner and own == group.outer and row_nodes:
+            if inner is None and group.inner and own == group.outer and row_shapes:
                 chosen, rows = group, True
                 break
         if chosen is None:

@@ -1,91 +1,231 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention, caches, slots' states and the sampler as calls of kernels."""
+"""Nodes as calls of kernels, which take some layouts of their operands and not others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
 from torch.fx import Node
 
-from ..steps.steps import Attend, Convolve, Sample, Walk, WriteCache, WriteCodes
+from ..operators import NAMESPACE
+from ..steps.steps import (
+    Attend,
+    Codes,
+    Convolve,
+    Experts,
+    Layer,
+    Linears,
+    Operand,
+    Sample,
+    Walk,
+    WriteCache,
+    WriteCodes,
+)
 from .builder import PlanBuilder, arguments
-from .operands import adjacent_operand, contiguous_operand, even_rows, optional_operand, rows_operand, whole_operand
-from .values import StoredValue
+from .fusion import FLOATS, StoredValue
+from .pointwise import aten
 
 
-def lower_attend(builder: PlanBuilder, node: Node) -> bool:
-    query, keys, values, blocks, positions, scaling, window, softcap, sinks, column_bias, *scales = arguments(node)
-    asked = adjacent_operand(builder, query)
-    own_keys, own_values = (whole_operand(builder.stored(each)) for each in (keys, values))
-    table, places, sink, bias = (optional_operand(builder, each) for each in (blocks, positions, sinks, column_bias))
-    key_scale, value_scale = (None if each is None else whole_operand(builder.stored(each)) for each in scales)
-    output = builder.allocate_like(node)
-    assert places is not None
-    operands = asked, own_keys, own_values, table, places, sink, bias, whole_operand(output)
-    builder.emit(Attend(*operands, float(scaling), int(window), float(softcap), key_scale, value_scale))
-    builder.values[node] = output
-    return True
+_OWN = getattr(torch.ops, NAMESPACE)
 
 
-def lower_write_cache(builder: PlanBuilder, node: Node) -> bool:
-    cache, states, blocks, columns = arguments(node)
-    new = adjacent_operand(builder, states)
-    numbers, places = (contiguous_operand(builder, each) for each in (blocks, columns))
-    builder.emit(WriteCache(whole_operand(_open_to_write(builder, cache)), new, numbers, places))
-    return True
+def _take_stored(builder: PlanBuilder, node: Node) -> Operand:
+    """Return a node's value as it lies."""
+    return builder.stored(node).as_operand()
 
 
-def lower_write_codes(builder: PlanBuilder, node: Node) -> bool:
-    codes, scale, states, blocks, columns = arguments(node)
-    new = adjacent_operand(builder, states)
-    numbers, places = (contiguous_operand(builder, each) for each in (blocks, columns))
-    own_codes, own_scale = (builder.resting(each) for each in (codes, scale))
-    for each in (own_codes, own_scale):
-        builder.before_writing(each.memory)
-    builder.emit(WriteCodes(whole_operand(own_codes), whole_operand(own_scale), new, numbers, places))
-    return True
+def _take_contiguous(builder: PlanBuilder, node: Node) -> Operand:
+    value = builder.stored(node)
+    return (value if value.layout.is_contiguous() else builder.contiguous_copy(value)).as_operand()
 
 
-def _open_to_write(builder: PlanBuilder, node: Node) -> StoredValue:
+def _take_adjacent(builder: PlanBuilder, node: Node) -> Operand:
+    """Return a node's value with adjacent elements in its last dimension."""
+    value = builder.stored(node)
+    return (value if value.layout.stride(-1) == 1 else builder.contiguous_copy(value)).as_operand()
+
+
+def _take_rows(builder: PlanBuilder, node: Node) -> Operand:
+    return _as_rows(builder, builder.stored(node))
+
+
+def _take_to_write(builder: PlanBuilder, node: Node) -> Operand:
+    """Return memory that a kernel changes, once all that reads it is emitted."""
     target = builder.resting(node)
     builder.before_writing(target.memory)
-    return target
+    return target.as_operand()
 
 
-def lower_convolve(builder: PlanBuilder, node: Node) -> bool:
-    inputs, weight, bias, state, slots, positions = arguments(node)
-    own, taps = rows_operand(even_rows(builder, inputs)), contiguous_operand(builder, weight)
-    own_bias = optional_operand(builder, bias)
-    numbers, places = (contiguous_operand(builder, each) for each in (slots, positions))
+def _as_rows(builder: PlanBuilder, value: StoredValue) -> Operand:
+    """Return a value as `[rows, elements]`, rows at equal distances and their elements adjacent: copied where it is not."""
+    stride = _row_stride(value.layout)
+    if stride is None:
+        value, stride = builder.contiguous_copy(value), value.layout.shape[-1]
+    place, columns = value.as_operand(), value.layout.shape[-1]
+    return Operand(place.buffer, place.dtype, place.offset, (value.layout.numel() // columns, columns), (stride, 1))
+
+
+def _row_stride(layout: Tensor) -> int | None:
+    """Return the elements from a row to the next, where all dimensions but the last count as one; else None."""
+    if layout.shape[-1] > 1 and layout.stride(-1) != 1:
+        return None
+    stride, span = None, 0
+    for size, own in reversed(list(zip(layout.shape[:-1], layout.stride()[:-1], strict=True))):
+        if size == 1:
+            continue
+        if stride is not None and own != span:
+            return None
+        stride, span = own if stride is None else stride, own * size
+    return layout.shape[-1] if stride is None else stride
+
+
+def _take_new(builder: PlanBuilder, node: Node) -> Operand:
+    """Return new memory for a node's result."""
     output = builder.allocate_like(node)
-    target = whole_operand(_open_to_write(builder, state))
-    builder.emit(Convolve(own, taps, own_bias, target, numbers, places, whole_operand(output)))
     builder.values[node] = output
+    return output.as_operand()
+
+
+_WAYS: dict[str, Callable[[PlanBuilder, Node], Operand]] = {
+    "": _take_contiguous,
+    "adjacent": _take_adjacent,
+    "new": _take_new,
+    "rows": _take_rows,
+    "stored": _take_stored,
+    "written": _take_to_write,
+}
+# The step of each operator, with its operands in the order in which they come to be in memory; `output` is the node's own.
+_KERNELS: dict[Any, tuple[type[Any], str]] = {
+    _OWN.attend.default: (
+        Attend,
+        "query:adjacent keys:stored values:stored blocks positions sinks column_bias key_scale:stored value_scale:stored output:new",
+    ),
+    _OWN.write_cache.default: (WriteCache, "states:adjacent blocks columns cache:written"),
+    _OWN.write_codes.default: (WriteCodes, "states:adjacent blocks columns codes:written scale:written"),
+    _OWN.convolve.default: (Convolve, "inputs:rows weight bias slots positions output:new state:written"),
+    _OWN.walk.default: (Walk, "query key value decay share rates slots positions output:new state:written"),
+    _OWN.sample.default: (Sample, "logits:rows output:new params uniforms"),
+    _OWN.expert_linear.default: (Experts, "output:new x index weight bias"),
+}
+
+
+def _lower_kernel(builder: PlanBuilder, node: Node) -> bool:
+    """Lower an operator with one step, which has the operator's arguments by name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    make, operands = _KERNELS[node.target]
+    members: dict[str, Any] = {}
+    for declared, value in zip(node.target._schema.arguments, arguments(node), strict=True):
+        members[declared.name] = float(value) if declared.type.kind() == "FloatType" else value
+    for each in operands.split():
+        name, _, way = each.partition(":")
+        source = members.get(name, node)
+        members[name] = None if source is None else _WAYS[way](builder, source)
+    builder.emit(make(**members))
     return True
 
 
-def lower_walk(builder: PlanBuilder, node: Node) -> bool:
-    query, key, value, decay, share, rates, state, slots, positions = arguments(node)
-    asked, keys, values, decays = (contiguous_operand(builder, each) for each in (query, key, value, decay))
-    shares, own_rates = (optional_operand(builder, each) for each in (share, rates))
-    numbers, places = (contiguous_operand(builder, each) for each in (slots, positions))
-    output = builder.allocate_like(node)
-    target = whole_operand(_open_to_write(builder, state))
-    builder.emit(Walk(asked, keys, values, decays, shares, own_rates, target, numbers, places, whole_operand(output)))
-    builder.values[node] = output
-    return True
-
-
-def lower_sample(builder: PlanBuilder, node: Node) -> bool:
-    logits, params, uniforms = arguments(node)
-    rows = rows_operand(even_rows(builder, logits))
-    output = builder.allocate_like(node)
-    own_params, own_uniforms = (contiguous_operand(builder, each) for each in (params, uniforms))
-    builder.emit(Sample(rows, own_params, own_uniforms, whole_operand(output)))
-    builder.values[node] = output
-    return True
-
-
-def lower_output_rows(builder: PlanBuilder, node: Node) -> bool:
+def _lower_output_rows(builder: PlanBuilder, node: Node) -> bool:
     rows = builder.stored(arguments(node)[0])
     builder.of_live.add(rows.memory)
     builder.values[node] = rows
     return True
+
+
+def _lower_linear(builder: PlanBuilder, node: Node) -> bool:
+    if not _is_linear(builder, node):
+        return False
+
+    def make_layer(each: Node, output: Operand) -> Layer:
+        weight, bias = (_find_parameter(builder, each, index) for index in (1, 2))
+        assert weight is not None
+        return Layer(weight.as_operand(), None if bias is None else bias.as_operand(), output)
+
+    return _lower_layers(builder, node, lambda user: _is_linear(builder, user), make_layer)
+
+
+def _lower_quantized_linear(builder: PlanBuilder, node: Node) -> bool:
+    def read_form(each: Node) -> tuple[str, int, str | None]:
+        _, kind, _, scale, _, _, activations = arguments(each)
+        return kind, builder.fake(scale).shape[-1], activations
+
+    def make_layer(each: Node, output: Operand) -> Layer:
+        _, kind, codes, scale, shift, bias, activations = arguments(each)
+        weight, scales = _take_stored(builder, codes), _take_contiguous(builder, scale)
+        own_bias, shifts = (None if part is None else _take_contiguous(builder, part) for part in (bias, shift))
+        return Layer(weight, own_bias, output, Codes(kind, scales, shifts, activations))
+
+    return _lower_layers(builder, node, lambda user: read_form(user) == read_form(node), make_layer)
+
+
+def _lower_layers(
+    builder: PlanBuilder, node: Node, is_alike: Callable[[Node], bool], make_layer: Callable[[Node, Operand], Layer]
+) -> bool:
+    """Lower linear layers that are alike and share their input to one call, where the first one stands."""
+    x = arguments(node)[0]
+    users = (user for user in x.users if user not in builder.values and user in builder.live)
+    alike = [user for user in users if user.target is node.target and arguments(user)[0] is x and is_alike(user)]
+    rows = _take_rows(builder, x)
+    layers = []
+    for each in alike:
+        output = builder.allocate_like(each)
+        layers.append(make_layer(each, _as_rows(builder, output)))
+        builder.values[each] = output
+    builder.emit(Linears(rows, tuple(layers)))
+    return True
+
+
+def _is_linear(builder: PlanBuilder, node: Node) -> bool:
+    x, *others = arguments(node)
+    dtype = builder.fake(x).dtype
+    parameters = [_find_parameter(builder, node, index) for index, each in enumerate(others[:2], 1) if each]
+    return dtype in FLOATS and all(
+        each is not None and each.layout.dtype == dtype and each.layout.is_contiguous() for each in parameters
+    )
+
+
+def _find_parameter(builder: PlanBuilder, node: Node, index: int) -> StoredValue | None:
+    """Return a weight or bias, which is in memory before the first step."""
+    source = arguments(node)[index] if len(arguments(node)) > index else None
+    value = builder.values.get(source) if isinstance(source, Node) else None
+    return value if isinstance(value, StoredValue) and value.memory.kind in ("tensor", "kept") else None
+
+
+def _lower_matmul(builder: PlanBuilder, node: Node) -> bool:
+    """Lower `weight @ x`, of `x [inputs, tokens]` or `[1, inputs, tokens]`: a linear layer with a token in each column."""
+    weight, source = _find_parameter(builder, node, 0), arguments(node)[1]
+    fake = builder.fake(source)
+    columns = fake.dim() == 2 or (fake.dim() == 3 and fake.shape[0] == 1)
+    if weight is None or weight.layout.dim() != 2 or not weight.layout.is_contiguous() or not columns:
+        return False
+    if fake.dtype not in FLOATS or fake.dtype != weight.layout.dtype:
+        return False
+    value = builder.stored(source)
+    x = StoredValue(value.memory, value.layout.transpose(-1, -2))
+    rows = _as_rows(builder, x)
+    output = builder.allocate((*x.layout.shape[:-1], weight.layout.shape[0]), fake.dtype)
+    builder.emit(Linears(rows, (Layer(weight.as_operand(), None, _as_rows(builder, output)),)))
+    builder.values[node] = StoredValue(output.memory, output.layout.transpose(-1, -2))
+    return True
+
+
+def _lower_quantized_experts(builder: PlanBuilder, node: Node) -> bool:
+    x, index, kind, codes, scale, shift, bias, activations = arguments(node)
+    rows, places, scales = (_take_contiguous(builder, each) for each in (x, index, scale))
+    shifts, own_bias = (None if each is None else _take_contiguous(builder, each) for each in (shift, bias))
+    output = _take_new(builder, node)
+    form = Codes(kind, scales, shifts, activations)
+    builder.emit(Experts(rows, places, _take_stored(builder, codes), own_bias, output, form))
+    return True
+
+
+LOWERINGS: dict[Any, Callable[[PlanBuilder, Node], bool]] = {
+    **dict.fromkeys(_KERNELS, _lower_kernel),
+    _OWN.output_rows.default: _lower_output_rows,
+    _OWN.quantized_linear.default: _lower_quantized_linear,
+    _OWN.quantized_expert_linear.default: _lower_quantized_experts,
+    aten.linear.default: _lower_linear,
+    aten.matmul.default: _lower_matmul,
+}

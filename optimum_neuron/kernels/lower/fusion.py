@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of elementwise operators and reductions that become one Map.
+"""Values of a graph that becomes a plan, and the groups of elementwise operators and reductions that become one Map.
 
 Operators join a group while their results have its shape, or that of its rows once there is a reduction. What the group
 reads is in memory before it begins, so a group can be emitted at any time; it is when something else needs what it computes.
@@ -8,31 +8,53 @@ reads is in memory before it begins, so a group can be emitted at any time; it i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..steps.steps import Item, Map, Operand
-from .values import PlannedBuffer, StoredValue, operand
+from ..run.memory import dtype_name
+from ..steps.steps import BufferKind, Item, Map, Operand
 
 
 # Beyond this, a group's registers would leave the caches.
 _MAX_ITEMS = 160
 _ROUNDING = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # What registers can hold; int64 is read as int32, where it is known to fit.
-REGISTER_DTYPES = (*_FLOATS, torch.int32, torch.bool)
+REGISTER_DTYPES = (*FLOATS, torch.int32, torch.bool)
 
 
-def squeezed(shape: Iterable[int]) -> tuple[int, ...]:
-    return tuple(size for size in shape if size != 1)
+@dataclass(eq=False)
+class PlannedBuffer:
+    """A buffer that the plan will have, with its number there."""
+
+    index: int
+    kind: BufferKind
+    name: str
+    bytes: int
 
 
-def is_float(dtype: torch.dtype) -> bool:
-    return dtype in _FLOATS
+@dataclass(frozen=True, eq=False)
+class StoredValue:
+    """A tensor in memory; `layout` is a meta tensor with its shape, strides and offset."""
+
+    memory: PlannedBuffer
+    layout: Tensor
+
+    def as_operand(self) -> Operand:
+        layout = self.layout
+        place = int(layout.storage_offset())
+        return Operand(self.memory.index, dtype_name(layout.dtype), place, tuple(layout.shape), tuple(layout.stride()))
+
+
+@dataclass(frozen=True, eq=False)
+class KnownValue:
+    """A tensor that is known before any step runs."""
+
+    tensor: Tensor
 
 
 @dataclass(eq=False)
@@ -53,6 +75,22 @@ class Pending:
     nodes: list[Node] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A number that an operator of a group takes in the place of a register."""
+
+    number: float
+
+
+def contiguous(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the layout of a contiguous tensor."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def squeezed(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
 class Group:
     """A Map in the making, in static single assignment; `finish_map` assigns registers."""
 
@@ -65,7 +103,7 @@ class Group:
         self.read: set[PlannedBuffer] = set()
         self._items: list[Item] = []
         self._count = 0
-        self._loads: dict[tuple[int, torch.dtype, int, tuple[int, ...], bool], int] = {}
+        self._loads: dict[tuple[Operand, bool], int] = {}
         self._spread: dict[int, int] = {}
 
     @property
@@ -73,12 +111,10 @@ class Group:
         """The shape of the group's rows."""
         return self.domain[: len(self.domain) - (self.inner or 0)]
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._items) >= _MAX_ITEMS
-
-    def can_reduce(self, inner: int) -> bool:
-        return inner > 0 and self.inner in (None, inner)
+    def can_join(self, inner: int | None) -> bool:
+        """Return whether an operator may join, or a reduction of so many dimensions."""
+        fits = inner is None or (inner > 0 and self.inner in (None, inner))
+        return fits and len(self._items) < _MAX_ITEMS
 
     def takes_rows(self, own: torch.Size, shape: torch.Size) -> bool:
         """Return whether a tensor with an element per row, of shape `own`, meets the group's elements in `shape` row by row."""
@@ -90,102 +126,73 @@ class Group:
         """Return a register with a tensor in memory, broadcast to `shape`."""
         fewer = value.layout.dim() > len(shape)  # without its dimensions of size 1
         layout = value.layout.view(shape) if fewer else value.layout.expand(shape)
-        sizes = [size for size in shape if size != 1]
-        strides = [stride for size, stride in zip(shape, layout.stride(), strict=True) if size != 1]
-        key = (value.memory.index, layout.dtype, int(layout.storage_offset()), tuple(strides), rows)
-        if key not in self._loads:
-            access = operand(value.memory, layout)
-            access = Operand(access.buffer, access.dtype, access.offset, tuple(sizes), tuple(strides))
-            self._loads[key] = self._append("load", access=access, rows=rows)
+        access = _squeezed_access(StoredValue(value.memory, layout))
+        if (access, rows) not in self._loads:
+            self._loads[access, rows] = self._append("load", rows=rows, access=access)
             self.read.add(value.memory)
-        return self._loads[key]
+        return self._loads[access, rows]
 
-    def store_register(self, register: int, memory: PlannedBuffer, layout: Tensor, *, rows: bool) -> None:
+    def store_register(self, register: int, place: StoredValue, *, rows: bool) -> None:
         """Write a register to a tensor of the group's shape, or of its rows'."""
-        full = operand(memory, layout)
-        kept = [i for i, size in enumerate(layout.shape) if size != 1]
-        access = Operand(
-            full.buffer,
-            full.dtype,
-            full.offset,
-            tuple(full.shape[i] for i in kept),
-            tuple(full.strides[i] for i in kept),
-        )
-        self._items.append(Item("store", -1, (register,), (False,), rows, access))
-        self.written.add(memory)
+        self._items.append(Item("store", -1, (register,), (False,), rows, _squeezed_access(place)))
+        self.written.add(place.memory)
 
-    def compute(
-        self, op: str, operands: Sequence[int | float], constants: Sequence[bool] = (), *, rows: bool = False
-    ) -> int:
-        return self._append(op, tuple(operands), tuple(constants) or (False,) * len(operands), rows=rows)
+    def compute(self, op: str, *operands: int | Constant, rows: bool = False) -> int:
+        return self._append(op, *operands, rows=rows)
 
     def reduce(self, op: str, register: int, inner: int) -> int:
         self.inner = inner
-        return self.compute(op, (register,), rows=True)
+        return self._append(op, register, rows=True)
 
     def rotate(self, register: int) -> int:
         """Return a register with each row's second half negated, and then its first."""
         self.inner = 1
-        return self.compute("rotate_half", (register,))
+        return self.compute("rotate_half", register)
 
     def spread(self, register: int) -> int:
         """Return a register of all elements for one of rows."""
         if register not in self._spread:
-            self._spread[register] = self.compute("spread", (register,))
+            self._spread[register] = self.compute("spread", register)
         return self._spread[register]
 
     def rounded(self, register: int, dtype: torch.dtype, *, rows: bool) -> int:
         """Return a register of float32 numbers rounded to another type."""
-        return self.compute(_ROUNDING[dtype], (register,), rows=rows) if dtype in _ROUNDING else register
+        return self.compute(_ROUNDING[dtype], register, rows=rows) if dtype in _ROUNDING else register
 
-    def add_pending(self, register: int, dtype: torch.dtype, *, rows: bool) -> Pending:
-        value = Pending(self, register, rows, dtype)
-        self.pending.append(value)
-        return value
-
-    def _append(
-        self,
-        op: str,
-        operands: tuple[int | float, ...] = (),
-        constants: tuple[bool, ...] = (),
-        *,
-        rows: bool,
-        access: Operand | None = None,
-    ) -> int:
+    def _append(self, op: str, *operands: int | Constant, rows: bool, access: Operand | None = None) -> int:
         register = self._count
         self._count += 1
-        self._items.append(Item(op, register, operands, constants, rows, access))
+        numbers = tuple(each.number if isinstance(each, Constant) else each for each in operands)
+        constants = tuple(isinstance(each, Constant) for each in operands)
+        self._items.append(Item(op, register, numbers, constants, rows, access))
         return register
 
     def finish_map(self) -> Map | None:
         """Return the Map; None where none of its results is needed, or has elements."""
         self.closed = True
-        items = _find_live(self._items)
+        needed: set[int] = set()
+        items = []
+        for item in reversed(self._items):
+            if item.op == "store" or item.to in needed:
+                items.append(item)
+                needed.update(_registers_of(item))
         if not items or 0 in self.domain:
             return None
-        inner = self.inner or 0
-        rows = math.prod(self.outer) if inner else 1
-        registers, assigned = _assign_registers(items)
+        rows = math.prod(self.outer) if self.inner else 1
+        registers, assigned = _assign_registers(items[::-1])
         return Map(rows, math.prod(self.domain) // rows, registers, assigned)
 
 
+def _squeezed_access(place: StoredValue) -> Operand:
+    """Return a tensor without its dimensions of size 1."""
+    access = place.as_operand()
+    kept = [dim for dim, size in enumerate(access.shape) if size != 1]
+    strides = tuple(access.strides[dim] for dim in kept)
+    return replace(access, shape=tuple(access.shape[dim] for dim in kept), strides=strides)
+
+
 def _registers_of(item: Item) -> list[int]:
-    return [
-        int(value)
-        for value, constant in zip(item.operands, item.constants, strict=True)
-        if not constant and value is not None
-    ]
-
-
-def _find_live(items: list[Item]) -> list[Item]:
-    """List the items on which a store depends."""
-    needed: set[int] = set()
-    live = []
-    for item in reversed(items):
-        if item.op == "store" or item.to in needed:
-            live.append(item)
-            needed.update(_registers_of(item))
-    return live[::-1]
+    return [int(each) for each, constant in zip(item.operands, item.constants, strict=True) if not constant]
 
 
 def _assign_registers(items: list[Item]) -> tuple[int, tuple[Item, ...]]:
@@ -196,7 +203,7 @@ def _assign_registers(items: list[Item]) -> tuple[int, tuple[Item, ...]]:
     count, assigned = 0, []
     for index, item in enumerate(items):
         operands = tuple(
-            value if constant else place[int(value)]  # type: ignore[arg-type]
+            value if constant else place[int(value)]
             for value, constant in zip(item.operands, item.constants, strict=True)
         )
         target = -1
@@ -206,7 +213,7 @@ def _assign_registers(items: list[Item]) -> tuple[int, tuple[Item, ...]]:
             else:
                 target, count = count, count + 1
             place[item.to] = target
-        assigned.append(Item(item.op, target, operands, item.constants, item.rows, item.access))
+        assigned.append(replace(item, to=target, operands=operands))
         for register in {*_registers_of(item)}:
             if last_use[register] == index:
                 free.append(place[register])

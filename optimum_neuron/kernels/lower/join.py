@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that join a group, and the numbers among their operands."""
+"""Nodes that join a group, the numbers among their operands; and reductions, softmax and norms.
+
+The functions that lower a node return False where a Map cannot compute it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .builder import PlanBuilder
-from .fusion import Pending, is_float
-from .values import KnownValue, StoredValue
+from .builder import PlanBuilder, arguments
+from .fusion import FLOATS, Constant, KnownValue, Pending, StoredValue, squeezed
+from .pointwise import MEANS, REDUCING
 
 
 _INT32 = range(-(2**31), 2**31)
-Number = int | float | bool
 
 
 class Join:
@@ -54,49 +57,119 @@ class Join:
 
     def floats(self, source: Node) -> int:
         register = self.register(source)
-        return register if is_float(self.builder.fake(source).dtype) else self.compute("to_float", register)
+        return register if self.builder.fake(source).dtype in FLOATS else self.compute("to_float", register)
 
     def operands(
-        self, sources: Sequence[Any], numbers: Sequence[Number | None], dtype: torch.dtype
-    ) -> list[int | float]:
-        """Return a register of each source, or its number: floats where `dtype` is a type of floats."""
-        own = self.floats if is_float(dtype) else self.register
-        kind = float if is_float(dtype) else int
-        return [
-            own(source) if number is None else kind(number) for source, number in zip(sources, numbers, strict=True)
-        ]
+        self, sources: Sequence[Any], numbers: Iterable[Constant | None], dtype: torch.dtype
+    ) -> list[int | Constant]:
+        """Return a register of each source, of floats where `dtype` is a type of floats, or its number."""
+        own = self.floats if dtype in FLOATS else self.register
+        return [own(source) if number is None else number for source, number in zip(sources, numbers, strict=True)]
 
-    def compute(self, op: str, *operands: int | float, constants: tuple[bool, ...] = ()) -> int:
-        return self.group.compute(op, operands, constants, rows=self.rows)
+    def compute(self, op: str, *operands: int | Constant) -> int:
+        return self.group.compute(op, *operands, rows=self.rows)
 
     def finish(self, register: int, *, rows: bool | None = None) -> bool:
         rows = self.rows if rows is None else rows
         dtype = self.builder.fake(self.node).dtype
-        if self.node in self.builder.uses.written:  # later readers get it from memory
+        if self.node in self.builder.written:  # later readers get it from memory
             register = self.group.rounded(register, dtype, rows=rows)
-        value = self.group.add_pending(register, dtype, rows=rows)
-        value.nodes.append(self.node)
+        value = Pending(self.group, register, rows, dtype, nodes=[self.node])
+        self.group.pending.append(value)
         self.builder.values[self.node] = value
         return True
 
 
-def constant(builder: PlanBuilder, source: Any) -> Number | None:
+def constant(builder: PlanBuilder, source: Any) -> float | None:
     """Return the number that an operand is before any step runs; None where it is none."""
     if not isinstance(source, Node):
         return source if isinstance(source, int | float) else None
     value = builder.values.get(source)
     if isinstance(value, KnownValue) and value.tensor.numel() == 1 and value.tensor.dtype != torch.float64:
-        number: Number = value.tensor.item()
+        number: float = value.tensor.item()
         return number
     return None
 
 
-def fits(number: Number | None) -> bool:
-    """Return whether a number is None, or one of int32."""
-    return number is None or (isinstance(number, int) and number in _INT32)
+def read_numbers(
+    builder: PlanBuilder, sources: Sequence[Any], dtype: torch.dtype, exact: Collection[int] = ()
+) -> list[Constant | None] | None:
+    """Return the numbers among operands, as operators on a type take them; None where one is no number of int32.
+
+    Args:
+        exact: places of the numbers that torch does not round to the type.
+    """
+    numbers = [constant(builder, source) for source in sources]
+    if dtype not in FLOATS:
+        fit = all(each is None or (isinstance(each, int) and each in _INT32) for each in numbers)
+        return [None if each is None else Constant(int(each)) for each in numbers] if fit else None
+    return [
+        None if each is None else Constant(float(each if place in exact else torch.tensor(each, dtype=dtype).item()))
+        for place, each in enumerate(numbers)
+    ]
 
 
-def rounded(number: float, dtype: torch.dtype) -> float:
-    """Return a number rounded to a type."""
-    result: float = torch.tensor(number, dtype=dtype).item()
-    return result
+def reduced_dims(builder: PlanBuilder, node: Node) -> set[int]:
+    """Return the dimensions that a reduction takes, of those with more than one element."""
+    shape = builder.fake(arguments(node)[0]).shape
+    dims: Any = arguments(node)[1] if len(arguments(node)) > 1 else node.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
+    return {dim % len(shape) for dim in dims if shape[dim] != 1} if shape else set()
+
+
+def lower_reduction(builder: PlanBuilder, node: Node) -> bool:
+    source = arguments(node)[0]
+    if constant(builder, source) is not None:
+        return False
+    fake = builder.fake(source)
+    reduced = reduced_dims(builder, node)
+    on_floats = builder.fake(node).dtype in FLOATS
+    op = REDUCING[node.target][0 if on_floats else 1]
+    if not op or (on_floats and fake.dtype not in FLOATS):
+        return False
+    order = [dim for dim in range(fake.dim()) if dim not in reduced] + sorted(reduced)
+    real = [dim for dim in order if fake.shape[dim] != 1]
+    join = Join(builder, node, [source], inner=len(reduced), order=None if real == sorted(real) else order)
+    result = join.group.reduce(op, join.register(source), len(reduced))
+    if node.target in MEANS:
+        count = float(math.prod(fake.shape[dim] for dim in reduced))
+        result = join.group.compute("div", result, Constant(count), rows=True)
+    return join.finish(result, rows=True)
+
+
+def lower_softmax(builder: PlanBuilder, node: Node) -> bool:
+    source, dim = arguments(node)[0], arguments(node)[1]
+    fake = builder.fake(source)
+    on_floats = fake.dtype in FLOATS and builder.fake(node).dtype in FLOATS
+    if dim not in (-1, fake.dim() - 1) or not squeezed(fake.shape[-1:]) or not on_floats:
+        return False
+    join = Join(builder, node, [source], inner=1)
+    group = join.group
+    x = join.register(source)
+    largest = group.spread(group.reduce("row_max", x, 1))
+    weights = group.compute("exp", group.compute("sub", x, largest))
+    total = group.spread(group.reduce("sum", weights, 1))
+    return join.finish(group.compute("div", weights, total), rows=False)
+
+
+def lower_layer_norm(builder: PlanBuilder, node: Node) -> bool:
+    source, shape, weight, bias, epsilon = [*arguments(node), None, None, 1e-5][:5]
+    fake = builder.fake(source)
+    own = squeezed(shape)
+    if len(own) != 1 or fake.dtype not in FLOATS or squeezed(fake.shape[-1:]) != own:
+        return False
+    join = Join(builder, node, [source, *(each for each in (weight, bias) if each is not None)], inner=1)
+    group, count = join.group, Constant(float(own[0]))
+
+    def mean(register: int) -> int:
+        return group.compute("div", group.reduce("sum", register, 1), count, rows=True)
+
+    x = join.register(source)
+    result = group.compute("sub", x, group.spread(mean(x)))
+    variance = mean(group.compute("mul", result, result))
+    shifted = group.compute("add", variance, Constant(float(epsilon)), rows=True)
+    result = group.compute("mul", result, group.spread(group.compute("rsqrt", shifted, rows=True)))
+    for op, parameter in (("mul", weight), ("add", bias)):
+        if parameter is not None:
+            result = group.compute(op, result, join.register(parameter))
+    return join.finish(result, rows=False)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,40 +14,24 @@ from torch.fx import Node
 
 from ..operators import NAMESPACE
 from ..plan import Plan
-from ..steps.steps import STATES, TorchCall
-from . import calls, linear_calls, moves
+from ..steps.steps import STATES, BufferKind, TorchCall
+from . import calls, moves
 from .arena import place_buffers
-from .builder import PlanBuilder, Uses, arguments
-from .elementwise import lower_elementwise
-from .fusion import REGISTER_DTYPES, Pending
+from .builder import PlanBuilder, arguments
+from .elementwise import MAPPED, lower_elementwise
+from .fusion import REGISTER_DTYPES, KnownValue, Pending, StoredValue, contiguous, squeezed
 from .live import leave_out_dead
-from .pointwise import ALIASES, CONVERSIONS, FILLED, RESHAPES, ROTATE_HALF, SHAPED, UNDEFINED, VIEWS, aten
+from .pointwise import ALIASES, CONVERSIONS, FILLED, JOINING, RESHAPES, ROTATE_HALF, SHAPED, UNDEFINED, VIEWS, aten
 from .rewrites import find_rotations, lower_rotation, split_heads
-from .torch_calls import copy_by_torch, lower_torch_call, writes
-from .values import KnownValue, StoredValue, contiguous
+from .torch_calls import lower_torch_call, writes
 
 
-_OWN = getattr(torch.ops, NAMESPACE)
-_CALLS: dict[Any, Any] = {
-    _OWN.attend.default: calls.lower_attend,
-    _OWN.write_cache.default: calls.lower_write_cache,
-    _OWN.write_codes.default: calls.lower_write_codes,
-    _OWN.expert_linear.default: linear_calls.lower_experts,
-    _OWN.quantized_linear.default: linear_calls.lower_quantized_linear,
-    _OWN.quantized_expert_linear.default: linear_calls.lower_quantized_experts,
-    _OWN.output_rows.default: calls.lower_output_rows,
-    _OWN.sample.default: calls.lower_sample,
-    _OWN.convolve.default: calls.lower_convolve,
-    _OWN.walk.default: calls.lower_walk,
-    aten.linear.default: linear_calls.lower_linear,
-    aten.matmul.default: linear_calls.lower_matmul,
-    aten.embedding.default: moves.lower_select,
-    aten.index_select.default: moves.lower_select,
-    aten.index.Tensor: moves.lower_select,
+_SELECTIONS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor)
+_LOWERINGS: dict[Any, Callable[[PlanBuilder, Node], bool]] = {
+    **calls.LOWERINGS,
+    **dict.fromkeys(_SELECTIONS, moves.lower_select),
+    **dict.fromkeys(JOINING, moves.lower_cat),
     aten.repeat_interleave.self_int: moves.lower_repeat,
-    aten.cat.default: moves.lower_cat,
-    aten.stack.default: moves.lower_cat,
-    aten.concat.default: moves.lower_cat,
     aten.copy_.default: moves.lower_copy,
     ROTATE_HALF: lower_rotation,
 }
@@ -76,7 +60,7 @@ def lower(program: ExportedProgram, tokens: int = 1, by_token: Collection[str] =
     graph = program.graph_module.graph
     writers = [node for node in graph.nodes if node.op == "call_function" and writes(node) and not _is_own(node)]
     live = _find_live(graph.nodes)
-    builder = PlanBuilder(live, Uses(live, writers), writes_by_torch=bool(writers))
+    builder = PlanBuilder(live, writers, MAPPED)
     fixed = _add_inputs(builder, program)
     begin = _lower_fixed(builder, graph.nodes, fixed)
     once = tuple(step for step in builder.steps if isinstance(step, TorchCall))
@@ -86,13 +70,24 @@ def lower(program: ExportedProgram, tokens: int = 1, by_token: Collection[str] =
             continue
         if node in begin:
             builder.values[node] = begin[node]
-            copy_by_torch(builder, node)
+            value = builder.stored(node)
+            output = builder.allocate_like(node)
+            source = {"tensor": value.as_operand()}  # of any type, so by torch
+            builder.emit(TorchCall(str(aten.clone.default), [source], {}, (output.as_operand(),)))
+            builder.values[node] = output
         elif node not in builder.values:
             _lower_node(builder, node)
-    output = next(node for node in graph.nodes if node.op == "output")
-    _add_outputs(builder, list(arguments(output)[0]))
+    for index, node in enumerate(arguments(graph.output_node())[0]):
+        moves.store_value(builder, node, _add_buffer(builder, node, "output", index))
+    builder.close_groups()
     plan, constants = place_buffers(builder, once)
     return leave_out_dead(plan, tokens, by_token), constants
+
+
+def _add_buffer(builder: PlanBuilder, node: Node, kind: BufferKind, number: int) -> StoredValue:
+    """Add the buffer of an input or output of the graph."""
+    layout = contiguous(builder.fake(node).shape, builder.fake(node).dtype)
+    return StoredValue(builder.memory(kind, str(number), layout.nbytes), layout)
 
 
 def _find_live(nodes: Iterable[Node]) -> set[Node]:
@@ -112,14 +107,11 @@ def _add_inputs(builder: PlanBuilder, program: ExportedProgram) -> set[Node]:
     for spec in program.graph_signature.input_specs:
         node = nodes[spec.arg.name]
         if spec.kind is InputKind.USER_INPUT:
-            memory = builder.memory("input", str(count), _count_bytes(builder.fake(node)))
-            builder.values[node] = StoredValue(memory, contiguous(builder.fake(node).shape, builder.fake(node).dtype))
+            builder.values[node] = _add_buffer(builder, node, "input", count)
             count += 1
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None:
-            fake = builder.fake(node)
-            memory = builder.memory("tensor", spec.target, _count_bytes(fake))
-            layout = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
-            builder.values[node] = StoredValue(memory, layout)
+            layout = _layout_in_torch(builder.fake(node))
+            builder.values[node] = StoredValue(builder.memory("tensor", spec.target, layout.nbytes), layout)
             if not spec.target.startswith(STATES):
                 fixed.add(node)
         elif spec.target is not None:  # what torch.export lifted out of the model's code
@@ -128,8 +120,8 @@ def _add_inputs(builder: PlanBuilder, program: ExportedProgram) -> set[Node]:
     return fixed
 
 
-def _count_bytes(fake: Tensor) -> int:
-    return fake.numel() * fake.dtype.itemsize
+def _layout_in_torch(fake: Tensor) -> Tensor:
+    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
 
 
 def _lower_fixed(builder: PlanBuilder, nodes: Iterable[Node], fixed: set[Node]) -> dict[Node, KnownValue]:
@@ -143,11 +135,11 @@ def _lower_fixed(builder: PlanBuilder, nodes: Iterable[Node], fixed: set[Node]) 
     for node in nodes:
         fake = builder.fake_or_none(node)
         shaped = node.target in SHAPED or node.target in FILLED
-        if node.op != "call_function" or node not in builder.live or writes(node) or _is_own(node):
+        if node.op != "call_function" or node not in builder.live or node.target in UNDEFINED:
             continue
-        if node.target in UNDEFINED:
+        if writes(node) or _is_own(node):
             continue
-        if node in builder.uses.written:  # not known for longer than the first write
+        if node in builder.written:  # not known for longer than the first write
             if shaped and fake is not None:
                 begin[node] = KnownValue(_fill_constant(node, fake))
             elif not node.all_input_nodes:
@@ -182,8 +174,7 @@ def _evaluate_node(builder: PlanBuilder, node: Node) -> None:
         return builder.values[source].tensor
 
     args, kwargs = torch.fx.node.map_arg((arguments(node), node.kwargs), known)
-    if not callable(node.target):
-        return
+    assert callable(node.target)
     result = node.target(*args, **{name: value for name, value in kwargs.items() if name != "device"})
     if isinstance(result, Tensor):
         builder.values[node] = KnownValue(result)
@@ -212,7 +203,7 @@ def _lower_node(builder: PlanBuilder, node: Node) -> None:
         return
     if node.target in VIEWS and _lower_view(builder, node):
         return
-    lowering = _CALLS.get(node.target)
+    lowering = _LOWERINGS.get(node.target)
     if lowering is not None and lowering(builder, node):
         return
     if not lower_elementwise(builder, node):
@@ -224,20 +215,24 @@ def _lower_view(builder: PlanBuilder, node: Node) -> bool:
     source = arguments(node)[0]
     if not isinstance(source, Node):
         return False
-    value = builder.values[source]
-    if isinstance(value, KnownValue) or (node in builder.uses.written and _is_copied(builder, node, source)):
+    value, fake = builder.values[source], builder.fake(source)
+    if isinstance(value, KnownValue):
         return False
-    if isinstance(value, Pending) and not value.group.closed and _keeps_order(builder, node, source):
-        builder.share(node, source)
-        return True
+    if node in builder.written and _on_layout(builder, node, _layout_in_torch(fake)) is None:
+        return False  # torch's result has memory of its own
+    if isinstance(value, Pending) and not value.group.closed and node.target in RESHAPES:
+        own = builder.fake_or_none(node)
+        if own is not None and squeezed(own.shape) == squeezed(fake.shape):
+            builder.share(node, source)
+            return True
     base = builder.resting(source)
     result = _on_layout(builder, node, base.layout)
     if result is None:  # of a copy, which lies in order, there is every view
         if base.layout.dtype not in REGISTER_DTYPES:
             return False
-        copied = builder.allocate(base.layout.shape, base.layout.dtype)
-        moves.store_value(builder, source, copied, copied.layout)
-        base, result = copied, _on_layout(builder, node, copied.layout)
+        base = builder.allocate(base.layout.shape, base.layout.dtype)
+        moves.store_value(builder, source, base)
+        result = _on_layout(builder, node, base.layout)
         if result is None:
             return False
     if isinstance(result, Tensor):
@@ -245,22 +240,6 @@ def _lower_view(builder: PlanBuilder, node: Node) -> bool:
     else:
         builder.values[node] = [StoredValue(base.memory, each) for each in result]
     return True
-
-
-def _is_copied(builder: PlanBuilder, node: Node, source: Node) -> bool:
-    """Return whether torch's result has memory of its own, as its strides there differ from a plan's."""
-    fake = builder.fake(source)
-    layout = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
-    return _on_layout(builder, node, layout) is None
-
-
-def _keeps_order(builder: PlanBuilder, node: Node, source: Node) -> bool:
-    """Return whether a view only adds or drops dimensions of size 1."""
-    fake = builder.fake_or_none(node)
-    if fake is None:
-        return False
-    own = [size for size in fake.shape if size != 1]
-    return node.target in RESHAPES and own == [size for size in builder.fake(source).shape if size != 1]
 
 
 def _on_layout(builder: PlanBuilder, node: Node, layout: Tensor) -> Any:
@@ -276,17 +255,4 @@ def _on_layout(builder: PlanBuilder, node: Node, layout: Tensor) -> Any:
     except RuntimeError:  # a view that this layout does not have
         return None
     first = result if isinstance(result, Tensor) else result[0]
-    same = first.untyped_storage()._cdata == layout.untyped_storage()._cdata
-    if not same:
-        return None
-    return result if isinstance(result, Tensor) else list(result)
-
-
-def _add_outputs(builder: PlanBuilder, outputs: list[Node]) -> None:
-    for index, node in enumerate(outputs):
-        fake = builder.fake(node)
-        output = StoredValue(
-            builder.memory("output", str(index), _count_bytes(fake)), contiguous(fake.shape, fake.dtype)
-        )
-        moves.store_value(builder, node, output, output.layout)
-    builder.close_groups()
+    return result if first.untyped_storage()._cdata == layout.untyped_storage()._cdata else None

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tables, repeated, joined and copied tensors."""
+"""Rows of tables, and tensors that are repeated, joined, copied or converted.
+
+Each function returns False where a Map cannot compute the node.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
-from ..steps.steps import Operand, Select
+from ..steps.steps import Select
 from .builder import PlanBuilder, arguments
-from .fusion import REGISTER_DTYPES, Pending
+from .fusion import FLOATS, REGISTER_DTYPES, KnownValue, Pending, StoredValue
 from .join import Join
-from .operands import whole_operand
-from .pointwise import aten
-from .values import StoredValue
+from .pointwise import COPIES, aten
 
 
 def lower_select(builder: PlanBuilder, node: Node) -> bool:
@@ -30,31 +30,30 @@ def lower_select(builder: PlanBuilder, node: Node) -> bool:
         if len(chosen) != 1:
             return False
         dim, index = chosen[0], indices[chosen[0]]
-    assert isinstance(source, Node) and isinstance(index, Node)
     if builder.fake(index).dtype not in (torch.int32, torch.int64) or builder.fake(node).numel() == 0:
         return False
-    dim %= builder.fake(source).dim()
-    table, numbers = builder.stored(source), _contiguous_or_none(builder, index)
-    if numbers is None:
-        return False
+    table, numbers = builder.stored(source), builder.stored(index)
+    if not numbers.layout.is_contiguous():
+        if numbers.layout.dtype not in REGISTER_DTYPES:
+            return False
+        numbers = builder.contiguous_copy(numbers)
     if not table.layout.is_contiguous():
         if table.memory.kind == "tensor" or table.layout.dtype not in REGISTER_DTYPES:
             return False
         table = builder.contiguous_copy(table)
     output = builder.allocate_like(node)
-    of_live = builder.memories[numbers.buffer] in builder.of_live
     builder.emit(
-        Select(whole_operand(table), numbers, whole_operand(output), dim, node.target is aten.index.Tensor, of_live)
+        Select(
+            table.as_operand(),
+            numbers.as_operand(),
+            output.as_operand(),
+            dim % builder.fake(source).dim(),
+            wraps=node.target is aten.index.Tensor,
+            of_live=numbers.memory in builder.of_live,
+        )
     )
     builder.values[node] = output
     return True
-
-
-def _contiguous_or_none(builder: PlanBuilder, node: Node) -> Operand | None:
-    value = builder.stored(node)
-    if value.layout.is_contiguous():
-        return whole_operand(value)
-    return whole_operand(builder.contiguous_copy(value)) if value.layout.dtype in REGISTER_DTYPES else None
 
 
 def lower_repeat(builder: PlanBuilder, node: Node) -> bool:
@@ -77,23 +76,20 @@ def lower_cat(builder: PlanBuilder, node: Node) -> bool:
     parts = list(arguments(node)[0])
     dim: Any = arguments(node)[1] if len(arguments(node)) > 1 else node.kwargs.get("dim", 0)
     fake = builder.fake(node)
-    dtypes = {builder.fake(part).dtype for part in parts}
-    if dtypes != {fake.dtype} or fake.dtype not in REGISTER_DTYPES:
+    if {builder.fake(part).dtype for part in parts} != {fake.dtype} or fake.dtype not in REGISTER_DTYPES:
         return False
-    wide = builder.uses.are_wide(node, builder.values)
-    output = builder.allocate(fake.shape, torch.float32 if wide else fake.dtype)
+    output = builder.allocate_wide(node, fake.shape)
     start = 0
     for part in parts:
         shape = builder.fake(part).shape
         if node.target is aten.stack.default:
-            place = output.layout.select(dim, start)
-            start += 1
+            place, size = output.layout.select(dim, start), 1
+        elif len(shape) != fake.dim() or 0 in shape:
+            continue  # torch allows parts without elements
         else:
-            if len(shape) != fake.dim() or 0 in shape:
-                continue  # torch allows parts without elements
-            place = output.layout.narrow(dim, start, shape[dim])
-            start += shape[dim]
-        store_value(builder, part, output, place)
+            place, size = output.layout.narrow(dim, start, shape[dim]), shape[dim]
+        start += size
+        store_value(builder, part, StoredValue(output.memory, place))
     builder.values[node] = output
     return True
 
@@ -107,17 +103,60 @@ def lower_copy(builder: PlanBuilder, node: Node) -> bool:
     if not alike or fakes[0].dtype not in REGISTER_DTYPES or place.memory.kind not in ("arena", "tensor"):
         return False
     builder.before_writing(place.memory)
-    store_value(builder, source, place, place.layout)
+    store_value(builder, source, place)
     builder.complete_buffer(place.memory)
     builder.values[node] = place
     return True
 
 
-def store_value(builder: PlanBuilder, source: Node, output: StoredValue, place: Tensor) -> None:
-    """Write a node's value to a place of its shape in a buffer, in the group that computes it where it is in one."""
+def store_value(builder: PlanBuilder, source: Node, place: StoredValue) -> None:
+    """Write a node's value to a place of its shape, in the group that computes it where it is in one."""
     value = builder.values[source]
     if isinstance(value, Pending) and not value.group.closed:
-        value.group.store_register(value.register, output.memory, place, rows=value.rows)
+        value.group.store_register(value.register, place, rows=value.rows)
         return
     join = Join(builder, source, [source])
-    join.group.store_register(join.register(source), output.memory, place, rows=False)
+    join.group.store_register(join.register(source), place, rows=False)
+
+
+def lower_conversion(builder: PlanBuilder, node: Node) -> bool:
+    source = arguments(node)[0]
+    before, after = builder.fake(source).dtype, builder.fake(node).dtype
+    if before == after:
+        builder.share(node, source)
+        return True
+    # What int64 holds is known to fit where it is made int32.
+    readable = before in (*REGISTER_DTYPES, torch.int8) or (before == torch.int64 and after == torch.int32)
+    value = builder.values[source]
+    if not readable or after not in REGISTER_DTYPES or isinstance(value, KnownValue):
+        return False
+    # A step may have left it in float32, where that or what Maps take unrounded is asked for.
+    is_wide = isinstance(value, StoredValue) and value.memory.kind == "arena" and value.layout.dtype == torch.float32
+    taken = after == torch.float32 or builder.is_wide(node)
+    if is_wide and taken and not builder.written:
+        builder.values[node] = value
+        return True
+    join = Join(builder, node, [source])
+    register = join.register(source)
+    if after in FLOATS:
+        op = None if before in FLOATS else "to_float"
+    elif after == torch.bool:
+        op = "to_bool" if before in FLOATS else "ito_bool"
+    else:
+        op = "to_int" if before in FLOATS else None
+    return join.finish(join.compute(op, register) if op else register)
+
+
+def lower_clone(builder: PlanBuilder, node: Node) -> bool:
+    """Lower a contiguous copy, made if need be."""
+    source = arguments(node)[0]
+    value = builder.values[source]
+    copied = node.target in COPIES or not builder.fake(source).is_contiguous()
+    apart = copied and bool(builder.written)
+    if apart or (isinstance(value, StoredValue) and not value.layout.is_contiguous()):
+        if isinstance(value, KnownValue):
+            return False
+        join = Join(builder, node, [source])
+        return join.finish(join.register(source))
+    builder.share(node, source)
+    return True

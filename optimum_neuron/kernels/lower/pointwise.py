@@ -67,25 +67,20 @@ REDUCING: dict[Any, tuple[str, str]] = {
     for each in _list(names)
 }
 MEANS = frozenset(_list("mean.dim mean.default"))
-# Results that share their first operand's memory, wherever its layout allows it.
-VIEWS: frozenset[Any] = frozenset(
+# Views that only add or drop dimensions of size 1, where the other sizes stay.
+RESHAPES: frozenset[Any] = frozenset(
     _list(
-        """
-        view.default reshape.default _unsafe_view.default flatten.using_ints unflatten.int unsqueeze.default squeeze.default
-        squeeze.dim squeeze.dims transpose.int permute.default t.default numpy_T.default mT.default movedim.int movedim.intlist
-        swapaxes.default swapdims.default select.int slice.Tensor narrow.default expand.default expand_as.default
-        broadcast_to.default view_as.default reshape_as.default split.Tensor split.sizes split_with_sizes.default chunk.default
-        tensor_split.sections unbind.int diagonal.default unfold.default
-        """
+        "view.default reshape.default _unsafe_view.default flatten.using_ints unflatten.int unsqueeze.default squeeze.default "
+        "squeeze.dim squeeze.dims expand.default"
     )
 )
-# Views that only add or drop dimensions of size 1, where the other sizes stay.
-RESHAPES = frozenset(
+# Results that share their first operand's memory, wherever its layout allows it.
+VIEWS = RESHAPES.union(
     _list(
-        """
-        view.default reshape.default _unsafe_view.default flatten.using_ints unflatten.int unsqueeze.default squeeze.default
-        squeeze.dim squeeze.dims expand.default
-        """
+        "transpose.int permute.default t.default numpy_T.default mT.default movedim.int movedim.intlist swapaxes.default "
+        "swapdims.default select.int slice.Tensor narrow.default expand_as.default broadcast_to.default view_as.default "
+        "reshape_as.default split.Tensor split.sizes split_with_sizes.default chunk.default tensor_split.sections "
+        "unbind.int diagonal.default unfold.default"
     )
 )
 # New tensors of which only the shape follows from the operand.
@@ -102,13 +97,3 @@ UNDEFINED = frozenset(_list("new_empty.default empty_like.default empty.memory_f
 JOINING = frozenset(_list("cat.default stack.default concat.default"))
 # Of each row of 2n columns, the second half negated, and then the first; only a plan has it.
 ROTATE_HALF = getattr(torch.ops, NAMESPACE).rotate_half.default
-# Operators with a rule of their own, in elementwise.py.
-_SPECIAL = """
-    contiguous.default copy_.default where.self where.ScalarSelf where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor
-    logical_not.default bitwise_not.default isnan.default gelu.default pow.Tensor_Scalar square.default rsub.Scalar clamp.default
-    clamp_min.default clamp_max.default softmax.int _softmax.default layer_norm.default softplus.default
-"""
-# What becomes operators of a Map.
-MAPPED: frozenset[Any] = frozenset(
-    {ROTATE_HALF, *ARITHMETIC, *COMPARISONS, *LOGICAL, *UNARY, *REDUCING, *CONVERSIONS, *COPIES, *_list(_SPECIAL)}
-)

@@ -12,7 +12,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 
 from .builder import PlanBuilder, arguments
-from .fusion import is_float
+from .fusion import FLOATS
 from .join import Join
 from .pointwise import ROTATE_HALF, aten
 
@@ -73,7 +73,7 @@ def _rotated(node: Node) -> Node | None:
         return None
     (negated, first), dim = arguments(node)
     fake: torch.Tensor = node.meta["val"]
-    if negated.target is not aten.neg.default or dim not in (-1, fake.dim() - 1) or not is_float(fake.dtype):
+    if negated.target is not aten.neg.default or dim not in (-1, fake.dim() - 1) or fake.dtype not in FLOATS:
         return None
     second = arguments(negated)[0]
     columns = fake.shape[-1]

@@ -16,7 +16,6 @@ from ..steps.steps import Operand, TorchCall
 from ..steps.torch_operators import OPERATORS, check_arguments
 from .builder import PlanBuilder, arguments
 from .pointwise import CONVERSIONS, aten
-from .values import operand
 
 
 # Arguments for the place of a result: a plan has its own.
@@ -54,22 +53,12 @@ def lower_torch_call(builder: PlanBuilder, node: Node) -> None:
     for source in node.all_input_nodes:
         builder.stored(source)
     outputs = [builder.allocate(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in results]
-    places = tuple(None if each is None else operand(each.memory, each.layout) for each in outputs)
+    places = tuple(None if each is None else each.as_operand() for each in outputs)
     builder.emit(_call(builder, node, places))
     builder.values[node] = outputs[0] if isinstance(fakes, Tensor) else outputs
 
 
-def copy_by_torch(builder: PlanBuilder, node: Node) -> None:
-    """Give a node a copy of its value, of any type."""
-    value = builder.stored(node)
-    output = builder.allocate(value.layout.shape, value.layout.dtype)
-    source = {"tensor": operand(value.memory, value.layout)}
-    builder.emit(TorchCall(str(aten.clone.default), [source], {}, (operand(output.memory, output.layout),)))
-    builder.values[node] = output
-
-
 def _call(builder: PlanBuilder, node: Node, outputs: tuple[Operand | None, ...]) -> TorchCall:
-    assert isinstance(node.target, torch._ops.OpOverload)
     if node.target in CONVERSIONS:  # whatever else it says of where to
         dtype = {"dtype": dtype_name(builder.fake(node).dtype)}
         return TorchCall(str(aten.to.dtype), [_argument(builder, arguments(node)[0]), dtype], {}, outputs)
@@ -83,8 +72,7 @@ def _call(builder: PlanBuilder, node: Node, outputs: tuple[Operand | None, ...])
 
 def _argument(builder: PlanBuilder, value: Any) -> Any:
     if isinstance(value, Node):
-        stored = builder.stored(value)
-        return {"tensor": operand(stored.memory, stored.layout)}
+        return {"tensor": builder.stored(value).as_operand()}
     if isinstance(value, list | tuple):
         return [_argument(builder, each) for each in value]
     if isinstance(value, torch.dtype):

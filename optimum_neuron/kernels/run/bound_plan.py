@@ -9,8 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..steps.access import PlanError
-from ..steps.effects import find_operands, list_written
+from ..steps.access import PlanError, find_operands, list_written
 from ..steps.steps import Buffer, PlanData, Step, TorchCall
 from .encode import encode_step
 from .memory import PlanMemory, TensorForm

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..steps.access import PlanError, require
-from ..steps.effects import writes_in_place
+from ..steps.access import PlanError, require, writes_in_place
 from ..steps.steps import Operand, TorchCall
 from ..steps.torch_operators import check_arguments, resolve, row_operands
 from .memory import PlanMemory, check_bytes

@@ -1,13 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of operands against their buffers, and of numbers against their types. Imports no torch."""
+"""The operands that each step reads and writes, and checks of them against their buffers and types. Imports no torch."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
-from .steps import Buffer, Operand
+from .steps import (
+    Buffer,
+    Convolve,
+    Experts,
+    Linears,
+    Map,
+    Operand,
+    Sample,
+    Step,
+    TorchCall,
+    Walk,
+    WriteCache,
+    WriteCodes,
+)
 
 
 # As in native/common/kernels.h.
@@ -27,7 +42,24 @@ ALIGNMENT = 64  # bytes of a cache line
 # What the kernel of attention takes: dimensions of heads, and columns at a time, which lie in one block. kBlock of
 # native/attention/attention_call.h is the latter.
 HEAD_DIM_STEP, HEAD_DIM_LIMIT, COLUMN_BLOCK = 16, 256, 64
-_LARGEST = 1 << 48
+LARGEST = 1 << 48  # bytes or elements that native code can count
+# Operands of kernels with a row per token, where a token's results depend on those rows alone.
+BY_TOKEN: dict[type[Any], tuple[str, ...]] = {
+    Experts: ("x", "index"),
+    WriteCache: ("states", "blocks", "columns"),
+    WriteCodes: ("states", "blocks", "columns"),
+    Convolve: ("inputs", "slots", "positions"),
+    Walk: ("query", "key", "value", "decay", "share", "slots", "positions"),
+    Sample: ("logits", "params", "uniforms"),
+}
+# What kernels change in place: the rest of it stays as it was. Kernels write to their `output` too.
+_CHANGED: dict[type[Any], tuple[str, ...]] = {
+    WriteCache: ("cache",),
+    WriteCodes: ("codes", "scale"),
+    Convolve: ("state",),
+    Walk: ("state",),
+}
+_OVERWRITING = ("aten.copy_.default", "aten.fill_.Scalar", "aten.zero_.default")
 
 
 class PlanError(ValueError):
@@ -38,11 +70,6 @@ def require(holds: bool, otherwise: str) -> None:
     """Raise PlanError with the text `otherwise` where something does not hold."""
     if not holds:
         raise PlanError(otherwise)
-
-
-def check_size(number: int) -> None:
-    """Raise PlanError where native code cannot count so many bytes or elements."""
-    require(0 <= number <= _LARGEST, f"it has the size {number}, which is not within 0 and {_LARGEST}")
 
 
 def item_size(dtype: str) -> int:
@@ -61,7 +88,7 @@ def check_operand(operand: Operand, buffers: Sequence[Buffer]) -> None:
     if len(operand.shape) != len(operand.strides):
         raise PlanError(f"it has an operand of {len(operand.shape)} dimensions with {len(operand.strides)} strides")
     numbers = (operand.offset, *operand.shape, *operand.strides)
-    if min(numbers) < 0 or max(numbers) > _LARGEST:
+    if min(numbers) < 0 or max(numbers) > LARGEST:
         raise PlanError(
             f"it has an operand of shape {list(operand.shape)} at {operand.offset}, by {list(operand.strides)}"
         )
@@ -80,3 +107,73 @@ def float_bits(number: Any) -> int:
         return int(struct.unpack("<I", struct.pack("<f", number))[0])
     except (struct.error, OverflowError) as error:
         raise PlanError(f"it has the constant {number!r}, which is no float32") from error
+
+
+def find_operands(value: Any) -> Iterator[Operand]:
+    """Yield all operands in a step."""
+    if isinstance(value, Operand):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from find_operands(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from find_operands(each)
+    else:
+        kind: Any = type(value)
+        for name in _members(kind):
+            yield from find_operands(getattr(value, name))
+
+
+@cache
+def _members(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+
+
+def writes_in_place(call: TorchCall) -> bool:
+    """Return whether an operator of torch writes to its first argument, by its name."""
+    return any(each.endswith("_") for each in call.operator.split(".")[1:2])
+
+
+def list_written(step: Step) -> list[Operand]:
+    """Return the operands that a step writes to.
+
+    Raises:
+        PlanError: a call of torch has no tensor to write to.
+    """
+    if isinstance(step, Map):
+        return [item.access for item in step.items if item.op == "store" and item.access is not None]
+    if isinstance(step, Linears):
+        return [layer.output for layer in step.layers]
+    if not isinstance(step, TorchCall):
+        changed = _list_changed(step)
+        return [*changed, step.output] if hasattr(step, "output") else changed
+    if not writes_in_place(step):
+        return [each for each in step.outputs if each is not None]
+    first = step.arguments[0] if step.arguments else None
+    if not isinstance(first, dict) or "tensor" not in first or step.outputs:
+        raise PlanError(f"its call of {step.operator} has no tensor to write to, or another one with it")
+    return [first["tensor"]]
+
+
+def _list_changed(step: Step) -> list[Operand]:
+    return [getattr(step, name) for name in _CHANGED.get(type(step), ())]
+
+
+def list_accesses(step: Step) -> Iterator[tuple[Operand, bool]]:
+    """Yield each operand in the order in which a step takes it, and whether it writes there.
+
+    Raises:
+        PlanError: as `list_written`.
+    """
+    if isinstance(step, Map):
+        yield from ((item.access, item.op == "store") for item in step.items if item.access is not None)
+        return
+    targets = list_written(step)
+    changed = _list_changed(step)
+    if isinstance(step, TorchCall) and writes_in_place(step) and step.operator not in _OVERWRITING:
+        changed = targets
+    for each in find_operands(step):
+        if not any(each is target for target in targets) or any(each is part for part in changed):
+            yield each, False
+    yield from ((target, True) for target in targets)

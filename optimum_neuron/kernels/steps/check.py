@@ -3,17 +3,34 @@
 
 Kernels and torch check an index where they first meet it, and read it again while they write. So no step writes over what it reads: it
 could make an index of it that nothing has checked. A Map alone may, as it has no indices.
+
+Each step reads weights, states, inputs, and what earlier steps wrote. Buffers of the arena share places. So a write to one of
+them ends what the others held there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from .access import ALIGNMENT, PlanError, check_operand, check_size, item_size, require
-from .effects import find_operands, list_written
-from .order import check_order
+from .access import (
+    ALIGNMENT,
+    LARGEST,
+    PlanError,
+    check_operand,
+    find_operands,
+    item_size,
+    list_accesses,
+    list_written,
+    require,
+)
 from .steps import STATES, Buffer, Map, Operand, PlanData, Step, TorchCall
+
+
+_ALWAYS = ("tensor", "constant")
+# Pieces of all buffers together: more take too long to follow. Plans of large models have some thousands.
+_MOST_PIECES = 1 << 31
 
 
 class _ByteRange(NamedTuple):
@@ -29,10 +46,9 @@ class _ByteRange(NamedTuple):
 
 def check_steps(plan: PlanData, dtypes: Mapping[str, str]) -> None:
     """Check the sizes of buffers, what each step reads and writes, and the order of the steps, as `Plan.check`."""
-    check_size(plan.arena)
+    for number in (plan.arena, *(size for buffer in plan.buffers for size in (buffer.bytes, buffer.offset))):
+        require(0 <= number <= LARGEST, f"it has the size {number}, which is not within 0 and {LARGEST}")
     for buffer in plan.buffers:
-        check_size(buffer.bytes)
-        check_size(buffer.offset)
         fits = buffer.kind != "arena" or buffer.offset + buffer.bytes <= plan.arena
         require(
             fits and buffer.offset % ALIGNMENT == 0, f"it has a buffer at {buffer.offset} of an arena of {plan.arena}"
@@ -45,14 +61,15 @@ def check_steps(plan: PlanData, dtypes: Mapping[str, str]) -> None:
 
 
 def _check_step(step: Step, buffers: Sequence[Buffer], dtypes: Mapping[str, str], own: Collection[str]) -> None:
+    name = f"call of {step.operator}" if isinstance(step, TorchCall) else type(step).__name__
     spans = []
     targets = list_written(step)
     for target in targets:
         _check_access(target, buffers, dtypes)
         buffer = buffers[target.buffer]
         is_state = buffer.kind == "tensor" and buffer.name.startswith(STATES) and "kept" not in own
-        require(buffer.kind in own or is_state, f"its {_name(step)} writes to the {buffer.kind} {buffer.name!r}")
-        require(_has_places(target), f"its {_name(step)} writes several elements to one place")
+        require(buffer.kind in own or is_state, f"its {name} writes to the {buffer.kind} {buffer.name!r}")
+        require(_has_places(target), f"its {name} writes several elements to one place")
         spans.append(_span(target, buffer, target.buffer))
     for each in find_operands(step):
         if any(each is target for target in targets):
@@ -60,7 +77,7 @@ def _check_step(step: Step, buffers: Sequence[Buffer], dtypes: Mapping[str, str]
         _check_access(each, buffers, dtypes)
         if not isinstance(step, Map):
             read = _span(each, buffers[each.buffer], each.buffer)
-            require(not any(read.meets(span) for span in spans), f"its {_name(step)} writes over what it reads")
+            require(not any(read.meets(span) for span in spans), f"its {name} writes over what it reads")
 
 
 def _check_access(operand: Operand, buffers: Sequence[Buffer], dtypes: Mapping[str, str]) -> None:
@@ -69,10 +86,6 @@ def _check_access(operand: Operand, buffers: Sequence[Buffer], dtypes: Mapping[s
     if buffer.kind in ("tensor", "constant") and dtypes.get(buffer.name) != operand.dtype:
         found = dtypes.get(buffer.name)
         raise PlanError(f"it takes the {buffer.kind} {buffer.name!r}, of type {found}, as {operand.dtype}")
-
-
-def _name(step: Step) -> str:
-    return f"call of {step.operator}" if isinstance(step, TorchCall) else type(step).__name__
 
 
 def _has_places(operand: Operand) -> bool:
@@ -88,8 +101,113 @@ def _has_places(operand: Operand) -> bool:
 def _span(operand: Operand, buffer: Buffer, number: int) -> _ByteRange:
     size = item_size(operand.dtype)
     reach = sum((count - 1) * stride for count, stride in zip(operand.shape, operand.strides, strict=True))
-    begin = operand.offset * size
+    in_arena = buffer.kind == "arena"
+    begin = operand.offset * size + (buffer.offset if in_arena else 0)
     end = begin if 0 in operand.shape else begin + (reach + 1) * size
-    if buffer.kind == "arena":
-        return _ByteRange(("arena", ""), buffer.offset + begin, buffer.offset + end)
-    return _ByteRange((buffer.kind, buffer.name or str(number)), begin, end)
+    return _ByteRange((buffer.kind, "" if in_arena else buffer.name or str(number)), begin, end)
+
+
+class _Access(NamedTuple):
+    """Bytes of an operand in its buffer: a run from `begin` on, and its repetitions, each a count and a distance."""
+
+    buffer: int
+    writes: bool
+    begin: int
+    run: int
+    repeats: tuple[tuple[int, int], ...]
+
+
+def check_order(plan: PlanData) -> None:
+    """Check that each step reads what is there, and that the steps write all outputs.
+
+    Args:
+        plan: its operands lie in their buffers.
+
+    Raises:
+        PlanError: a step reads what no earlier step wrote or a later buffer replaced, or an output is not written whole.
+    """
+    once, steps = (
+        [_find_access(*each) for step in part for each in list_accesses(step)] for part in (plan.once, plan.steps)
+    )
+    contents = _Contents(plan.buffers, [*once, *steps])
+    for each in once:
+        contents.take_access(each)
+    contents.fill_inputs()
+    for each in steps:
+        contents.take_access(each)
+    for index, buffer in enumerate(plan.buffers):
+        require(buffer.kind != "output" or contents.is_whole(index), f"it does not write all of output {buffer.name}")
+
+
+def _find_access(operand: Operand, writes: bool) -> _Access:
+    size = run = item_size(operand.dtype)
+    if 0 in operand.shape:
+        return _Access(operand.buffer, writes, 0, 0, ())
+    repeats: list[tuple[int, int]] = []
+    for stride, count in sorted(zip(operand.strides, operand.shape, strict=True)):
+        if count > 1 and stride * size == run and not repeats:
+            run *= count
+        elif count > 1 and stride:
+            repeats.append((count, stride * size))
+    return _Access(operand.buffer, writes, operand.offset * size, run, tuple(repeats))
+
+
+class _Contents:
+    """The contents of buffers, each as a number with a bit for each piece. All places begin and end between pieces."""
+
+    def __init__(self, buffers: Sequence[Buffer], found: Iterable[_Access]) -> None:
+        self._buffers = buffers
+        self._units = [buffer.bytes for buffer in buffers]
+        for each in found:
+            distances = (distance for _, distance in each.repeats)
+            self._units[each.buffer] = math.gcd(self._units[each.buffer], each.begin, each.run, *distances)
+        pieces = sum(self._count_pieces(index) for index, buffer in enumerate(buffers) if buffer.kind not in _ALWAYS)
+        require(pieces <= _MOST_PIECES, f"it takes its memory in {pieces} pieces, and may in {_MOST_PIECES}")
+        self._held: dict[int, int] = {}
+
+    def _count_pieces(self, index: int) -> int:
+        return self._buffers[index].bytes // max(self._units[index], 1)
+
+    def fill_inputs(self) -> None:
+        for index, buffer in enumerate(self._buffers):
+            if buffer.kind == "input":
+                self._held[index] = (1 << self._count_pieces(index)) - 1
+
+    def is_whole(self, index: int) -> bool:
+        """Return whether all of a buffer is written."""
+        return self._held.get(index, 0) == (1 << self._count_pieces(index)) - 1
+
+    def take_access(self, access: _Access) -> None:
+        """Check that what is read is there, or hold what is written.
+
+        Raises:
+            PlanError: it is not there.
+        """
+        index = access.buffer
+        own = self._buffers[index]
+        if own.kind in _ALWAYS:
+            return
+        bits = self._set_bits(access)
+        if not access.writes:
+            if bits & ~self._held.get(index, 0):
+                raise PlanError(
+                    f"it reads {access.run} bytes at {access.begin} of its {own.kind} buffer {index}, which no step wrote before"
+                )
+            return
+        for other in list(self._held) if own.kind == "arena" else ():  # it ends what they held in its place
+            each = self._buffers[other]
+            meets = each.offset < own.offset + own.bytes and own.offset < each.offset + each.bytes
+            if other != index and each.kind == "arena" and meets:
+                del self._held[other]
+        self._held[index] = self._held.get(index, 0) | bits
+
+    def _set_bits(self, access: _Access) -> int:
+        size = max(self._units[access.buffer], 1)
+        bits = ((1 << access.run // size) - 1) << access.begin // size
+        for count, distance in access.repeats:
+            done = 1
+            while done < count:
+                more = min(done, count - done)
+                bits |= bits << more * (distance // size)
+                done += more
+        return bits

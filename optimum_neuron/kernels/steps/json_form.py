@@ -33,12 +33,11 @@ def write_as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: write_as_json(each) for name, each in value.items()}
     kind = {"kind": type(value).__name__} if isinstance(value, Step) else {}
-    members = vars(value).items()
-    return kind | {name: _write_numbers(each) if name == "operands" else write_as_json(each) for name, each in members}
-
-
-def _write_numbers(operands: tuple[Any, ...]) -> list[Any]:
-    return [str(each) if isinstance(each, float) and not math.isfinite(each) else each for each in operands]
+    members = {name: write_as_json(each) for name, each in vars(value).items()}
+    if "operands" in members:
+        numbers = members["operands"]
+        members["operands"] = [str(n) if isinstance(n, float) and not math.isfinite(n) else n for n in numbers]
+    return kind | members
 
 
 def build_from_json(kind: Any, value: Any) -> Any:

@@ -68,7 +68,7 @@ class Item:
 
     op: str
     to: int
-    operands: tuple[int | float | None, ...] = ()
+    operands: tuple[int | float, ...] = ()
     constants: tuple[bool, ...] = ()
     rows: bool = False
     access: Operand | None = None

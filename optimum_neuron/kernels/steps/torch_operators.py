@@ -52,36 +52,29 @@ _IN_PLACE = """
     masked_fill_.Scalar masked_fill_.Tensor mul_.Scalar mul_.Tensor neg_.default relu_.default rsqrt_.default sigmoid_.default
     silu_.default sqrt_.default sub_.Scalar sub_.Tensor tanh_.default tril_.default triu_.default zero_.default
 """
+_INDEXED_BY_SECOND = "embedding.default index.Tensor index_put_.default"
+_INDEXED_BY_THIRD = """
+    gather.default index_add_.default index_copy_.default index_fill_.int_Scalar index_select.default
+    scatter.src scatter.value scatter_.src scatter_.value scatter_add_.default
+"""
 # Which of an operator's arguments are indices: whole numbers, not a mask.
-_INDICES = {
-    "embedding.default": 1,
-    "gather.default": 2,
-    "index.Tensor": 1,
-    "index_add_.default": 2,
-    "index_copy_.default": 2,
-    "index_fill_.int_Scalar": 2,
-    "index_put_.default": 1,
-    "index_select.default": 2,
-    "scatter.src": 2,
-    "scatter.value": 2,
-    "scatter_.src": 2,
-    "scatter_.value": 2,
-    "scatter_add_.default": 2,
+INDEXED = {
+    f"aten.{name}": place
+    for place, names in ((1, _INDEXED_BY_SECOND), (2, _INDEXED_BY_THIRD))
+    for name in names.split()
 }
-OPERATORS = frozenset(
-    f"aten.{name}" for name in (*_INDICES, *(_ELEMENTWISE + _SHAPES + _ROWS + _PRODUCTS + _IN_PLACE).split())
-)
-INDEXED = {f"aten.{name}": place for name, place in _INDICES.items()}
+_OTHERS = f"{_ELEMENTWISE} {_SHAPES} {_ROWS} {_PRODUCTS} {_IN_PLACE}"
+OPERATORS = frozenset([*INDEXED, *(f"aten.{name}" for name in _OTHERS.split())])
 _WHOLE_NUMBERS = (torch.int32, torch.int64)
 # The least number of a type divided by -1 stops a process.
-_DIVISIONS = (
+_DIVISIONS = [
     "div.Scalar_mode",
     "div.Tensor_mode",
     "floor_divide.Scalar",
     "floor_divide.default",
     "remainder.Scalar",
     "remainder.Tensor",
-)
+]
 _TEXTS = ("constant", "floor", "none", "tanh", "trunc")
 
 
@@ -139,13 +132,8 @@ _CALLS: dict[str, tuple[tuple[int, ...], int | None]] = {
     "aten.sort.default": ((0,), 1),
     "aten.topk.default": ((0,), 2),
 }
-# Of these the bits of a row depend on how many there are: rows of any are computed always.
-_COMPUTED_WHOLE = frozenset(["aten.matmul.default", "aten.mm.default"])
-
-
-def can_end_early(call: TorchCall) -> bool:
-    """Return whether a call of fewer rows gives those the same bits."""
-    return call.operator not in _COMPUTED_WHOLE
+# Of these the bits of a row depend on how many there are.
+COMPUTED_WHOLE = frozenset(["aten.matmul.default", "aten.mm.default"])
 
 
 def row_operands(call: TorchCall, dim: int) -> list[Operand]:
@@ -154,21 +142,14 @@ def row_operands(call: TorchCall, dim: int) -> list[Operand]:
     outputs = [each for each in call.outputs if each is not None]
     if known is None or not outputs:
         return []
-    operands = [_tensor(call.arguments[place]) for place in known[0] if place < len(call.arguments)]
-    found = [each for each in operands if each is not None]
+    places, along = known
+    taken = [call.arguments[place] for place in places if place < len(call.arguments)]
+    found: list[Operand] = [each["tensor"] for each in taken if isinstance(each, dict) and "tensor" in each]
     rank, rows = len(outputs[0].shape), outputs[0].shape[dim]
     same = all(len(each.shape) == rank and each.shape[dim] == rows for each in (*outputs, *found))
-    if not same or len(found) < len(known[0]) or _meets(call, known[1]) % rank == dim:
+    if not same or len(found) < len(places):
         return []
-    return found
-
-
-def _tensor(argument: object) -> Operand | None:
-    return argument.get("tensor") if isinstance(argument, dict) else None
-
-
-def _meets(call: TorchCall, place: int | None) -> int:
-    """Return the dimension along which elements meet; the last, where a call names none."""
-    if place is None or place >= len(call.arguments):
-        return int(call.keywords.get("dim", -1)) if place is not None else -1
-    return int(call.arguments[place])
+    meets = -1  # the last, where a call names none
+    if along is not None:
+        meets = int(call.arguments[along] if along < len(call.arguments) else call.keywords.get("dim", -1))
+    return found if meets % rank != dim else []

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from ... import progress
-from ...kernels.host import library, native_build
+from ...kernels.host import native_build
 from ...kernels.host.instruction_sets import InstructionSet
 from ..cache.entries import About
 from ..cache.store import CompileCache
@@ -25,7 +25,7 @@ def load_kernels() -> ctypes.CDLL:
         RuntimeError: they cannot be built.
         ValueError: OPTIMUM_NEURON_CPU names an instruction set that this machine lacks.
     """
-    return library.load_library(fetch_library)
+    return native_build.load_library(fetch_library)
 
 
 def fetch_library(folder: Path, chosen: InstructionSet) -> Path:

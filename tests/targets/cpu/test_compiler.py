@@ -14,7 +14,7 @@ import torch
 from helpers import artifact_runner, export_tiny, folder_bytes, generate, random_tokens, tiny_config
 
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
-from optimum_neuron.kernels.host import library, native_build
+from optimum_neuron.kernels.host import native_build
 from optimum_neuron.kernels.host.instruction_sets import choose_instruction_set
 from optimum_neuron.kernels.host.processes import Processes
 from optimum_neuron.step.spec import graph_specs
@@ -99,7 +99,7 @@ def empty_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 def test_kernels_are_built_once(empty_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sources").mkdir()
-    stubs = "".join(f'extern "C" long {name}() {{ return {library.INTERFACE}; }}\n' for name in FUNCTIONS)
+    stubs = "".join(f'extern "C" long {name}() {{ return {native_build.INTERFACE}; }}\n' for name in FUNCTIONS)
     (tmp_path / "sources" / "source.cpp").write_text(stubs, encoding="ascii")
     monkeypatch.setattr(native_build, "SOURCES", tmp_path / "sources")
     built: list[str] = []
