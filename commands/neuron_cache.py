@@ -15,7 +15,7 @@ from optimum.commands.register.neuron_estimate import add_model_options
 from optimum_neuron.cli import add_option, console, explain, make_table, reported_errors
 from optimum_neuron.command_options import hub_options, read_declared
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.targets.cache.units import parse_age, parse_size, show_size
+from optimum_neuron.targets.cache.units import parse_age, parse_size
 
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class CachePruneCommand(BaseOptimumCLICommand):
 
     @reported_errors()
     def run(self) -> None:
-        from optimum_neuron.targets.cache.prune import SIZE_VARIABLE, prune, size_limit
+        from optimum_neuron.targets.cache.entries import SIZE_VARIABLE, prune, size_limit
 
         largest = self.args.max_size
         if largest is None and self.args.older_than is None:
@@ -142,7 +142,7 @@ class CacheVerifyCommand(BaseOptimumCLICommand):
 
     @reported_errors()
     def run(self) -> None:
-        from optimum_neuron.targets.cache.prune import verify
+        from optimum_neuron.targets.cache.entries import verify
 
         checked = list(verify(remove=self.args.remove))
         broken = [(entry, problem) for entry, problem in checked if problem is not None]
@@ -238,16 +238,20 @@ class NeuronCacheCommand(BaseOptimumCLICommand):
 
 
 def _count(entries: Sequence[CacheEntry]) -> str:
+    from rich.filesize import decimal
+
     number = "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
-    return f"{number} of {show_size(sum(entry.size for entry in entries))}"
+    return f"{number} of {decimal(sum(entry.size for entry in entries))}"
 
 
 def _print_entries(entries: Sequence[CacheEntry], title: str) -> None:
+    from rich.filesize import decimal
+
     table = make_table(title, ("graph", "target", "compiler"), ("size", "last use", "key"))
     for entry in entries:
         used = datetime.fromtimestamp(entry.last_use, timezone.utc).strftime("%Y-%m-%d %H:%M")
         about = entry.about
-        table.add_row(about.graph, about.target, about.compiler, show_size(entry.size), used, entry.path.name[:8])
+        table.add_row(about.graph, about.target, about.compiler, decimal(entry.size), used, entry.path.name[:8])
     console().print(table)
 
 

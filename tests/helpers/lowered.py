@@ -21,7 +21,7 @@ from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import lower_program, lower_state_graph, lower_step
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
-from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
+from optimum_neuron.targets.neuron.run.executors import HloProgram
 
 
 def lower_model(model: nn.Module, config: NeuronConfig) -> list[LoweredGraph]:

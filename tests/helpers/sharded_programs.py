@@ -8,14 +8,13 @@ XLA's CPU client has as many devices as CPU_NUM_DEVICES says, and its collective
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from helpers import (
-    VOCAB,
     as_tensor,
     decode_rows,
     eager_runner,
@@ -36,13 +35,11 @@ from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
-from optimum_neuron.targets import Executable
-from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, LoweredGraph
+from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all, trace_first
 from optimum_neuron.targets.neuron.lowering.split_tokens import is_split
-from optimum_neuron.targets.neuron.run.ahead import find_draws
-from optimum_neuron.targets.neuron.run.load_plan import copy_inputs
+from optimum_neuron.targets.neuron.run.executors import AheadExecutable, returned_names
 from optimum_neuron.targets.neuron.sharding import shard_plan, write_sharded_weights
 from optimum_neuron.tools.certify.host_ranks import GraphRun, LoweredModule, RankGroup
 
@@ -51,42 +48,28 @@ NOISE = 2e-6  # of logits between -1 and 1, in float32
 SAMPLINGS = (GREEDY, SamplingParams(20, 0.9, 0.8), SamplingParams(temperature=1.0))  # the last from all tokens
 
 
-class RanksExecutable(Executable):
+class RanksExecutable(AheadExecutable):
     """An executable of several ranks; every rank must return the same."""
+
+    runs_ahead = False
 
     def __init__(
         self, graphs: Sequence[LoweredGraph], config: NeuronConfig, weights: Sequence[dict[str, Tensor]]
     ) -> None:
+        calls = {spec.name: [tensor.name for tensor in spec.inputs()] for spec in graph_specs(config)}
+        super().__init__({graph.name: graph.io for graph in graphs}, calls)
         modules = {graph.name: LoweredModule(graph.hlo, graph.io) for graph in graphs}
         states = {each.name: each for graph in graphs for each in graph.io.inputs if each.role == "state"}
         self._states = states.keys()
         zeros = {name: torch.zeros(state.shape, dtype=getattr(torch, state.dtype)) for name, state in states.items()}
         self._ranks = RankGroup(modules, [(own | zeros).items() for own in weights])
-        self._calls = {spec.name: [tensor.name for tensor in spec.inputs()] for spec in graph_specs(config)}
-        self._outputs = {spec.name: [each.name for each in spec.outputs(VOCAB)] for spec in graph_specs(config)}
-        self._samplers = {graph.name: graph.io.names("input") for graph in graphs}
-        self._draws = find_draws(self._calls, {graph.name: graph.io for graph in graphs})
 
-    def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        given = dict(zip(self._calls[graph], inputs, strict=True))
-        outputs = self._run(graph, given)
-        for draw in self._draws[graph]:
+    def start(self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool) -> Callable[[], Sequence[np.ndarray]]:
+        outputs = self._run(graph, inputs)
+        for draw in self._draws.get(graph, ()):
             if draw.is_due(inputs):
-                drawn = dict(zip(self._samplers[draw.graph], draw.take_inputs(inputs), strict=True))
-                outputs |= self._run(draw.graph, drawn)
-        return [to_numpy(outputs[name]) for name in self._outputs[graph]]
-
-    def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self._copy(COPY_SLOT, source, destination, length)
-
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        self._copy(KEEP_STATE, slot, snapshot, 1)
-
-    def restore_state(self, snapshot: int, slot: int) -> None:
-        self._copy(RESTORE_STATE, snapshot, slot, 1)
-
-    def _copy(self, graph: str, *numbers: int) -> None:
-        self._run(graph, dict(zip(self._samplers[graph], copy_inputs(*numbers), strict=True)))
+                outputs |= self._run(draw.graph, draw.take_inputs(inputs))
+        return lambda: [to_numpy(outputs[name]) for name in returned_names(self._described[graph])]
 
     def overwrite(self) -> None:
         """NaN, and indices beyond all, in whatever ranks keep."""
@@ -95,9 +78,9 @@ class RanksExecutable(Executable):
                 state = bound[name].cpu()
                 bound[name] = state.fill_(torch.nan if state.is_floating_point() else 7).to(bound[name].device)
 
-    def _run(self, graph: str, given: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        tensors = {name: to_torch(each) for name, each in given.items()}
-        first, *others = self._ranks.run_graph(GraphRun(graph, tensors))
+    def _run(self, graph: str, inputs: Sequence[np.ndarray]) -> dict[str, Tensor]:
+        names = self._steps.get(graph) or self._described[graph].names("input")
+        first, *others = self._ranks.run_graph(GraphRun(graph, dict(zip(names, map(to_torch, inputs), strict=True))))
         for other in others:
             assert all(torch.equal(first[name], other[name]) for name in first)
         return first

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of the compile cache on the disk: their files, descriptions, sizes and last use.
+"""Entries of the compile cache on the disk: their files, descriptions, sizes and last use; broken and old ones are removed.
 
 <kind>/<key>/entry.json      the digest of every file of code, checked while it is copied; changed at each use
 <kind>/<key>/code.<suffix>   what a target compiled
@@ -12,25 +12,28 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ... import progress
 from ...artifact.filesystem import explained_full_disk, open_regular
 from ...artifact.partial import partial_folder
 from ...artifact.schema import read_object
 from ...artifact.user_cache import CACHE_VARIABLE, cache_folder, cache_root, untrusted
+from .units import parse_size
 
 
+SIZE_VARIABLE = "OPTIMUM_NEURON_CACHE_SIZE"
 # Of code; what else lies in the user's cache is not compiled, or is an artifact.
 KINDS = ("cpu", "kernels", "neuron")
 RECORD, ABOUT, CODE = "entry.json", "about.json", "code"
 KEY = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = re.compile(r"\.[A-Za-z0-9_.-]+")
-_PIECE = 1 << 20
-_UNKNOWN, _LONGEST_NAME = "-", 200
+_LONGEST_NAME = 200
 
 
 class BrokenError(Exception):
@@ -41,9 +44,7 @@ class BrokenError(Exception):
 class About:
     """The description of an entry, for people: a key alone decides whether an entry is used.
 
-    Attributes:
-        target: of the graph, or of kernels the instruction set.
-        compiler: with its version.
+    `target` is that of the graph, or of kernels the instruction set; `compiler` has its version.
     """
 
     graph: str
@@ -53,12 +54,7 @@ class About:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """An entry, whole or broken.
-
-    Attributes:
-        size: of all its files, in bytes.
-        last_use: seconds since the epoch.
-    """
+    """An entry, whole or broken: bytes of all its files, and its last use in seconds since the epoch."""
 
     path: Path
     about: About
@@ -69,24 +65,19 @@ class CacheEntry:
 def list_entries() -> list[CacheEntry]:
     """List the entries of the user's cache, the last used first, but for those that another process takes away meanwhile.
 
-    Raises:
-        PermissionError: the cache is not to be trusted.
+    Raise PermissionError where the cache is not to be trusted.
     """
     found = []
     for kind in KINDS:
-        if (cache_root() / kind).is_dir():
-            for path in cache_folder(kind).iterdir():
-                if KEY.fullmatch(path.name):
-                    with suppress(FileNotFoundError):
-                        found.append(_look_at(path))
+        for path in cache_folder(kind).iterdir() if (cache_root() / kind).is_dir() else ():
+            if KEY.fullmatch(path.name):
+                with suppress(FileNotFoundError):
+                    files = path.iterdir() if path.is_dir() else (path,)
+                    size = sum(each.lstat().st_size for each in files)
+                    record = path / RECORD
+                    last_use = (record if record.is_file() else path).lstat().st_mtime
+                    found.append(CacheEntry(path, read_about(path), size, last_use))
     return sorted(found, key=lambda entry: (-entry.last_use, entry.path))
-
-
-def _look_at(path: Path) -> CacheEntry:
-    size = sum(each.lstat().st_size for each in path.iterdir()) if path.is_dir() else path.lstat().st_size
-    record = path / RECORD
-    last_use = (record if record.is_file() else path).lstat().st_mtime
-    return CacheEntry(path, read_about(path), size, last_use)
 
 
 def read_about(entry: Path) -> About:
@@ -94,12 +85,11 @@ def read_about(entry: Path) -> About:
     known: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         known = read_object(entry / ABOUT)
-    return About(*(_printable_name(known.get(field)) for field in ("graph", "target", "compiler")))
-
-
-def _printable_name(value: object) -> str:
-    is_name = isinstance(value, str) and value.isprintable() and 0 < len(value) <= _LONGEST_NAME
-    return str(value) if is_name else _UNKNOWN
+    names = (known.get(field) for field in ("graph", "target", "compiler"))
+    return About(*(
+        each if isinstance(each, str) and each.isprintable() and 0 < len(each) <= _LONGEST_NAME else "-"
+        for each in names
+    ))  # fmt: skip
 
 
 def write_documents(entry: Path, digests: Mapping[str, str], about: About) -> None:
@@ -126,6 +116,20 @@ def read_record(entry: Path) -> dict[str, str]:
     return digests
 
 
+def check_code(entry: Path) -> dict[str, str]:
+    """Return the record of an entry, or raise BrokenError where a file of code is not what was stored."""
+    digests = read_record(entry)
+    for suffix, digest in digests.items():
+        copy_code(entry, suffix, digest, Path(os.devnull))
+    return digests
+
+
+def copy_code(entry: Path, suffix: str, digest: str, copy: Path) -> None:
+    """Copy a file of code, or raise BrokenError where it is not what was stored."""
+    if copy_file(entry / (CODE + suffix), copy) != digest:
+        raise BrokenError(f"{CODE}{suffix} is not what was stored")
+
+
 def copy_file(source: Path, copy: Path) -> str:
     """Copy a file of code; return its digest. Raise BrokenError where it cannot be read or trusted."""
     digest = hashlib.sha256()
@@ -136,27 +140,11 @@ def copy_file(source: Path, copy: Path) -> str:
     return digest.hexdigest()
 
 
-def check_code(entry: Path) -> dict[str, str]:
-    """Return the record of an entry, or raise BrokenError where a file of code is not what was stored."""
-    digests = read_record(entry)
-    for suffix, expected in digests.items():
-        digest = hashlib.sha256()
-        for piece in _read_pieces(entry / (CODE + suffix)):
-            digest.update(piece)
-        check_digest(suffix, digest.hexdigest(), expected)
-    return digests
-
-
-def check_digest(suffix: str, found: str, expected: str) -> None:
-    if found != expected:
-        raise BrokenError(f"{CODE}{suffix} is not what was stored")
-
-
 def _read_pieces(path: Path) -> Iterator[bytes]:
     try:
         _check_owner(path)
         with open_regular(path) as file:
-            while piece := file.read(_PIECE):
+            while piece := file.read(1 << 20):
                 yield piece
     except OSError as error:
         raise BrokenError(f"{path.name}: {error}") from error
@@ -170,13 +158,9 @@ def _check_owner(path: Path) -> None:
 
 @contextmanager
 def scratch_folder(kind: Path) -> Iterator[Path]:
-    """Yield a folder on the disk of the cache; remove what killed processes left of theirs.
+    """Yield a folder in that of a kind of entries; remove what killed processes left of theirs.
 
-    Args:
-        kind: the folder of a kind of entries.
-
-    Raises:
-        OSError: the disk is full, or the cache may only be read.
+    Raise OSError where the disk is full, or the cache may only be read.
     """
     if not os.access(kind, os.W_OK | os.X_OK):
         raise PermissionError(
@@ -193,3 +177,74 @@ def remove_entry(entry: Path) -> None:
     """Remove an entry in one step, as others may read it meanwhile."""
     with scratch_folder(entry.parent) as aside, suppress(FileNotFoundError):
         entry.rename(aside / "removed")
+
+
+def size_limit() -> int | None:
+    """Return the bytes that OPTIMUM_NEURON_CACHE_SIZE allows, if it is set; raise ValueError where it names no size."""
+    text = os.environ.get(SIZE_VARIABLE)
+    if not text:
+        return None
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{SIZE_VARIABLE}: {error}, or unset it") from error
+
+
+def keep_within(limit: int, newest: Path) -> None:
+    """Remove entries until all together take `limit` bytes; `newest` stays, however large it is."""
+    for entry in _find_beyond(sorted(list_entries(), key=lambda entry: entry.path != newest), limit):
+        if entry.path != newest:
+            remove_entry(entry.path)
+
+
+def prune(
+    *, max_size: int | None, older_than: float | None, dry_run: bool
+) -> tuple[list[CacheEntry], list[CacheEntry]]:
+    """Remove entries; return what is removed, and what stays. Raise OSError where the cache may only be read.
+
+    Args:
+        max_size: bytes that the others take together, at most.
+        older_than: seconds; what was used before goes.
+        dry_run: remove nothing.
+    """
+    entries = list_entries()
+    limit = time.time() - older_than if older_than is not None else 0.0
+    removed = [entry for entry in entries if entry.last_use < limit]
+    kept = [entry for entry in entries if entry.last_use >= limit]
+    if max_size is not None:
+        removed += _find_beyond(kept, max_size)
+    gone = {entry.path for entry in removed}
+    for entry in () if dry_run else removed:
+        remove_entry(entry.path)
+    return removed, [entry for entry in entries if entry.path not in gone]
+
+
+def _find_beyond(entries: Iterable[CacheEntry], limit: int) -> list[CacheEntry]:
+    """Return the entries, the last used first, after those that fit a size together."""
+    found, total = [], 0
+    for entry in entries:
+        total += entry.size
+        if total > limit:
+            found.append(entry)
+    return found
+
+
+def verify(*, remove: bool) -> Iterator[tuple[CacheEntry, str | None]]:
+    """Yield each entry, and what is wrong with it or None; with `remove`, remove broken ones before.
+
+    Entries that another process takes away meanwhile are left out. Raise OSError where a cache may only be read.
+    """
+    entries = list_entries()
+    with progress.stage("Verifying entries", sum(entry.size for entry in entries)) as advance:
+        for entry in entries:
+            problem = None
+            try:
+                check_code(entry.path)
+            except BrokenError as error:
+                if not entry.path.exists():
+                    continue
+                problem = str(error)
+                if remove:
+                    remove_entry(entry.path)
+            advance(entry.path.name[:16], entry.size)
+            yield entry, problem

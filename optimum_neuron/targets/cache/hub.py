@@ -8,15 +8,15 @@ downloads are from one commit, so no entry is ever a mixture of two.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.hf_api import RepoFile
 
 from ... import progress
+from ...artifact.user_cache import cache_root
 from ...checkpoints.hub import explained_errors, try_again
 from .entries import (
     ABOUT,
@@ -24,8 +24,7 @@ from .entries import (
     RECORD,
     BrokenError,
     check_code,
-    check_digest,
-    copy_file,
+    copy_code,
     list_entries,
     read_about,
     read_record,
@@ -65,20 +64,23 @@ def sync(
         OSError: the cache cannot be used, or the disk is full.
     """
     api, branch = HfApi(token=token), revision or _MAIN
+    done = Synced([], [], {})
     with explained_errors(repo, branch, other_way=", or --download-only"):
         commit, there = _list_files(api, repo, branch)
-        here = {_entry_name(entry.path) for entry in list_entries() if entry.path.parent.name in SHARED_KINDS}
-        done = Synced([], [], {})
+        paths = (entry.path for entry in list_entries())
+        here = {f"{path.parent.name}/{path.name}" for path in paths if path.parent.name in SHARED_KINDS}
         missing = sorted(there.keys() - here) if download else []
         with progress.stage("Downloading entries", len(missing)) as advance:
             for name in missing:
-                problem = _download_entry(api, repo, commit, name, there[name])
-                _note_entry(done.downloaded, done.refused, name, problem)
+                try:
+                    _download_entry(api, repo, commit, name, there[name])
+                    done.downloaded.append(name)
+                except BrokenError as error:
+                    done.refused[name] = str(error)
                 advance(name)
         extra = iter(sorted(here - there.keys()) if upload else [])
         while names := list(islice(extra, _ENTRIES_PER_COMMIT)):
-            for name, problem in _upload_entries(api, repo, branch, names):
-                _note_entry(done.uploaded, done.refused, name, problem)
+            _upload_entries(api, repo, branch, names, done)
     return done
 
 
@@ -87,17 +89,6 @@ def shared_entries(repo: str, *, revision: str | None = None, token: str | None 
     branch = revision or _MAIN
     with explained_errors(repo, branch):
         return _list_files(HfApi(token=token), repo, branch)[1]
-
-
-def _note_entry(done: list[str], refused: dict[str, str], name: str, problem: str | None) -> None:
-    if problem is None:
-        done.append(name)
-    else:
-        refused[name] = problem
-
-
-def _entry_name(entry: Path) -> str:
-    return f"{entry.parent.name}/{entry.name}"
 
 
 def _list_files(api: HfApi, repo: str, branch: str) -> tuple[str | None, dict[str, set[str]]]:
@@ -111,8 +102,8 @@ def _list_files(api: HfApi, repo: str, branch: str) -> tuple[str | None, dict[st
     return commit, {name: files for name, files in found.items() if RECORD in files}
 
 
-def _download_entry(api: HfApi, repo: str, commit: str | None, name: str, files: Iterable[str]) -> str | None:
-    """Put an entry into the cache if it is what its record says; else return what is wrong."""
+def _download_entry(api: HfApi, repo: str, commit: str | None, name: str, files: Iterable[str]) -> None:
+    """Put an entry into the cache; raise BrokenError where it is not what its record says."""
     kind, _, key = name.partition("/")
     cache = CompileCache(kind)
     with cache.scratch() as scratch:
@@ -124,49 +115,35 @@ def _download_entry(api: HfApi, repo: str, commit: str | None, name: str, files:
         entry.chmod(0o700)
         for path in entry.iterdir():
             path.chmod(0o600)
-        try:
-            digests = check_code(entry)
-        except BrokenError as error:
-            return str(error)
-        vouched = {RECORD, ABOUT, *(CODE + suffix for suffix in digests)}
+        vouched = {RECORD, ABOUT, *(CODE + suffix for suffix in check_code(entry))}
         for path in entry.iterdir():
             if path.name not in vouched:
                 path.unlink()
         cache.admit(entry)
-    return None
 
 
-def _upload_entries(api: HfApi, repo: str, branch: str, names: list[str]) -> Iterator[tuple[str, str | None]]:
-    """Commit entries together; yield each with what is wrong with it, or None."""
-    kind = names[0].partition("/")[0]
-    with CompileCache(kind).scratch() as scratch:
-        whole: list[str] = []
+def _upload_entries(api: HfApi, repo: str, branch: str, names: list[str], done: Synced) -> None:
+    """Commit entries together, as they were stored: what is sent is what was checked."""
+    operations: list[CommitOperationAdd] = []
+    whole: list[str] = []
+    with CompileCache(names[0].partition("/")[0]).scratch() as scratch:
         for name in names:
+            entry, copy = cache_root() / name, scratch / name
+            copy.mkdir(parents=True, mode=0o700)
             try:
-                _copy_entry(name, scratch / name)
+                digests = read_record(entry)
+                for suffix, digest in digests.items():
+                    copy_code(entry, suffix, digest, copy / (CODE + suffix))
             except BrokenError as error:
-                yield name, str(error)
-            else:
-                whole.append(name)
-        paths = sorted(path for name in whole for path in (scratch / name).iterdir())
-        if paths:
+                done.refused[name] = str(error)
+                continue
+            write_documents(copy, digests, read_about(entry))
+            whole.append(name)
+            operations += [CommitOperationAdd(f"{name}/{path.name}", path) for path in sorted(copy.iterdir())]
+        if operations:
             count = "1 graph" if len(whole) == 1 else f"{len(whole)} graphs"
             with progress.stage(f"Uploading {count}"):
-                try_again(lambda: _commit_files(api, repo, branch, scratch, paths))
-        yield from ((name, None) for name in whole)
-
-
-def _commit_files(api: HfApi, repo: str, branch: str, folder: Path, paths: Iterable[Path]) -> None:
-    operations = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in paths]
-    api.create_commit(repo, operations, commit_message="Add compiled graphs", revision=branch)
-
-
-def _copy_entry(name: str, copy: Path) -> None:
-    """Copy an entry as it was stored: what is sent is what was checked."""
-    kind, _, key = name.partition("/")
-    entry = CompileCache(kind).folder / key
-    copy.mkdir(parents=True, mode=0o700)
-    digests = read_record(entry)
-    for suffix, digest in digests.items():
-        check_digest(suffix, copy_file(entry / (CODE + suffix), copy / (CODE + suffix)), digest)
-    write_documents(copy, digests, read_about(entry))
+                try_again(
+                    lambda: api.create_commit(repo, operations, commit_message="Add compiled graphs", revision=branch)
+                )
+    done.uploaded.extend(whole)

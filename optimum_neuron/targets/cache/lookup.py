@@ -38,9 +38,7 @@ State = Literal["there", "missing", "broken"]
 class FoundGraph:
     """A graph of an export, and where it is compiled.
 
-    Attributes:
-        here: in the user's cache, each file checked by its digest.
-        shared: in a repository, of which files are only listed; None where none is named.
+    `here` is the user's cache, each file checked by its digest; `shared` is a repository, of which files are only listed, if one is named.
     """
 
     graph: str
@@ -92,10 +90,14 @@ def lookup(
     checkpoint = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
     found = _find_keys(checkpoint, config, target, rounded=target.rounds_activations())
     shared = None if repo is None else shared_entries(repo, revision=repo_revision, token=token)
-    return [
-        FoundGraph(graph, key, _state_here(found, key), None if shared is None else _state_shared(found, key, shared))
-        for graph, key in found.keys.items()
-    ]
+    graphs = []
+    for graph, key in found.keys.items():
+        there: State | None = None
+        if shared is not None:
+            files = shared.get(f"{found.kind}/{key}")
+            there = "missing" if files is None else "there" if CODE + found.suffix in files else "broken"
+        graphs.append(FoundGraph(graph, key, _state_here(found, key), there))
+    return graphs
 
 
 def _find_keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs, *, rounded: bool) -> CacheKeys:
@@ -148,19 +150,10 @@ def _check_ties(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
 
 
 def _state_here(found: CacheKeys, key: str) -> State:
-    if not (cache_root() / found.kind).is_dir():
+    if not (cache_root() / found.kind / key).is_dir():
         return "missing"
     entry = cache_folder(found.kind) / key
-    if not entry.is_dir():
-        return "missing"
     try:
         return "there" if found.suffix in check_code(entry) else "broken"
     except BrokenError:
         return "broken" if entry.exists() else "missing"  # else another process made room meanwhile
-
-
-def _state_shared(found: CacheKeys, key: str, entries: dict[str, set[str]]) -> State:
-    files = entries.get(f"{found.kind}/{key}")
-    if files is None:
-        return "missing"
-    return "there" if CODE + found.suffix in files else "broken"

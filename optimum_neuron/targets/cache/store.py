@@ -15,14 +15,15 @@ from .entries import (
     RECORD,
     About,
     BrokenError,
-    check_digest,
+    copy_code,
     copy_file,
+    keep_within,
     read_record,
     remove_entry,
     scratch_folder,
+    size_limit,
     write_documents,
 )
-from .prune import keep_within, size_limit
 
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,9 @@ class CompileCache:
         self._limit = size_limit()
 
     def fetch(self, key: str, folder: Path, stem: str, *suffixes: str) -> bool:
-        """Copy the files of an entry to `folder/<stem>.<suffix>`.
+        """Copy the files of an entry, which must have those of `suffixes`, to `folder/<stem>.<suffix>`.
 
-        Args:
-            suffixes: that it must have.
-
-        Returns:
-            False where there is no entry, and where it is broken: then it is removed, so that it is compiled again.
+        Return False where there is no entry, and where it is broken: then it is removed, so that it is compiled again.
         """
         entry = self.folder / key
         if not entry.is_dir():
@@ -58,7 +55,7 @@ class CompileCache:
                 raise BrokenError(f"it lacks one of {', '.join(suffixes)}")
             for suffix, digest in digests.items():
                 copied.append(folder / (stem + suffix))
-                check_digest(suffix, copy_file(entry / (CODE + suffix), copied[-1]), digest)
+                copy_code(entry, suffix, digest, copied[-1])
         except BrokenError as error:
             for path in copied:
                 path.unlink(missing_ok=True)

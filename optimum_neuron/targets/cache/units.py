@@ -30,13 +30,3 @@ def _parse_quantity(text: str, units: dict[str, int], what: str, examples: str) 
     if match is None or match[2] not in units or len(match[1]) > 18:
         raise ValueError(f"{text!r} is no {what}; give a number and a unit, as in {examples}")
     return float(match[1]) * units[match[2]]
-
-
-def show_size(size: int) -> str:
-    """Return a size for people: 12.3 MB."""
-    value, unit = float(size), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 999.95:
-            break
-        value, unit = value / 1000, larger
-    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,8 @@ from .graphs.checks import check_graphs, check_weights, graph_names, left_states
 from .graphs.io import HLO_SUFFIX, IO_SUFFIX, GraphIO, read_graph_io, write_graph
 from .graphs.state_graphs import snapshot_states
 from .kernels.registry import check_kernels
+from .sdk.errors import INVALID, NeuronRuntimeError
 from .sdk.hardware import check_parallel_size
-from .sdk.runtime_errors import INVALID, NeuronRuntimeError
 from .sdk.stacks import check_lowering
 
 
@@ -81,7 +81,10 @@ class NeuronTarget:
         first, self._first = self._first, None
         trusted = job.trust_remote_code
         graphs = lower_and_check(job.folder, job.config, job.tied_weights, trust_remote_code=trusted, first=first)
-        _check_stored(job, graphs)
+        path = job.folder / rank_weights_name(0, job.config.tensor_parallel_size)  # all ranks have the same
+        stored = stored_tensors(path)
+        tied = {alias: stored[name] for alias, name in job.tied_weights.items() if name in stored}
+        check_weights(path.name, stored | tied, (graph.io for graph in graphs))
         for graph in graphs:
             write_graph(graph, folder)
         if target not in NEURON_TARGETS:
@@ -110,20 +113,26 @@ class NeuronTarget:
         trust_remote_code: bool,
         ranks: RankOptions = IN_ENVIRONMENT,
     ) -> Executable:
+        size = artifact.config.tensor_parallel_size
         if artifact.target not in NEURON_TARGETS:
             ranks.refuse(artifact.target)
-            if artifact.config.tensor_parallel_size > 1:
+            if size > 1:
                 raise ValueError(
-                    f"{artifact.path} has graphs of {artifact.config.tensor_parallel_size} ranks, and target={artifact.target!r} generates "
-                    f"with one; an export with --certify executes all of them, and tensor_parallel_size=1 exports for one"
+                    f"{artifact.path} has graphs of {size} ranks, and target={artifact.target!r} generates with one; an export with "
+                    f"--certify executes all of them, and tensor_parallel_size=1 exports for one"
                 )
+        found: AbstractContextManager[tuple[Path, dict[str, Any]]]
         if trust_native_code:
             artifact.verify()
-            return _load_graphs(artifact, artifact.path, artifact.manifest["target_data"], ranks)
-        if artifact.config.tensor_parallel_size == 1:
-            check_memory((*artifact.states(), *artifact.snapshots()))
-        with compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code) as (folder, data):
-            return _load_graphs(artifact, folder, data, ranks)
+            found = nullcontext((artifact.path, artifact.manifest["target_data"]))
+        else:
+            if size == 1:
+                check_memory((*artifact.states(), *artifact.snapshots()))
+            found = compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code)
+        with found as (folder, data):
+            if artifact.target in NEURON_TARGETS:
+                return _load_on_device(artifact, folder, data, ranks)
+            return _load_on_cpu(artifact, folder)
 
 
 def _check_tools(config: NeuronConfig) -> None:
@@ -141,12 +150,6 @@ def _make_plan(model: PreTrainedModel, config: NeuronConfig) -> ShardPlan:
 
     ranks = config.tensor_parallel_size
     return whole_plan(model) if ranks == 1 else shard_plan(model, ranks)
-
-
-def _load_graphs(artifact: Artifact, folder: Path, data: dict[str, Any], ranks: RankOptions) -> Executable:
-    if artifact.target in NEURON_TARGETS:
-        return _load_on_device(artifact, folder, data, ranks)
-    return _load_on_cpu(artifact, folder)
 
 
 def lower_and_check(
@@ -180,17 +183,9 @@ def lower_and_check(
     return lowered
 
 
-def _check_stored(job: CompileJob, graphs: list[LoweredGraph]) -> None:
-    """Raise ValueError where the weights are not what a graph takes; all ranks have the same."""
-    path = job.folder / rank_weights_name(0, job.config.tensor_parallel_size)
-    stored = stored_tensors(path)
-    tied = {alias: stored[name] for alias, name in job.tied_weights.items() if name in stored}
-    check_weights(path.name, stored | tied, (graph.io for graph in graphs))
-
-
 def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
     check_lowering()
-    from .run.hlo_executor import HloExecutable, HloProgram
+    from .run.executors import HloExecutable, HloProgram
 
     described = _read_graphs(artifact, folder)
     check_weights(artifact.file(WEIGHTS_NAME), read_layout(artifact), described.values())
@@ -222,6 +217,8 @@ def _read_graphs(artifact: Artifact, folder: Path) -> dict[str, GraphIO]:
 
 
 def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any], options: RankOptions) -> Executable:
+    from .compile.compiler import CACHE_KIND
+    from .compile.neuron_cc import NEFF_SUFFIX
     from .run.load_plan import LoadPlan
     from .run.ranks import load_graphs
 
@@ -245,17 +242,9 @@ def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any], opti
         with progress.stage("Loading graphs onto the device"):
             return load_graphs(plan, options)
     except NeuronRuntimeError as error:
-        if error.code == INVALID:
-            _forget_code(plan.folder)
+        # Another export would find NEFFs in the compile cache that the runtime refuses; a machine that only loads may have none.
+        with suppress(OSError):
+            cache = CompileCache(CACHE_KIND)
+            for path in plan.folder.glob("*" + NEFF_SUFFIX) if error.code == INVALID else ():
+                cache.forget(file_sha256(path))
         raise
-
-
-def _forget_code(folder: Path) -> None:
-    """Take NEFFs that the runtime refuses out of the compile cache, where another export would find them."""
-    from .compile.compiler import CACHE_KIND
-    from .compile.neuron_cc import NEFF_SUFFIX
-
-    with suppress(OSError):  # a machine that only loads may have no cache
-        cache = CompileCache(CACHE_KIND)
-        for path in folder.glob("*" + NEFF_SUFFIX):
-            cache.forget(file_sha256(path))

@@ -25,8 +25,7 @@ from ...hub.facts import Certified
 from ...step.spec import LOGPROBS
 from ...targets import CompileJob
 from ...targets.neuron.graphs.io import HLO_SUFFIX, read_graph_io, read_hlo
-from ...targets.neuron.lint.lint import Finding, lint, passed_rules
-from ...targets.neuron.lint.rules import RULES_VERSION
+from ...targets.neuron.lint.lint import RULES_VERSION, Finding, lint, passed_rules
 from ...version import __version__
 from . import CERTIFICATE_NAME
 from .comparison import Comparison, Expected, compare, expect_results

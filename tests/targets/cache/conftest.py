@@ -13,7 +13,7 @@ from cached import Command, call
 from hub_server import LoopbackHub, connected_hub
 
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
-from optimum_neuron.targets.cache.prune import SIZE_VARIABLE
+from optimum_neuron.targets.cache.entries import SIZE_VARIABLE
 from optimum_neuron.targets.cache.store import CompileCache
 
 

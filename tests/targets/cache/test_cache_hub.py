@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 from cached import KEY, OTHER, Command, flip, move_away, store
 from helpers import folder_bytes
 from hub_server import REPO, TOKEN, Fault, LoopbackHub
+from huggingface_hub import HfApi
 
-from optimum_neuron.targets.cache import hub as hub_module
-from optimum_neuron.targets.cache.entries import list_entries
+from optimum_neuron.targets.cache.entries import list_entries, verify
 from optimum_neuron.targets.cache.hub import sync
 from optimum_neuron.targets.cache.store import CompileCache
 
@@ -84,14 +87,8 @@ def test_what_is_not_what_its_record_says_does_not_enter_the_cache(
         del hub.files[f"{ENTRY}/{file}"]
     # Beside it, names that are nothing of ours, and a file that nothing vouches for.
     whole = {name.replace(KEY, OTHER): content for name, content in hub.commits[1].items() if name.startswith(ENTRY)}
-    hub.files.update(
-        {
-            **whole,
-            f"neuron/{OTHER}/code.extra": b"x",
-            "neuron/../../evil/entry.json": b"{}",
-            f"x/{KEY}/entry.json": b"{}",
-        }
-    )
+    others = dict.fromkeys(("neuron/../../evil/entry.json", f"x/{KEY}/entry.json"), b"{}")
+    hub.files.update(whole | others | {f"neuron/{OTHER}/code.extra": b"x"})
     done = sync(REPO, upload=False)
     assert done.downloaded == [f"neuron/{OTHER}"] and list(done.refused) == [ENTRY] and told in done.refused[ENTRY]
     assert [path.name for path in shared.folder.iterdir()] == [OTHER]
@@ -119,35 +116,35 @@ def test_a_download_that_is_cut_goes_on_where_it_was(
     assert ranges == [None, "bytes=2000-", "bytes=3000-"]
 
 
+TOKEN_REFUSED = (
+    r"the Hub does not take this token \(401\), or got none; pass one as token \(--token\), or log in: hf auth login"
+)
+NO_REPOSITORY = r"org/compiled is no Hub repository that can be read; check the name, pass token \(--token\), or make it first: hf repo create"
+NOT_WRITABLE = r"\(403\); ask for access, or pass a token \(--token\) that allows it, or --download-only"
+LATER = r"too many requests \(429\); what was done stays, so run the command again in 7 s"
+REFUSED = r"the Hub refuses with status 400: .*; check the repository's name, the revision and the token"
 FAULTS = {
-    "no token": (Fault("GET", "/revision/", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
-        r"the Hub does not take this token \(401\), or got none; pass one as token \(--token\), or log in: hf auth login"),
-    "no repository": (Fault("GET", "/revision/", 404, {"X-Error-Code": "RepoNotFound"}),
-        r"org/compiled is no Hub repository that can be read; check the name, pass token \(--token\), or make it first: hf repo create"),
-    "hidden repository": (Fault("GET", "/revision/", 401, {"X-Error-Code": "RepoNotFound"}), r"org/compiled is no Hub repository that can be read"),
+    "no token": (Fault("GET", "/revision/", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}), TOKEN_REFUSED),
+    "no repository": (Fault("GET", "/revision/", 404, {"X-Error-Code": "RepoNotFound"}), NO_REPOSITORY),
+    "hidden repository": (Fault("GET", "/revision/", 401, {"X-Error-Code": "RepoNotFound"}), NO_REPOSITORY),
     "gated": (Fault("GET", "/revision/", 403, {"X-Error-Code": "GatedRepo"}), r"may not do that with org/compiled \(403\); ask for access"),
     "not to be read": (Fault("GET", "code.so", 403), r"this token may not do that with org/compiled \(403\)"),
-    "not to be written": (Fault("POST", "/preupload/", 403), r"\(403\); ask for access, or pass a token \(--token\) that allows it, or --download-only"),
-    "too many requests": (Fault("GET", "/tree/", 429, {"Retry-After": "7"}), r"too many requests \(429\); what was done stays, so run the command again in 7 s"),
-    "too many commits": (Fault("POST", "/commit/", 429, {"Retry-After": "7"}), r"too many requests \(429\); .* again in 7 s"),
+    "not to be written": (Fault("POST", "/preupload/", 403), NOT_WRITABLE),
+    "too many requests": (Fault("GET", "/tree/", 429, {"Retry-After": "7"}), LATER),
+    "too many commits": (Fault("POST", "/commit/", 429, {"Retry-After": "7"}), LATER),
     "a server that fails": (Fault("GET", "/tree/", 503), r"the Hub fails with status 503; what was done stays, so run the command again later"),
     "a file that fails": (Fault("HEAD", "code.so", 500), r"the Hub fails with status 500"),
     "a commit that fails": (Fault("POST", "/commit/", 502), r"the Hub fails with status 502"),
     "an upload that fails": (Fault("PUT", "/lfs/", 500), r"the Hub fails with status 500"),
     "another writer": (Fault("POST", "/commit/", 412), r"was changed at the same time by another program \(412\); what was done stays"),
-    "a bad request": (Fault("POST", "/preupload/", 400), r"the Hub refuses with status 400: .*; check the repository's name, the revision and the token"),
+    "a bad request": (Fault("POST", "/preupload/", 400), REFUSED),
 }  # fmt: skip
 
 
 # Each other answer of the Hub to what is asked like one of these; `make test-full` has them all.
-ALIKE = {
-    "hidden repository",
-    "not to be written",
-    "too many commits",
-    "a file that fails",
-    "a commit that fails",
-    "an upload that fails",
-}
+ALIKE = (
+    "gated", "hidden repository", "not to be written", "too many commits", "a file that fails", "a commit that fails", "an upload that fails",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in ALIKE)) for name in FAULTS])
@@ -203,12 +200,38 @@ def test_a_hub_that_cannot_be_reached_or_must_not_be_asked(
 def test_an_entry_that_is_removed_while_it_is_uploaded_is_sent_whole(
     hub: LoopbackHub, cache: CompileCache, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, commit = folder_bytes(store(cache, folder)), hub_module._commit_files
+    before, commit = folder_bytes(store(cache, folder)), HfApi.create_commit
 
-    def remove_first(*arguments: object) -> None:
+    def remove_first(*arguments: Any, **options: Any) -> Any:
         shutil.rmtree(cache.folder / KEY)
-        commit(*arguments)  # type: ignore[arg-type]
+        return commit(*arguments, **options)
 
-    monkeypatch.setattr(hub_module, "_commit_files", remove_first)
+    monkeypatch.setattr(HfApi, "create_commit", remove_first)
     assert sync(REPO, token=TOKEN).uploaded == [ENTRY]
     assert {name: hub.files[f"{ENTRY}/{name}"] for name in before} == before
+
+
+MOMENTS = [(HfApi, "hf_hub_download"), (Path, "rename"), (CompileCache, "admit"), (HfApi, "create_commit")]
+
+
+@pytest.mark.parametrize(("owner", "step"), MOMENTS)
+def test_a_sync_that_is_killed_leaves_whole_entries_and_the_next_one_does_the_rest(
+    owner: Any, step: str, shared: CompileCache, hub: LoopbackHub, folder: Path
+) -> None:
+    theirs = {name.removeprefix(f"{ENTRY}/"): data for name, data in hub.files.items() if name.startswith(ENTRY)}
+    ours = folder_bytes(store(shared, folder, OTHER))
+    huggingface_hub.close_session()
+    pid = os.fork()
+    if pid == 0:
+        setattr(owner, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        sync(REPO, token=TOKEN)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    has_theirs = step == "create_commit"
+    assert {entry.path.name: problem for entry, problem in verify(remove=False)} == dict.fromkeys(
+        [OTHER, KEY] if has_theirs else [OTHER]
+    )
+    assert not [name for name in hub.files if OTHER in name]
+    done = sync(REPO, token=TOKEN)
+    assert done.downloaded == ([] if has_theirs else [ENTRY]) and done.uploaded == [f"neuron/{OTHER}"]
+    assert {path.name: folder_bytes(path) for path in shared.folder.iterdir()} == {OTHER: ours, KEY: theirs}

@@ -31,10 +31,9 @@ from transformers import (
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.step.spec import GraphSpec, graph_specs
-from optimum_neuron.targets.cache.entries import list_entries
+from optimum_neuron.targets.cache.entries import list_entries, verify
 from optimum_neuron.targets.cache.hub import sync
 from optimum_neuron.targets.cache.lookup import lookup
-from optimum_neuron.targets.cache.prune import verify
 from optimum_neuron.targets.cpu import compiler
 from optimum_neuron.targets.cpu.native_library import load_kernels
 
@@ -44,47 +43,34 @@ VISION = {
     "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 16, "patch_size": 8, "projection_dim": 32,
 }  # fmt: skip
-# Of each kind of model, and the options that it is exported with.
+WHOLE = {
+    "text_config": TINY_SIZES | {"model_type": "llama"},
+    "vision_config": VISION,
+    "image_token_index": 290,
+    "tie_word_embeddings": True,
+}
+# Its code puts a buffer of another type in the place of its own when it first runs.
+REPLACED = {"vocab_size": 300, "n_positions": 256, "n_embd": 64, "dff": 96, "n_layer": 2, "n_head": 4}
+INT4 = {"quantization": "int4", "quantization_zero_point": True, "quantization_exclude": ("lm_head",)}
+# Of each kind of model, and the options that it is exported with; `make test-full` has the last four, which have nothing of their own.
 MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], dict[str, Any]]] = {
     "untied": (TINY_CONFIGS["llama"], {"batch_size": 1, "ctx_batch_size": 1}),
-    "tied": (lambda: TIED, {"dtype": "auto"}),
     "experts": (CONFIGS["qwen3_moe"], {"dtype": "bfloat16"}),
-    "transposed experts": (CONFIGS["gpt_oss"], {"output_logits": False, "kv_block_size": 64}),
     "hybrid": (SERVED["nemotron_h"], {"dtype": "bfloat16", "prefill_chunk_size": 16}),
+    "experts of 4 bits": (CONFIGS["qwen3_moe"], INT4),
+    "replaced buffer": (lambda: CTRLConfig(**REPLACED), {"dtype": "bfloat16"}),
+    "part of a whole": (lambda: LlavaConfig(**WHOLE), {}),
+    "tied": (lambda: TIED, {"dtype": "auto"}),
+    "transposed experts": (CONFIGS["gpt_oss"], {"output_logits": False, "kv_block_size": 64}),
     "tied codes of 8 bits": (lambda: TIED, {"quantization": "int8", "dtype": "bfloat16"}),
     "rounded activations": (TINY_CONFIGS["llama"], {"quantization": "int8", "activations": "int8"}),
-    "experts of 4 bits": (
-        CONFIGS["qwen3_moe"],
-        {"quantization": "int4", "quantization_zero_point": True, "quantization_exclude": ("lm_head",)},
-    ),
-    # Its code puts a buffer of another type in the place of its own when it first runs.
-    "replaced buffer": (
-        lambda: CTRLConfig(vocab_size=300, n_positions=256, n_embd=64, dff=96, n_layer=2, n_head=4),
-        {"dtype": "bfloat16"},
-    ),
-    "part of a whole": (
-        lambda: LlavaConfig(
-            text_config=TINY_SIZES | {"model_type": "llama"},
-            vision_config=VISION,
-            image_token_index=290,
-            tie_word_embeddings=True,
-        ),
-        {},
-    ),
-}
+}  # fmt: skip
 # Each changes a graph at least.
 CHANGES: dict[str, Any] = {
-    "batch_size": 4,
-    "ctx_batch_size": 1,
-    "sequence_length": 128,
-    "prefill_chunk_size": 16,
-    "prefill_chunk_buckets": (4,),
-    "context_buckets": (32, 64),
-    "kv_block_size": 64,
-    "dtype": "bfloat16",
-    "output_logits": False,
-    "quantization": "fp8",
-}
+    "batch_size": 4, "ctx_batch_size": 1, "sequence_length": 128, "prefill_chunk_size": 16, "prefill_chunk_buckets": (4,),
+    "context_buckets": (32, 64), "kv_block_size": 64, "dtype": "bfloat16", "output_logits": False, "quantization": "fp8",
+}  # fmt: skip
+OTHER_MODELS = {"rms_norm_eps": 1e-3, "tie_word_embeddings": True, "num_hidden_layers": 1, "intermediate_size": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -125,11 +111,9 @@ def states(checkpoint: Path, config: NeuronConfig, **options: Any) -> dict[str, 
     return {each.graph: each.here for each in lookup(checkpoint, config, **options)}
 
 
-# `make test-full` has them all; each of the others has something that none of these has.
-MORE = {"tied", "transposed experts", "tied codes of 8 bits", "rounded activations"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in MORE)) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (at > 5)) for at, name in enumerate(MODELS)]
+)
 def test_what_is_looked_for_is_what_an_export_stores(
     name: str, root: Path, compiled: list[str], tmp_path: Path
 ) -> None:
@@ -148,7 +132,7 @@ def test_what_is_looked_for_is_what_an_export_stores(
     assert "there" not in {each.here for each in other}
 
 
-def test_whatever_changes_a_graph_is_looked_for_anew(
+def test_whatever_changes_a_graph_or_a_model_is_looked_for_anew_where_only_its_user_can_write(
     root: Path, compiled: list[str], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
@@ -158,27 +142,18 @@ def test_whatever_changes_a_graph_is_looked_for_anew(
         new = [each for each in found if each.key not in known]
         assert new and {each.here for each in new} == {"missing"}, option
         assert all(each.here == "there" for each in found if each.key in known)
-    # What changes none: where states are kept beside the graphs.
-    assert {each.key for each in lookup(tiny_checkpoint, tiny_config(target="cpu", state_snapshots=0))} == known
-
-
-def test_another_model_is_another_model_and_a_lookup_is_no_use_of_an_entry(
-    root: Path, compiled: list[str], tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
+    # What changes none: where states are kept beside the graphs. And to look is no use of an entry.
     for entry in list_entries():
         os.utime(entry.path / "entry.json", (1e9, 1e9))
-    assert set(states(tiny_checkpoint, tiny_config(target="cpu")).values()) == {"there"}
+    assert {each.key for each in lookup(tiny_checkpoint, tiny_config(target="cpu", state_snapshots=0))} == known
     assert {entry.last_use for entry in list_entries()} == {1e9}
-    for change in (
-        ("rms_norm_eps", 1e-3),
-        ("tie_word_embeddings", True),
-        ("num_hidden_layers", 1),
-        ("intermediate_size", 64),
-    ):
+    for change in OTHER_MODELS.items():
         shutil.copy(tiny_checkpoint / "config.json", tmp_path)
         edit(tmp_path, **dict([change]))
         assert set(states(tmp_path, tiny_config(target="cpu")).values()) == {"missing"}, change
+    (root / "cpu").chmod(0o777)
+    with pytest.raises(PermissionError, match="can be changed by other users"):
+        lookup(tiny_checkpoint, tiny_config(target="cpu"))
 
 
 def test_an_entry_that_is_broken_is_not_there_and_stays(
@@ -243,34 +218,27 @@ def test_the_second_machine_compiles_nothing(
     assert folder_bytes(again / "graphs") == folder_bytes(first / "graphs")
 
 
-def test_of_a_repository_with_a_model_the_weights_are_not_downloaded(
+def test_a_repository_gives_a_model_without_its_weights_and_entries_by_the_names_of_their_files(
     hub: LoopbackHub, root: Path, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.files.update(folder_bytes(tiny_checkpoint))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    found = lookup(REPO, tiny_config(target="cpu"))
-    assert [each.key for each in found] == [each.key for each in lookup(tiny_checkpoint, tiny_config(target="cpu"))]
-    assert hub.asked("GET", "config.json") and not hub.asked("GET", "safetensors")
-    assert not list((tmp_path / "hub").rglob("*.safetensors"))
-
-
-def test_an_entry_of_a_repository_that_lacks_its_code_is_broken(
-    hub: LoopbackHub, root: Path, tiny_checkpoint: Path
 ) -> None:
     config = tiny_config(target="cpu")
     first, second, third = (each.key for each in lookup(tiny_checkpoint, config))
-    hub.files.update(
-        {
-            f"cpu/{first}/entry.json": b"{}",
-            f"cpu/{first}/code.json": b"{}",
-            f"cpu/{second}/entry.json": b"{}",
-            f"cpu/{second}/code.so": b"{}",
-            f"cpu/{third}/code.json": b"{}",
-        }
+    hub.files.update(folder_bytes(tiny_checkpoint))
+    names = (
+        f"{first}/entry.json",
+        f"{first}/code.json",
+        f"{second}/entry.json",
+        f"{second}/code.so",
+        f"{third}/code.json",
     )
-    found = {each.key: each.shared for each in lookup(tiny_checkpoint, config, repo=REPO)}
+    hub.files.update({f"cpu/{name}": b"{}" for name in names})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = {each.key: each.shared for each in lookup(REPO, config, repo=REPO)}
     assert found == {first: "there", second: "broken", third: "missing"}
-    assert not hub.asked("GET", "/resolve/")
+    assert (
+        hub.asked("GET", "config.json") and not hub.asked("GET", "safetensors") and not hub.asked("GET", "entry.json")
+    )
+    assert not list((tmp_path / "hub").rglob("*.safetensors"))
 
 
 def edit(folder: Path, **values: Any) -> Path:
@@ -285,19 +253,23 @@ def with_index(folder: Path) -> Path:
     return folder
 
 
+def unchanged(folder: Path) -> Path:
+    return folder
+
+
 REFUSED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], str]] = {
     "no dtype": (lambda folder: edit(folder, dtype=None), (), "its config names no dtype, and its weights are not read; give --dtype"),
     "ties that weights deny": (
         lambda folder: with_index(edit(folder, tie_word_embeddings=True)), (), "lm_head.weight is model.embed_tokens.weight, and its files hold both",
     ),
-    "another length": (lambda folder: folder, ("--sequence-length", "512"), "max_position_embeddings=256; lower --sequence-length"),
-    "no compiler": (lambda folder: folder, ("--target", "eager"), "target='eager' compiles nothing that is kept"),
-    "an adapter": (lambda folder: folder, ("--adapter", "lora"), "--adapter lora changes weights"),
-    "ranks": (lambda folder: folder, ("--tensor-parallel-size", "2"), "tensor_parallel_size=2 needs as many devices"),
-    "a revision of nothing": (lambda folder: folder, ("--repo-revision", "v1"), "--repo-revision v1 needs a repository; name it by --repo"),
-    "codes": (lambda folder: folder, ("--quantization", "checkpoint"), "quantization='checkpoint' gives weights types that only a checkpoint's files have"),
+    "another length": (unchanged, ("--sequence-length", "512"), "max_position_embeddings=256; lower --sequence-length"),
+    "no compiler": (unchanged, ("--target", "eager"), "target='eager' compiles nothing that is kept"),
+    "an adapter": (unchanged, ("--adapter", "lora"), "--adapter lora changes weights"),
+    "ranks": (unchanged, ("--tensor-parallel-size", "2"), "tensor_parallel_size=2 needs as many devices"),
+    "a revision of nothing": (unchanged, ("--repo-revision", "v1"), "--repo-revision v1 needs a repository; name it by --repo"),
+    "codes": (unchanged, ("--quantization", "checkpoint"), "quantization='checkpoint' gives weights types that only a checkpoint's files have"),
     "idle exclusion": (
-        lambda folder: folder, ("--quantization", "int8", "--quantization-exclude", "no.such"), "quantization_exclude='no.such' is the name of none",
+        unchanged, ("--quantization", "int8", "--quantization-exclude", "no.such"), "quantization_exclude='no.such' is the name of none",
     ),
     "no model": (lambda folder: edit(folder, hidden_act="zzz"), (), "no llama model can be built by its config"),
 }  # fmt: skip
@@ -327,16 +299,5 @@ def test_ties_that_weights_do_not_deny_are_no_question(root: Path, tiny_checkpoi
 
 
 def test_a_file_of_weights_is_refused(root: Path, smollm2_gguf: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"\.gguf has its config in one file with its weights, which are not read here"
-    ):
+    with pytest.raises(ValueError, match=r"\.gguf has its config in one file with its weights, which are not read"):
         lookup(smollm2_gguf, tiny_config(target="cpu"))
-
-
-def test_a_cache_that_others_may_write_to_is_not_believed(
-    root: Path, compiled: list[str], tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu")
-    (root / "cpu").chmod(0o777)
-    with pytest.raises(PermissionError, match="can be changed by other users"):
-        lookup(tiny_checkpoint, tiny_config(target="cpu"))

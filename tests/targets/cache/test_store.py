@@ -22,7 +22,7 @@ from helpers import folder_bytes
 from optimum_neuron.artifact.user_cache import cache_folder
 from optimum_neuron.targets.cache import entries as entries_module
 from optimum_neuron.targets.cache import store as store_module
-from optimum_neuron.targets.cache.prune import prune
+from optimum_neuron.targets.cache.entries import prune
 from optimum_neuron.targets.cache.store import CompileCache
 
 
@@ -43,34 +43,41 @@ def test_an_entry_is_given_as_it_was_stored(cache: CompileCache, folder: Path) -
     assert [path.name for path in cache.folder.iterdir()] == [KEY]
 
 
-def edit_record(entry: Path, text: str) -> None:
-    (entry / "entry.json").write_text(text, encoding="utf-8")
+def recorded(text: str) -> Callable[[Path], object]:
+    return lambda entry: (entry / "entry.json").write_text(text, encoding="utf-8")
+
+
+def allowed(name: str, mode: int) -> Callable[[Path], object]:
+    return lambda entry: (entry / name).chmod(mode)
+
+
+def linked(entry: Path) -> None:
+    (entry / "code.so").rename(entry.parent / "elsewhere")
+    (entry / "code.so").symlink_to(entry.parent / "elsewhere")
+
+
+def led_elsewhere(entry: Path) -> None:
+    (entry / "code.").mkdir()
+    recorded(json.dumps({"./../entry.json": "0" * 64, ".so": "0" * 64}))(entry)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit": lambda entry: flip(entry / "code.so"),
     "a flipped bit of a constant": lambda entry: flip(entry / "code.constants"),
     "half a file": lambda entry: os.truncate(entry / "code.so", 2000),
-    "an empty file": lambda entry: os.truncate(entry / "code.so", 0),
     "no code": lambda entry: (entry / "code.so").unlink(),
     "a folder for code": lambda entry: ((entry / "code.so").unlink(), (entry / "code.so").mkdir()),
-    "code that is a link": lambda entry: (
-        (entry / "code.so").rename(entry.parent / "elsewhere"),
-        (entry / "code.so").symlink_to(entry.parent / "elsewhere"),
-    ),
-    "code that others may write": lambda entry: (entry / "code.so").chmod(0o666),
-    "a record that the group may write": lambda entry: (entry / "entry.json").chmod(0o660),
-    "a folder that others may write": lambda entry: entry.chmod(0o777),
+    "code that is a link": linked,
+    "code that others may write": allowed("code.so", 0o666),
+    "a record that the group may write": allowed("entry.json", 0o660),
+    "a folder that others may write": allowed(".", 0o777),
     "no record": lambda entry: (entry / "entry.json").unlink(),
-    "an empty record": lambda entry: edit_record(entry, ""),
+    "an empty record": recorded(""),
     "a record of no text": lambda entry: (entry / "entry.json").write_bytes(b"\xff\xfe"),
-    "a record of another kind": lambda entry: edit_record(entry, "[]"),
-    "a record without digests": lambda entry: edit_record(entry, json.dumps({".so": 3})),
-    "a record without the code": lambda entry: edit_record(entry, json.dumps({})),
-    "a record that leads elsewhere": lambda entry: (
-        (entry / "code.").mkdir(),
-        edit_record(entry, json.dumps({"./../entry.json": "0" * 64, ".so": "0" * 64})),
-    ),
+    "a record of another kind": recorded("[]"),
+    "a record without digests": recorded(json.dumps({".so": 3})),
+    "a record without the code": recorded("{}"),
+    "a record that leads elsewhere": led_elsewhere,
     "nothing": lambda entry: (shutil.rmtree(entry), entry.mkdir(mode=0o700)),
 } | ({"code of somebody else": lambda entry: os.chown(entry / "code.so", 12345, 0)} if os.geteuid() == 0 else {})
 
@@ -116,9 +123,7 @@ def test_nobody_else_may_write_whatever_the_umask(root: Path, folder: Path, mask
 
 def test_a_cache_that_others_may_write_to_is_refused(root: Path) -> None:
     CompileCache("neuron")
-    words = (
-        r"cache\S* can be changed by other users, and this process would run what it holds; set OPTIMUM_NEURON_CACHE"
-    )
+    words = r"cache\S* can be changed by other users, and this process would run what it holds; set OPTIMUM_NEURON"
     for level, mode in product(("", "neuron"), (0o770, 0o775, 0o1777)):
         (root / level).chmod(mode)
         with pytest.raises(PermissionError, match=words):
@@ -144,10 +149,16 @@ def test_a_cache_of_somebody_else_is_refused(root: Path, monkeypatch: pytest.Mon
         CompileCache("neuron")
 
 
-def test_a_cache_that_cannot_be_made_is_told(root: Path) -> None:
+def test_a_cache_that_cannot_be_made_or_is_full_is_told_by_its_folder(root: Path) -> None:
     root.write_text("a file")
     with pytest.raises(OSError, match=r"the compile cache \S+ cannot be made \(.*\); set OPTIMUM_NEURON_CACHE to a"):
         CompileCache("neuron")
+    root.unlink()
+    cache = CompileCache("neuron")
+    full = rf"no space is left on the disk of {cache.folder}; free some, or set OPTIMUM_NEURON"
+    with pytest.raises(OSError, match=full), cache.scratch():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(cache.folder.iterdir()) == []
 
 
 def test_a_cache_that_may_only_be_read_gives_what_it_has(
@@ -158,17 +169,6 @@ def test_a_cache_that_may_only_be_read_gives_what_it_has(
     assert cache.fetch(KEY, folder, "graph", ".so")
     with pytest.raises(PermissionError, match=r"may not be written to; set OPTIMUM_NEURON_CACHE"), cache.scratch():
         pass
-
-
-def test_a_full_disk_is_told_by_its_folder(cache: CompileCache) -> None:
-    with (
-        pytest.raises(
-            OSError, match=rf"no space is left on the disk of {cache.folder}; free some, or set OPTIMUM_NEURON"
-        ),
-        cache.scratch(),
-    ):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert list(cache.folder.iterdir()) == []
 
 
 def test_the_first_of_two_equal_entries_stays(cache: CompileCache, folder: Path) -> None:
@@ -219,9 +219,10 @@ def test_an_entry_that_goes_while_it_is_read_is_compiled_again_without_a_warning
         if len(copied) == read:
             assert prune(max_size=0, older_than=None, dry_run=False)[0]
         copied.append(source.name)
-        return entries_module.copy_file(source, path)
+        return copy_file(source, path)
 
-    monkeypatch.setattr(store_module, "copy_file", copy)
+    copy_file = entries_module.copy_file
+    monkeypatch.setattr(entries_module, "copy_file", copy)
     assert not cache.fetch(KEY, folder, "graph", ".so")
     assert len(copied) == read + 1 and folder_bytes(folder) == {} and not caplog.messages
 

@@ -9,7 +9,7 @@ from helpers import tiny_config
 
 from optimum_neuron.step.spec import GREEDY, GraphSpec, SamplingParams, graph_specs
 from optimum_neuron.targets.neuron.graphs.io import SAMPLERS, GraphIO, OutputBinding
-from optimum_neuron.targets.neuron.run.ahead import Draw, find_draws
+from optimum_neuron.targets.neuron.run.executors import Draw, find_draws
 
 
 CONFIG = tiny_config(target="hlo", output_logits=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ....kernels.host.processes import Processes
 from ..graphs.io import HLO_SUFFIX
 from ..rank.packages import SETUP, installed_version
-from ..sdk.compiler_errors import explain_failure
+from ..sdk.errors import explain_failure
 from ..sdk.flags import FLAGS_VARIABLE
 
 

@@ -21,7 +21,7 @@ from ..lowering.kernel_calls import kernel_calls
 from ..lowering.split_tokens import bytes_sent
 from ..sdk.hardware import CHIPS, chip_of
 from .graph import LintGraph
-from .traffic_rules import changes_order
+from .memory_rules import changes_order
 
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -39,14 +39,12 @@ class GraphCost:
     """One run of a graph on one core.
 
     Attributes:
-        read: bytes of device memory.
-        needed: the least of it: each weight, state and input once, as far as any operator looks at it.
-        written: bytes of device memory.
+        read, written: bytes of device memory.
+        needed: the least of `read`: each weight, state and input once, as far as any operator looks at it.
         transposed: bytes of weights and states that change the order of their dimensions before a product.
         flops: of matrix products and convolutions, two per multiplication, by torch's name of the operands' type.
-        collectives: runs of each kind.
+        collectives, kernels: runs of each kind, and calls of each kernel of the SDK.
         collective_bytes: that a core sends in them, at the least.
-        kernels: calls of each kernel of the SDK.
     """
 
     name: str
@@ -71,8 +69,7 @@ class GraphCost:
 def graph_cost(name: str, data: bytes, io: GraphIO, target: str) -> GraphCost:
     """Count one graph; on-chip memory is that of its target, or for `hlo` the smallest.
 
-    Raises:
-        ValueError: `data` is no HLO module, or multiplies numbers of a type without a known peak.
+    Raise ValueError where `data` is no HLO module, or multiplies numbers of a type without a known peak.
     """
     return _Counter(LintGraph(name, hlo.parse(data), io, target)).count()
 
@@ -104,17 +101,24 @@ class _Counter:
             elif each.opcode in ("dot", "convolution"):
                 flops[self._product_type(each)] += self._count_flops(each)
             elif each.opcode == "custom-call":
-                flops += self._flops_of_kernel(each)
+                # The products of the reference that a call of a kernel names, whatever the kernel leaves out.
+                for number in each.called_computation_ids:
+                    for one in self._graph.computations[number].instructions:
+                        if one.opcode == "dot":
+                            flops[self._product_type(one)] += self._count_flops(one)
             elif each.opcode in COLLECTIVES:
                 collectives[each.opcode] += 1
-                size = max(
-                    _shape_bytes(each.shape), sum(_shape_bytes(part.shape) for part in self._graph.operands(each))
-                )
+                taken = sum(_shape_bytes(part.shape) for part in self._graph.operands(each))
+                size = max(_shape_bytes(each.shape), taken)
                 moved += bytes_sent(each.opcode, size, self._graph.io.world_size)
         return GraphCost(
             name=self._graph.name,
             read=sum(map(sum, reads.values())),
-            needed=sum(self._needed_of(source, sizes) for source, sizes in reads.items()),
+            needed=sum(
+                min(max(sizes), _shape_bytes(self._graph.by_id[source].shape))
+                for source, sizes in reads.items()
+                if self._graph.by_id[source].opcode == "parameter"
+            ),
             written=written,
             transposed=transposed,
             flops=dict(flops),
@@ -122,19 +126,6 @@ class _Counter:
             collective_bytes=moved,
             kernels=dict(kernels),
         )
-
-    def _flops_of_kernel(self, call: Any) -> Counter[str]:
-        """Count the products of the reference that a call of a kernel names, whatever the kernel leaves out."""
-        found: Counter[str] = Counter()
-        for number in call.called_computation_ids:
-            for each in self._graph.computations[number].instructions:
-                if each.opcode == "dot":
-                    found[self._product_type(each)] += self._count_flops(each)
-        return found
-
-    def _needed_of(self, number: int, sizes: list[int]) -> int:
-        source = self._graph.by_id[number]
-        return min(max(sizes), _shape_bytes(source.shape)) if source.opcode == "parameter" else 0
 
     def _is_source(self, each: Any) -> bool:
         return each.opcode == "parameter" or self._is_kernel(each)
@@ -200,9 +191,8 @@ class _Counter:
 
     def _written_bytes(self, kernel: Any) -> int:
         if kernel.id in self._in_place:
-            return _shape_bytes(
-                self._graph.operands(kernel)[1 if kernel.opcode == "dynamic-update-slice" else 2].shape
-            )
+            update = self._graph.operands(kernel)[1 if kernel.opcode == "dynamic-update-slice" else 2]
+            return _shape_bytes(update.shape)
         if kernel.opcode == "tuple":
             return sum(_shape_bytes(operand.shape) for operand, _ in self._find_needed(kernel))
         size = _shape_bytes(kernel.shape)

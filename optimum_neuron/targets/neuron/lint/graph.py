@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,11 +22,9 @@ Place = tuple[Any, str, str, Severity]
 
 @dataclass
 class LintGraph:
-    """A parsed graph as rules see it.
+    """A parsed graph as rules see it. The target `hlo` is held to the rules of all Neuron targets.
 
-    Attributes:
-        target: a Neuron target; `hlo` is held to the rules of all of them.
-        operators: opcodes that the installed compiler lists, without dashes; None where there is no compiler.
+    `operators` are opcodes that the installed compiler lists, without dashes; None where there is no compiler.
     """
 
     name: str
@@ -57,24 +55,26 @@ class LintGraph:
 
     def module_path(self, instruction: Any) -> str:
         """Return the module that an instruction comes from, or where torch-xla did not note it, one that uses its result."""
-        seen, pending = {instruction.id}, [instruction]
-        for each in pending:
-            path = hlo.module_path(each)
-            if path:
-                return path
-            pending += [user for user in self.users[each.id] if user.id not in seen]
-            seen.update(user.id for user in self.users[each.id])
-        return ""
+        return next(filter(None, map(hlo.module_path, self.walk_uses(instruction))), "")
+
+    def walk_sources(self, instruction: Any, through: Collection[str]) -> Iterator[Any]:
+        """Yield an instruction, and what it is made of through these opcodes, each once."""
+        return _walk(instruction, lambda each: self.operands(each) if each.opcode in through else [])
+
+    def walk_uses(self, instruction: Any, through: Callable[[Any], bool] = lambda user: True) -> Iterator[Any]:
+        """Yield an instruction, and what uses its result, as far as it is let through, each once."""
+        return _walk(instruction, lambda each: filter(through, self.users[each.id]))
 
     def of(self, *opcodes: str) -> Iterator[Any]:
         """Yield all instructions with one of these opcodes."""
         return (each for each in self.by_id.values() if each.opcode in opcodes)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule: its name, the compiler's or runtime's codes for it, and the function that finds the places that break it."""
-
-    name: str
-    code: str
-    check: Callable[[LintGraph], Iterable[Place]]
+def _walk(start: Any, find_next: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    found, pending = {start.id}, [start]
+    for each in pending:
+        yield each
+        for one in find_next(each):
+            if one.id not in found:
+                found.add(one.id)
+                pending.append(one)

@@ -2,12 +2,13 @@
 """The lint: lowered graphs against what the Neuron compiler and device take, before the slow compiler runs.
 
 Every rule looks at HLO alone, so it holds for any model. A known failure is an error and stops an export. What is only not documented
-as supported is a warning, unless the installed compiler's own list of operators decides.
+as supported is a warning, unless the installed compiler's own list of operators decides. The docstring of each rule names its source:
+the Neuron SDK's error-code pages, its runtime's status codes, or a public report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ....artifact.artifact import Artifact
@@ -17,9 +18,55 @@ from ..graphs.io import HLO_SUFFIX, IO_SUFFIX, GraphIO, read_graph_io, read_hlo
 from ..lowering.kernel_calls import without_references
 from ..sdk.devices import resolve_lowered_target
 from ..sdk.hardware import check_parallel_size
-from .graph import LintGraph, Severity
-from .operator_rules import normalize_operators
-from .rules import RULES
+from . import memory_rules as memory
+from . import operator_rules
+from . import value_rules as values
+from .graph import LintGraph, Place, Severity
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule: its name, the compiler's or runtime's codes for it, and the function that finds the places that break it."""
+
+    name: str
+    code: str
+    check: Callable[[LintGraph], Iterable[Place]]
+
+
+# Raised with every change of what graphs pass: what an earlier version let pass is to be checked again.
+RULES_VERSION = 7
+
+RULES = (
+    Rule("opcode", "EVRF001", operator_rules.opcodes),
+    Rule("control-flow", "EVRF001", operator_rules.control_flow),
+    Rule("host-transfer", "EVRF001", operator_rules.host_transfers),
+    Rule("random", "EVRF006", operator_rules.random),
+    Rule("reduce-window", "EVRF017-019", operator_rules.reduce_windows),
+    Rule("sort", "EVRF029", operator_rules.sorts),
+    Rule("top-k-call", "EVRF013, EVRF014", operator_rules.top_k_calls),
+    Rule("custom-call", "EVRF015", operator_rules.custom_calls),
+    Rule("dynamic-slice", "EVRF001", operator_rules.slices),
+    Rule("convolution", "EVRF010, EVRF011", operator_rules.convolutions),
+    Rule("reduction", "EVRF001", operator_rules.reductions),
+    Rule("strided-store", "", operator_rules.strided_stores),
+    Rule("type", "EVRF004, EVRF005, EVRF051, ESPP004", values.types),
+    Rule("dynamic-shape", "EMOD025", values.dynamic_shapes),
+    Rule("integer-compute", "EVRF016, EVRF022, EVRF035, EVRF060-063", values.integer_compute),
+    Rule("unsigned", "", values.unsigned),
+    Rule("index-range", "EVRF031, EVRF056, NRT 1006", values.index_ranges),
+    Rule("constant", "NRT 1003", values.constants),
+    Rule("mask-sum", "NRT 1003", values.mask_sums),
+    Rule("flat-split", "", values.flat_splits),
+    Rule("dead-operand", "", values.dead_operands),
+    Rule("alias", "EVRF064", memory.aliases),
+    Rule("binding", "EVRF064", memory.bindings),
+    Rule("collective", "", memory.collectives),
+    Rule("scores", "", memory.attention_scores),
+    Rule("memory", "EVRF009, EOOM001", memory.memory),
+    Rule("transposed-weight", "", memory.transposed_weights),
+    Rule("scaled-weight", "", memory.scaled_weights),
+    Rule("coded-state", "", memory.coded_states),
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +74,7 @@ class Finding:
     """A place in a graph that breaks a rule.
 
     Attributes:
-        rule: the rule's name.
-        code: the compiler's or runtime's own code for it, as far as it has one.
+        code: the compiler's or runtime's own code for the rule, as far as it has one.
         instruction: name of the HLO instruction; empty for the whole graph.
         module: dotted name of the module in the model, as far as it is known.
         problem, remedy: a sentence each.
@@ -50,11 +96,9 @@ class Finding:
 
 
 def lint(name: str, data: bytes, io: GraphIO, target: str, operators: frozenset[str] | None = None) -> list[Finding]:
-    """Check one graph by all rules.
+    """Check one graph by all rules; raise ValueError where `data` is no serialized HloModuleProto.
 
     Args:
-        name: of the graph, for the findings.
-        data: the serialized HloModuleProto; ValueError where it is none.
         operators: from `neuronx-cc list-operators`, if there is a compiler: see `normalize_operators`.
     """
     graph = LintGraph(name, without_references(hlo.parse(data)), io, target, operators)
@@ -74,20 +118,18 @@ def passed_rules(findings: Iterable[Finding]) -> tuple[str, ...]:
 
 def installed_operators() -> frozenset[str] | None:
     """Return the operators that the neuronx-cc on PATH lists; None where there is none."""
-    return None if missing_compiler() is not None else normalize_operators(list_operators(find_compiler()))
+    return (
+        None if missing_compiler() is not None else operator_rules.normalize_operators(list_operators(find_compiler()))
+    )
 
 
 def lint_artifact(
     artifact: Artifact, target: str | None = None, operators: frozenset[str] | None = None
 ) -> list[Finding]:
-    """Check all graphs of an artifact.
+    """Check all graphs of an artifact; raise as `artifact_target` and `artifact_graphs`.
 
     Args:
         target: the target of the rules, "auto" for this machine's; default, the artifact's own.
-
-    Raises:
-        ValueError: the artifact has no HLO, or no host of the target takes its tensor parallel size.
-        ArtifactError: a graph was changed after the export, or is none.
     """
     target, findings = artifact_target(artifact, target), []
     for name, data, io in artifact_graphs(artifact):

@@ -24,7 +24,7 @@ def opcodes(graph: LintGraph) -> Iterator[Place]:
         if each.opcode in FORBIDDEN:
             continue
         known = each.opcode in SUPPORTED
-        if graph.operators is not None and not is_listed(each.opcode, graph.operators):
+        if graph.operators is not None and _plain_name(each.opcode) not in graph.operators:
             # The list leaves out operators that the SDK's own graphs are full of.
             severity: Severity = "warning" if known else "error"
             yield each, f"the installed compiler does not list {each.opcode}", remedy, severity
@@ -130,8 +130,7 @@ def reductions(graph: LintGraph) -> Iterator[Place]:
     for each in graph.of("reduce"):
         operands = graph.operands(each)
         if any(graph.origin(start).opcode != "constant" for start in operands[len(operands) // 2 :]):
-            problem = "a reduce that begins with a computed number"
-            yield each, problem, "begin with a constant, add the number after", "error"
+            yield each, "a reduce that begins with a computed number", "begin with a constant, add it after", "error"
 
 
 def strided_stores(graph: LintGraph) -> Iterator[Place]:
@@ -179,11 +178,7 @@ FORBIDDEN = CONTROL_FLOW | HOST | RANDOM | SORTS | {"reduce-window"}
 
 def normalize_operators(names: Iterable[str]) -> frozenset[str]:
     """Return opcodes without dashes, from the compiler's list, which names operators as XLA's Python client did."""
-    return frozenset(_SYNONYMS.get(name, name) for name in (_plain_name(each) for each in names)) | _STRUCTURAL
-
-
-def is_listed(opcode: str, operators: frozenset[str]) -> bool:
-    return _plain_name(opcode) in operators
+    return frozenset(_SYNONYMS.get(name, name) for name in map(_plain_name, names)) | _STRUCTURAL
 
 
 def _plain_name(name: str) -> str:

@@ -13,11 +13,8 @@ from .graph import INTEGERS, LintGraph, Place
 
 
 # An operator's result holds what its operand does.
-_KEEPS_VALUES = frozenset(
-    {"parameter", "reshape", "bitcast", "copy", "slice", "gather", "transpose", "broadcast", "scatter", "select"}
-)
-# Of trn2's float8_e4m3.
-_LARGEST_FP8 = 240.0
+_KEEPS_VALUES = {"parameter", "reshape", "bitcast", "copy", "slice", "gather", "transpose", "broadcast", "scatter", "select"}  # fmt: skip
+_LARGEST_FP8 = 240.0  # of trn2's float8_e4m3
 CONSTANT_LIMIT = 1 << 20  # bytes; beyond, compile times grow: such tables belong with the weights
 # A power of two above half of the largest number of a type: two that are as large add up to infinity.
 MASK_LIMITS = {"float32": 2.0**127, "bfloat16": 2.0**127, "float16": 2.0**15}
@@ -78,7 +75,9 @@ def integer_compute(graph: LintGraph) -> Iterator[Place]:
         if hlo.dtype_name(graph.operands(each)[0].shape) in INTEGERS:
             yield each, "a matrix product of integers", "convert to float32 first", "error"
     for each in graph.of("scatter", "all-reduce", "reduce-scatter"):
-        if hlo.dtype_name(each.shape) in INTEGERS and _is_combining(graph, each):
+        called = graph.computations[each.called_computation_ids[0]]
+        computes = graph.by_id[called.root_id].opcode != "parameter"  # else it takes the new value
+        if computes and hlo.dtype_name(each.shape) in INTEGERS:
             yield each, f"an integer {each.opcode} is computed in float32", "compute it in float32 yourself", "error"
     for each in graph.of("power"):
         if hlo.dtype_name(each.shape) in INTEGERS:
@@ -88,37 +87,29 @@ def integer_compute(graph: LintGraph) -> Iterator[Place]:
             yield each, "an arithmetic shift of other than 32 bits", "convert to int32 first", "error"
 
 
-def _is_combining(graph: LintGraph, instruction: Any) -> bool:
-    """Return whether the called computation computes, rather than take the new value."""
-    computation = graph.computations[instruction.called_computation_ids[0]]
-    return bool(graph.by_id[computation.root_id].opcode != "parameter")
-
-
 def unsigned(graph: LintGraph) -> Iterator[Place]:
     """longdct/vllm-neuron, neuron-lowering-pitfalls.md: uint32 is lost unless the cast is last; a top-k's -1 is 4294967295."""
+    remedy = "compute with int32, and convert to uint32 last"
     for each in graph.by_id.values():
         if each.opcode == "tuple" or hlo.dtype_name(each.shape) == "uint32":
             continue
-        if each.opcode != "convert" and any(
-            hlo.dtype_name(operand.shape) == "uint32" for operand in graph.operands(each)
-        ):
-            yield each, f"{each.opcode} of uint32", "compute with int32, and convert to uint32 last", "error"
+        if each.opcode != "convert" and any(hlo.dtype_name(one.shape) == "uint32" for one in graph.operands(each)):
+            yield each, f"{each.opcode} of uint32", remedy, "error"
     for each in graph.by_id.values():
         if hlo.dtype_name(each.shape) == "uint32" and each.opcode not in ("convert", "get-tuple-element", "parameter"):
-            yield each, f"{each.opcode} as uint32", "compute with int32, and convert to uint32 last", "error"
+            yield each, f"{each.opcode} as uint32", remedy, "error"
 
 
 def index_ranges(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF031 and EVRF056 of the SDK; nrt_status.rst, 1006: a device neither clamps nor drops indices."""
     for each in graph.of("gather", "scatter"):
         operand, indices = graph.operands(each)[:2]
-        if each.opcode == "gather":
-            dims = each.gather_dimension_numbers.start_index_map
-        else:
+        dims = each.gather_dimension_numbers.start_index_map
+        if each.opcode == "scatter":
             dims = each.scatter_dimension_numbers.scatter_dims_to_operand_dims
         largest = _largest_index(graph, indices)
-        if len(dims) == 1 and largest is not None and largest >= operand.shape.dimensions[dims[0]]:
-            size = operand.shape.dimensions[dims[0]]
+        size = operand.shape.dimensions[dims[0]] if len(dims) == 1 else math.inf
+        if largest is not None and largest >= size:
             problem = f"index {largest} of a {each.opcode} is beyond dimension {dims[0]} of size {size}"
             yield each, problem, "the device has no clamping: send it to a row that exists", "error"
 
@@ -147,9 +138,8 @@ def constants(graph: LintGraph) -> Iterator[Place]:
 def _is_initial_value(graph: LintGraph, constant: Any) -> bool:
     """The largest of nothing is minus infinity: every reduce starts there."""
     users = graph.users[constant.id]
-    return bool(users) and all(
-        user.opcode == "reduce" and constant.id in user.operand_ids[len(user.operand_ids) // 2 :] for user in users
-    )
+    starts = (user.operand_ids[len(user.operand_ids) // 2 :] for user in users if user.opcode == "reduce")
+    return bool(users) and sum(constant.id in each for each in starts) == len(users)
 
 
 def mask_sums(graph: LintGraph) -> Iterator[Place]:

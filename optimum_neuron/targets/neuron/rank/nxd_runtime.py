@@ -6,7 +6,7 @@ The model object is built from NEFF and MetaNeff; its own file format, a pickle 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from .wire import doing
 
 
 class NxDGraphs:
-    """Loaded graphs of all ranks; see `Graphs`."""
+    """Loaded graphs of all ranks; methods as those of `CoreGraphs`."""
 
     def __init__(self, plan: RankPlan, memory: np.ndarray) -> None:
         with doing("starting neuronx-distributed"):
@@ -29,9 +29,12 @@ class NxDGraphs:
         dtypes = {name: getattr(torch, each.dtype) for name, each in self._states.items()}
         initializer = StateInitializer(shapes, dtypes, plan.world_size) if self._states else None
         self._model = NxDModel(plan.world_size, state_initializer=initializer)
+        # NxDModel has one signature for all graphs: the inputs of all by name, each once.
+        graphs = plan.graphs.values()
+        names = list(dict.fromkeys(each.name for graph in graphs for each in graph.inputs if each.role == "input"))
         for name, graph in plan.graphs.items():
             with doing(f"loading graph {name}"):
-                self._add_graph(name, graph, input_names(plan.graphs.values()))
+                self._add_graph(name, graph, names)
         with doing("loading the weights"):
             self._model.set_weights(
                 [
@@ -40,28 +43,34 @@ class NxDGraphs:
                 ]
             )
             self._model.to_neuron()
-        # Tensors in shared memory, which every second step uses again.
-        self._inputs = [_view_inputs(plan, half) for half in memory]
-        self._outputs = [_view_outputs(plan, half) for half in memory]
+        # Inputs and outputs of each graph in shared memory, half by half, which every second step uses again.
+        self._shared = [
+            {
+                name: [
+                    {each.name: from_array(each.view(half), each.dtype) for each in side if each.place is not None}
+                    for side in (graph.inputs, graph.outputs)
+                ]
+                for name, graph in plan.graphs.items()
+            }
+            for half in memory
+        ]
 
     def run_step(self, graph: str, half: int, read: Sequence[int]) -> None:
-        with doing(f"graph {graph}"):
-            # It returns copies of all that rank 0 makes; its other modes take inputs that are on every rank's device.
-            outputs = self._model(model_name=graph, **self._inputs[half][graph])
-            for number in read:
-                self._outputs[half][graph][number].copy_(outputs[number])
+        inputs, outputs = self._shared[half][graph]
+        # It returns copies of all that rank 0 makes; its other modes take inputs that are on every rank's device.
+        results, shared = self._model(model_name=graph, **inputs), list(outputs.values())
+        for number in read:
+            shared[number].copy_(results[number])
 
     def read_state(self, state: str) -> bytes:
-        with doing(f"reading {state}"):
-            parts = [self._model.read_from_neuron_buffer(state, rank) for rank in range(self._world_size)]
-            return b"".join(to_array(part).tobytes() for part in parts)
+        parts = [self._model.read_from_neuron_buffer(state, rank) for rank in range(self._world_size)]
+        return b"".join(to_array(part).tobytes() for part in parts)
 
     def write_state(self, state: str, data: bytes | bytearray) -> None:
         tensor = self._states[state]
-        with doing(f"writing {state}"):
-            parts = np.frombuffer(data, dtype=carrier(tensor.dtype)).reshape(self._world_size, *tensor.shape)
-            for rank, part in enumerate(parts):
-                self._model.write_to_neuron_buffer(from_array(part.copy(), tensor.dtype), state, rank)
+        parts = np.frombuffer(data, dtype=carrier(tensor.dtype)).reshape(self._world_size, *tensor.shape)
+        for rank, part in enumerate(parts):
+            self._model.write_to_neuron_buffer(from_array(part.copy(), tensor.dtype), state, rank)
 
     def _add_graph(self, name: str, graph: RankGraph, every: Sequence[str]) -> None:
         import torch
@@ -87,22 +96,6 @@ class NxDGraphs:
         self._model.add(name, traced, artifacts.CompilationArtifacts(graph.neff))
 
 
-def _view_inputs(plan: RankPlan, memory: np.ndarray) -> dict[str, dict[str, Any]]:
-    """Return each graph's inputs, in shared memory, by name."""
-    return {
-        name: {each.name: from_array(each.view(memory), each.dtype) for each in graph.inputs if each.role == "input"}
-        for name, graph in plan.graphs.items()
-    }
-
-
-def _view_outputs(plan: RankPlan, memory: np.ndarray) -> dict[str, list[Any]]:
-    """Return each graph's outputs that are no states, in shared memory."""
-    return {
-        name: [from_array(each.view(memory), each.dtype) for each in graph.outputs if each.alias_of is None]
-        for name, graph in plan.graphs.items()
-    }
-
-
 class _Reorder:
     """A reordering of NxDModel's inputs, which follow all graphs' inputs, to a graph's own order."""
 
@@ -114,23 +107,10 @@ class _Reorder:
         return [inputs[index] for index in self.layout]
 
 
-def input_names(graphs: Iterable[RankGraph]) -> list[str]:
-    """Return the inputs of all graphs by name, each once: NxDModel has one signature for all of them."""
-    names = (each.name for graph in graphs for each in graph.inputs if each.role == "input")
-    return list(dict.fromkeys(names))
-
-
 _TYPES = {"input": "USER_INPUT", "state": "INPUT_STATE", "weight": "INPUT_WEIGHT"}
 _DATA_TYPES = {
-    "float32": "FLOAT",
-    "bfloat16": "BFLOAT16",
-    "float16": "FLOAT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "int8": "INT8",
-    "uint8": "UINT8",
-    "bool": "BOOL",
-}
+    each: each.upper() for each in ("bfloat16", "float16", "int32", "int64", "int8", "uint8", "bool")
+} | {"float32": "FLOAT"}  # fmt: skip
 
 
 def build_metaneff(graph: RankGraph, schema: Any) -> Any:
@@ -151,10 +131,8 @@ def build_metaneff(graph: RankGraph, schema: Any) -> Any:
     for index, binding in enumerate(graph.inputs):
         tensor = _add_tensor(message.input_tensors, f"input{index}", binding, schema)
         tensor.type = getattr(schema.MetaTensor.Type, _TYPES[binding.role])
-        if binding.role == "input":
-            tensor.user_input_key = binding.name.encode()
-        else:
-            tensor.checkpoint_key = binding.name.encode()
+        key = "user_input_key" if binding.role == "input" else "checkpoint_key"
+        setattr(tensor, key, binding.name.encode())
     positions = {binding.name: index for index, binding in enumerate(graph.inputs)}
     for index, output in enumerate(graph.outputs):
         _add_tensor(message.output_tensors, f"output{index}", output, schema)

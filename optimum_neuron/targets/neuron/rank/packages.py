@@ -17,12 +17,7 @@ SETUP = "install it from the Neuron repository of AWS, as the setup guide of the
 
 @dataclass(frozen=True)
 class Package:
-    """A Python package of the Neuron SDK.
-
-    Attributes:
-        distribution: its name for pip.
-        evidence: a submodule or public name that the real package has.
-    """
+    """A Python package of the Neuron SDK, and its name for pip; `evidence` is a submodule or name that the real package has."""
 
     module: str
     distribution: str
@@ -38,14 +33,19 @@ RUNTIME_PACKAGES = (NRTPY, TORCH_LITE, TORCH_NEURONX, NEURONX_DISTRIBUTED)
 
 def package_problem(package: Package) -> str | None:
     """Return why a package cannot be used, with the remedy; None where it can. Imports and raises nothing."""
-    folders = _find_folders(package.module)
+    spec = importlib.util.find_spec(package.module)
+    folders = [Path(path) for path in (spec.submodule_search_locations or ())] if spec is not None else []
     if not folders:
         if installed_version(package.distribution) is None:
             return f"{package.distribution} is not installed; {SETUP}"
         return f"the installed {package.distribution} is a placeholder without code; {SETUP}"
-    if any(_has_evidence(folder, package.evidence) for folder in folders):
-        return None
-    if all(_is_placeholder(folder) for folder in folders):
+    for folder in folders:
+        source = folder / "__init__.py"
+        if (folder / package.evidence).is_dir() or (folder / f"{package.evidence}.py").is_file():
+            return None
+        if source.is_file() and package.evidence in source.read_text(encoding="utf-8", errors="replace"):
+            return None
+    if {entry.name for folder in folders for entry in folder.iterdir()} <= {"__init__.py", "__pycache__"}:
         return f"the installed {package.distribution} is a placeholder without code ({folders[0]}); {SETUP}"
     return f"the installed {package.distribution} ({folders[0]}) has no {package.evidence}; upgrade: {SETUP}"
 
@@ -56,19 +56,3 @@ def installed_version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _find_folders(module: str) -> list[Path]:
-    spec = importlib.util.find_spec(module)
-    return [Path(path) for path in (spec.submodule_search_locations or ())] if spec is not None else []
-
-
-def _has_evidence(folder: Path, evidence: str) -> bool:
-    if (folder / evidence).is_dir() or (folder / f"{evidence}.py").is_file():
-        return True
-    source = folder / "__init__.py"
-    return source.is_file() and evidence in source.read_text(encoding="utf-8", errors="replace")
-
-
-def _is_placeholder(folder: Path) -> bool:
-    return not any(entry.name not in ("__init__.py", "__pycache__") for entry in folder.iterdir())

@@ -34,30 +34,19 @@ class Channel:
         self._socket.close()
 
     def send(self, message: dict[str, Any], data: bytes = b"", timeout: float | None = None) -> None:
-        """Send a message with data.
-
-        Args:
-            timeout: seconds until the other side has taken it.
-
-        Raises:
-            OSError: the other side has closed its end, or TimeoutError.
-        """
+        """Send a message with data; raise OSError where the other side has not taken it within `timeout` seconds."""
         text = json.dumps(message).encode()
         self._socket.settimeout(timeout)
         self._socket.sendall(_HEAD.pack(_MARK, len(text), len(data)) + text)
-        if data:
+        if data:  # with nothing left to read, the other side may have closed its end
             self._socket.sendall(data)
 
     def receive(self, timeout: float | None = None, most: int | None = None) -> tuple[dict[str, Any], bytearray]:
-        """Return the next message, whole, and its data.
-
-        Args:
-            timeout: seconds.
-            most: bytes of data that the message may have; None for any number.
+        """Return the next message, whole, and its data, of `most` bytes.
 
         Raises:
             EOFError: the other side has closed its end.
-            TimeoutError: the message has not ended by then.
+            TimeoutError: the message has not ended within `timeout` seconds.
             WireError: it is none.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -78,11 +67,8 @@ class Channel:
         data = bytearray(size)
         view, done = memoryview(data), 0
         while done < size:
-            if deadline is not None:
-                # Zero would make the socket non-blocking.
-                self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            else:
-                self._socket.settimeout(None)
+            # Zero would make the socket non-blocking.
+            self._socket.settimeout(None if deadline is None else max(1e-3, deadline - time.monotonic()))
             try:
                 count = self._socket.recv_into(view[done:])
             except ConnectionResetError:
@@ -94,12 +80,7 @@ class Channel:
 
 
 class RankError(Exception):
-    """A failure of a runtime or its package.
-
-    Attributes:
-        doing: for the message.
-        missing: whether the package could not be imported.
-    """
+    """A failure of a runtime or its package, `missing` where that could not be imported, while something was done."""
 
     def __init__(self, doing: str, error: Exception) -> None:
         super().__init__(str(error).strip() or type(error).__name__)

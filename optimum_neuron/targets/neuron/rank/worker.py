@@ -22,7 +22,31 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[0] == "probe":
         sys.stdout.write(json.dumps(_describe_interpreter()) + "\n")
         return
-    _serve_commands(Channel(socket.socket(fileno=int(arguments[1]))), int(arguments[2]))
+    channel, memory = Channel(socket.socket(fileno=int(arguments[1]))), int(arguments[2])
+    graphs: Any = None
+    while True:
+        try:
+            command, data = channel.receive()
+        except EOFError:
+            return
+        answer: dict[str, Any] = {}
+        result = b""
+        try:
+            if "load" in command:
+                graphs = load_plan(command["load"], memory)
+            elif "run" in command:
+                for graph, read in command["run"]:
+                    with doing(f"graph {graph}"):
+                        graphs.run_step(graph, command["half"], read)
+            elif "read" in command:
+                with doing(f"reading {command['read']}"):
+                    result = graphs.read_state(command["read"])
+            else:
+                with doing(f"writing {command['write']}"):
+                    graphs.write_state(command["write"], data)
+        except RankError as error:
+            answer = {"error": str(error), "doing": error.doing, "missing": error.missing}
+        channel.send(answer, result)
 
 
 def _describe_interpreter() -> dict[str, Any]:
@@ -39,44 +63,19 @@ def _describe_interpreter() -> dict[str, Any]:
     return found
 
 
-def _serve_commands(channel: Channel, memory: int) -> None:
-    graphs: Any = None
-    while True:
-        try:
-            command, data = channel.receive()
-        except EOFError:
-            return
-        answer: dict[str, Any] = {}
-        result = b""
-        try:
-            if "load" in command:
-                graphs = _load_graphs(command["load"], memory)
-            elif "run" in command:
-                for graph, read in command["run"]:
-                    graphs.run_step(graph, command["half"], read)
-            elif "read" in command:
-                result = graphs.read_state(command["read"])
-            else:
-                graphs.write_state(command["write"], data)
-        except RankError as error:
-            answer = {"error": str(error), "doing": error.doing, "missing": error.missing}
-        channel.send(answer, result)
-
-
-def _load_graphs(data: object, memory: int) -> Any:
+def load_plan(data: dict[str, Any], memory: int) -> Any:
+    """Return the graphs of a plan, loaded; `memory` is the descriptor of what all processes map."""
     import numpy as np
 
-    from .core import CoreGraphs
+    from .core import CoreGraphs, LiteDevice, NrtDevice
     from .plan import HALVES, RankPlan
 
     with doing("reading what to load"):
         plan = RankPlan.from_dict(data)
-    shared = np.frombuffer(mmap.mmap(memory, HALVES * plan.memory), dtype=np.uint8).reshape(HALVES, plan.memory)
+        shared = np.frombuffer(mmap.mmap(memory, HALVES * plan.memory), dtype=np.uint8).reshape(HALVES, plan.memory)
     if plan.runtime == "neuronx-distributed":
         from .nxd_runtime import NxDGraphs
 
         return NxDGraphs(plan, shared)
-    from .core_runtimes import LiteDevice, NrtDevice
-
     kind = NrtDevice if plan.runtime == "nrtpy" else LiteDevice
     return CoreGraphs(kind(plan.ranks[0], plan.world_size), plan, shared)

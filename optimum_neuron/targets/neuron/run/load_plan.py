@@ -6,11 +6,10 @@ Inputs and outputs of steps lie in memory that all processes map. It has no name
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,25 +18,21 @@ from ....arrays import dtype_name
 from ....artifact.tensor_file import parse_head, read_head
 from ..compile.neuron_cc import NEFF_SUFFIX
 from ..graphs.checks import check_weights
-from ..graphs.io import GraphIO, InputBinding, OutputBinding, cut_dim
-from ..rank.plan import HALVES, RankGraph, RankPlan, RankTensor, RankWeight
+from ..graphs.io import GraphIO, cut_dim
+from ..rank.plan import HALVES, RankGraph, RankTensor, RankWeight
 
 
-def copy_inputs(source: int, destination: int, length: int) -> list[np.ndarray]:
-    """Return the inputs of a graph that copies rows, in their order (COPY_INPUTS)."""
-    return [np.array([number], np.int32) for number in (source, destination, length)]
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Compiled graphs, and the files of their weights.
+    """Compiled graphs, `folder/<graph>.neff`, and the files of their weights, one per rank.
 
     Attributes:
-        folder: holds `<graph>.neff`.
         lnc: physical cores per logical core, as compiled.
         graphs: descriptions by name; a state of several graphs is the same in all.
         calls: names of a step's inputs in the order of `run`; a graph that is left out takes the inputs that it uses.
-        weights: one safetensors file per rank.
         tied_weights: alias to stored name.
     """
 
@@ -53,10 +48,6 @@ class LoadPlan:
     def world_size(self) -> int:
         return len(self.weights)
 
-    def call(self, graph: str) -> tuple[str, ...]:
-        """Return the names of a step's inputs, also of those that its graph does not use."""
-        return self.calls.get(graph) or self.graphs[graph].names("input")
-
     def neff(self, graph: str) -> Path:
         """Return the compiled file of a graph, or raise FileNotFoundError."""
         path = self.folder / (graph + NEFF_SUFFIX)
@@ -66,109 +57,63 @@ class LoadPlan:
             )
         return path
 
-    def states(self) -> dict[str, InputBinding]:
-        """Return the states of all graphs by name, as one rank has them."""
-        return {each.name: each for io in self.graphs.values() for each in io.inputs if each.role == "state"}
-
-
-_ALIGNMENT = 64
-_Key = tuple[str, tuple[int, ...], str]
-
 
 class SharedTensors:
     """Tensors in a block of memory. Equal ones of different graphs are one: one graph runs at a time.
 
-    The block has halves of one layout: a step is written to one while another runs in the other.
+    The block has halves of one layout, of `size` bytes each: a step is written to one while another runs in the other.
 
     Attributes:
+        graphs: by name, with the offsets of inputs and outputs.
         inputs: by half and graph, in the order of a step's inputs; None for one that the graph does not use.
         outputs: by half and graph, those that a step returns.
         file: descriptor of the memory.
-        size: of half of the memory, in bytes.
     """
 
     def __init__(self, plan: LoadPlan) -> None:
-        """Make the memory and map it."""
-        inputs: dict[str, list[InputBinding | None]] = {}
-        outputs: dict[str, list[OutputBinding]] = {}
-        for name, io in plan.graphs.items():
-            known = {each.name: each for each in io.inputs}
-            inputs[name] = [known.get(each) for each in plan.call(name)]
-            outputs[name] = [each for each in io.outputs if each.alias_of is None]
-        used: list[InputBinding | OutputBinding] = [each for lists in inputs.values() for each in lists if each]
-        self._places, self.size = _places([*used, *(each for lists in outputs.values() for each in lists)])
+        """Make the memory and map it; raise FileNotFoundError where a compiled graph is missing."""
+        self.size = 0
+        self._places: dict[tuple[str, tuple[int, ...], str], int] = {}
+        self.graphs = {
+            name: RankGraph(
+                str(plan.neff(name)),
+                tuple(self._place(RankTensor(each.name, each.role, each.shape, each.dtype)) for each in io.inputs),
+                tuple(
+                    self._place(RankTensor(each.name, "output", each.shape, each.dtype, None, each.alias_of))
+                    for each in io.outputs
+                ),
+            )
+            for name, io in plan.graphs.items()
+        }
+        self.size = max(self.size, _ALIGNMENT)  # there is no block of nothing
         self.file = os.memfd_create("optimum_neuron")
         os.ftruncate(self.file, HALVES * self.size)
-        block = np.frombuffer(mmap.mmap(self.file, HALVES * self.size), np.uint8)
-        self.inputs: list[dict[str, list[np.ndarray | None]]] = []
-        self.outputs: list[dict[str, list[np.ndarray]]] = []
-        for half in block.reshape(HALVES, self.size):
-            tensors = {key: _view_block(half, key, start) for key, start in self._places.items()}
-            self.inputs.append(
-                {
-                    name: [None if each is None else tensors[_binding_key(each)] for each in bindings]
-                    for name, bindings in inputs.items()
-                }
-            )
-            self.outputs.append({name: [tensors[_binding_key(each)] for each in of] for name, of in outputs.items()})
+        block = np.frombuffer(mmap.mmap(self.file, HALVES * self.size), dtype=np.uint8).reshape(HALVES, self.size)
+        self.inputs: list[dict[str, list[np.ndarray | None]]] = [{} for _ in block]
+        self.outputs: list[dict[str, list[np.ndarray]]] = [{} for _ in block]
+        for number, half in enumerate(block):
+            for name, graph in self.graphs.items():
+                used, returned = (
+                    {each.name: each.view(half).view(each.dtype) for each in side if each.place is not None}
+                    for side in (graph.inputs, graph.outputs)
+                )
+                self.inputs[number][name] = [used.get(each) for each in plan.calls.get(name, used)]
+                self.outputs[number][name] = list(returned.values())
 
-    def place(self, binding: InputBinding | OutputBinding) -> int:
-        """Return the offset of an input or output of a step, in bytes."""
-        return self._places[_binding_key(binding)]
-
-
-def _binding_key(binding: InputBinding | OutputBinding) -> _Key:
-    return binding.name, binding.shape, binding.dtype
-
-
-def _places(bindings: list[InputBinding | OutputBinding]) -> tuple[dict[_Key, int], int]:
-    """Return offsets of tensors in bytes, and the size of all."""
-    places: dict[_Key, int] = {}
-    size = 0
-    for binding in bindings:
-        if _binding_key(binding) not in places:
-            places[_binding_key(binding)] = size
-            size += -(-_count_bytes(_binding_key(binding)) // _ALIGNMENT) * _ALIGNMENT
-    return places, max(size, _ALIGNMENT)  # there is no block of nothing
+    def _place(self, tensor: RankTensor) -> RankTensor:
+        """Return an input or output of a step with its place, and others as they are."""
+        if tensor.role not in ("input", "output") or tensor.alias_of is not None:
+            return tensor
+        key = tensor.name, tensor.shape, tensor.dtype
+        if key not in self._places:
+            self._places[key] = self.size
+            self.size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return replace(tensor, place=self._places[key])
 
 
-def _count_bytes(key: _Key) -> int:
-    return math.prod(key[1]) * np.dtype(key[2]).itemsize
-
-
-def _view_block(block: np.ndarray, key: _Key, start: int) -> np.ndarray:
-    return block[start : start + _count_bytes(key)].view(key[2]).reshape(key[1])
-
-
-def rank_plan(plan: LoadPlan, tensors: SharedTensors, runtime: str, ranks: tuple[int, ...]) -> RankPlan:
-    """Return the plan of the process that holds these ranks.
-
-    Raises:
-        ValueError: a file of weights lacks a tensor, or has it with another shape or type.
-        FileNotFoundError: a compiled graph is missing.
-    """
-    graphs = {name: _make_graph(str(plan.neff(name)), io, tensors) for name, io in plan.graphs.items()}
-    weights = tuple(_find_weights(plan, rank) for rank in ranks)
-    return RankPlan(runtime, ranks, plan.world_size, tensors.size, weights, graphs)
-
-
-def _make_graph(neff: str, io: GraphIO, tensors: SharedTensors) -> RankGraph:
-    inputs = tuple(_make_tensor(each, each.role, tensors) for each in io.inputs)
-    outputs = (_make_tensor(each, "output", tensors, each.alias_of) for each in io.outputs)
-    return RankGraph(neff, inputs, tuple(outputs))
-
-
-def _make_tensor(
-    binding: InputBinding | OutputBinding, role: str, tensors: SharedTensors, alias_of: str | None = None
-) -> RankTensor:
-    in_memory = role == "input" or (role == "output" and alias_of is None)
-    place = tensors.place(binding) if in_memory else None
-    return RankTensor(binding.name, role, binding.shape, binding.dtype, place, alias_of)
-
-
-def _find_weights(plan: LoadPlan, rank: int) -> tuple[RankWeight, ...]:
-    """Return every stored tensor that a graph needs, once, with all names that graphs have for it."""
-    path, wanted = plan.weights[rank], dict[str, list[str]]()
+def find_weights(plan: LoadPlan, rank: int) -> tuple[RankWeight, ...]:
+    """Return every stored tensor that a graph needs, once, with all names for it; raise ValueError where the file is not that of the graphs."""
+    path, wanted = plan.weights[rank], dict[str, dict[str, None]]()
     with path.open("rb") as file:
         head = read_head(file, path)
     layout = parse_head(head, path)
@@ -178,13 +123,16 @@ def _find_weights(plan: LoadPlan, rank: int) -> tuple[RankWeight, ...]:
     check_weights(path, own | tied, plan.graphs.values())
     for io in plan.graphs.values():
         for name in io.names("weight"):
-            names = wanted.setdefault(plan.tied_weights.get(name, name), [])
-            if name not in names:
-                names.append(name)
-    found = ((names, layout[stored]) for stored, names in wanted.items())
+            wanted.setdefault(plan.tied_weights.get(name, name), {})[name] = None
     return tuple(
-        RankWeight(tuple(names), str(path), len(head) + stored.start, stored.shape, dtype_name(stored.dtype))
-        for names, stored in found
+        RankWeight(
+            tuple(names),
+            str(path),
+            len(head) + layout[stored].start,
+            layout[stored].shape,
+            dtype_name(layout[stored].dtype),
+        )
+        for stored, names in wanted.items()
     )
 
 

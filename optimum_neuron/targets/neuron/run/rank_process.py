@@ -1,33 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one rank, or of all, from its parent's side: started on its cores, asked through a socket, ended."""
+"""The process of one rank, or of all, from its parent's side: its interpreter, its start on its cores, commands and its end.
+
+The interpreter is this one, or that of an option or a variable. It describes itself before a rank starts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ....kernels.host.processes import TiedProcess
+from ....kernels.host.processes import Processes, TiedProcess
+from ..rank import __file__ as _rank_init
+from ..rank.packages import RUNTIME_PACKAGES
 from ..rank.plan import RankPlan
 from ..rank.wire import Channel, WireError
 from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES
-from ..sdk.flags import LNC_VARIABLE, capture_environment, has_paired_cores, runtime_environment
-from ..sdk.runtime_errors import NeuronRuntimeError, missing_library, runtime_error
-from .interpreter import Interpreter
+from ..sdk.errors import NeuronRuntimeError, missing_library, runtime_error
+from ..sdk.flags import LNC_VARIABLE, has_paired_cores, runtime_environment
+from ..sdk.stacks import InstalledRuntimes
 
 
-# Seconds that a process has to end by itself, which gives its core back in order.
-GRACE = 15.0
-# The same where its runtime captures a profile, part of which it writes as it ends.
-CAPTURE_GRACE = 300.0
-_TAIL = 1500
+PYTHON_VARIABLE = "OPTIMUM_NEURON_RANK_PYTHON"
+RANK_FOLDER = Path(_rank_init).parent
+OLDEST_PYTHON = (3, 10)
+_ANSWERED = {"python", "numpy", "numpy_problem", "torch", "packages"}
+_PACKAGES = {each.distribution for each in RUNTIME_PACKAGES}
+_ANSWER_TIMEOUT = 120.0  # seconds; importing numpy from a cold disk takes some
+_LARGEST_ANSWER = 1 << 20  # bytes; an answer takes some hundred, and its packages may warn
+_INSTEAD = "name the Python of an environment that has numpy and a Neuron runtime"
+# Of this interpreter: another one has packages of its own.
+_OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__")
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """An interpreter that can hold a rank; `own` says that it is this process's."""
+
+    path: str
+    own: bool
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return the command that starts the rank's side in it."""
+        # Without byte code: another version's does not belong into this package's folder.
+        return [self.path, "-B", str(RANK_FOLDER), *arguments]
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that it inherits."""
+        return {name: value for name, value in os.environ.items() if self.own or name not in _OWN_VARIABLES}
+
+
+def find_interpreter(named: str | None) -> tuple[Interpreter, InstalledRuntimes]:
+    """Return the interpreter of an option, of the variable, or this one, and its packages; raise RuntimeError where it cannot hold a rank."""
+    variable = os.environ.get(PYTHON_VARIABLE) or None
+    option, path = (PYTHON_VARIABLE, variable) if named is None else ("rank_python", named)
+    where = f"this Python ({sys.executable})" if path is None else f"{option}={path}"
+    program = shutil.which(sys.executable if path is None else path)
+    if program is None:
+        raise RuntimeError(f"{where}: there is no such program; {_INSTEAD}")
+    interpreter = Interpreter(program, path is None)
+    answer = _probe_interpreter(where, interpreter)
+    python = str(answer["python"])
+    if answer["numpy"] is None:
+        raise RuntimeError(
+            f"{where} is Python {python} without a numpy that works ({answer['numpy_problem']}), and a rank needs one; "
+            f"install it there: {program} -m pip install numpy"
+        )
+    return interpreter, InstalledRuntimes(python, answer["torch"], answer["packages"])
+
+
+def _probe_interpreter(where: str, interpreter: Interpreter) -> dict[str, Any]:
+    """Return an interpreter's description of itself; raise RuntimeError where it comes too late, is too long, or is none."""
+    with (
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as errors,
+        Processes().start(
+            interpreter.command("probe"),
+            env=interpreter.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+        ) as process,
+    ):
+        deadline, has_ended = time.monotonic() + _ANSWER_TIMEOUT, False
+        while not has_ended:
+            has_ended = process.poll() is not None
+            if max(os.fstat(each.fileno()).st_size for each in (output, errors)) > _LARGEST_ANSWER:
+                raise RuntimeError(f"{where} wrote more than {_LARGEST_ANSWER} bytes, as no Python does; {_INSTEAD}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{where} did not say within {_ANSWER_TIMEOUT:.0f} s what it has; {_INSTEAD}")
+            time.sleep(0.0 if has_ended else 0.01)
+        lines, complaints = (
+            os.pread(each.fileno(), _LARGEST_ANSWER, 0).decode("utf-8", errors="replace").strip().splitlines()
+            for each in (output, errors)
+        )
+    if process.returncode != 0:
+        said = complaints[-1:] or lines[-1:] or ["it said nothing"]
+        raise RuntimeError(f"{where} ended with status {process.returncode} ({said[0][:300]}); {_INSTEAD}")
+    nonsense = RuntimeError(f"{where} answered {''.join(lines)[:80]!r}, as no Python does; {_INSTEAD}")
+    try:
+        answer = json.loads(lines[-1] if lines else "")
+        version = re.match(r"(\d+)\.(\d+)", answer["python"])
+    except (ValueError, TypeError, KeyError):
+        raise nonsense from None
+    if version is None:
+        raise nonsense
+    if tuple(map(int, version.groups())) < OLDEST_PYTHON:  # which answers nothing else
+        least = ".".join(map(str, OLDEST_PYTHON))
+        raise RuntimeError(f"{where} is Python {answer['python']}, and a rank needs {least} or later; {_INSTEAD}")
+    packages = answer.get("packages")
+    if answer.keys() != _ANSWERED or not isinstance(packages, dict) or packages.keys() != _PACKAGES:
+        raise nonsense
+    return answer
+
+
+# Seconds that a process has to end by itself, which gives its core back in order; a profile is written meanwhile, too.
+GRACE, CAPTURE_GRACE = 15.0, 300.0
 
 
 class RankProcess:
@@ -40,10 +140,9 @@ class RankProcess:
         environment: Mapping[str, str],
         memory: int,
         *,
-        captures: bool = False,
+        captures: bool,
     ) -> None:
-        self.plan = plan
-        self.captures = captures
+        self.plan, self.captures = plan, captures
         ranks = ", ".join(map(str, plan.ranks))
         self.name = f"rank {ranks} of {plan.world_size}" if len(plan.ranks) == 1 else f"all {plan.world_size} ranks"
         parent, child = socket.socketpair()
@@ -71,15 +170,11 @@ class RankProcess:
             self.pipe.send(command, data, timeout)
 
     def receive(self, doing: str, timeout: float, most: int) -> tuple[NeuronRuntimeError | None, bytearray]:
-        """Return what went wrong in the process, or None, and the data of its answer.
-
-        Args:
-            timeout: seconds until the answer is whole.
-            most: bytes of data that it may have.
+        """Return what went wrong in the process, or None, and the data of its answer, of `most` bytes.
 
         Raises:
             NeuronRuntimeError: the process has ended, or answered with something else.
-            TimeoutError: it has not answered.
+            TimeoutError: its answer is not whole within `timeout` seconds.
         """
         try:
             answer, data = self.pipe.receive(timeout, most)
@@ -87,7 +182,13 @@ class RankProcess:
                 return None, data
             text, step, missing = str(answer["error"]), str(answer["doing"]), bool(answer["missing"])
         except EOFError:
-            raise self._explain_death(doing) from None
+            how = "closed its end"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self.process.wait(self.grace)
+                how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise NeuronRuntimeError(
+                f"{doing} failed: the process of {self.name} {how}; load the model again{self._read_tail()}"
+            ) from None
         except (WireError, KeyError) as error:
             raise NeuronRuntimeError(
                 f"{doing} failed: the process of {self.name} answered what no rank says ({error}); load the model again, "
@@ -98,23 +199,14 @@ class RankProcess:
         return NeuronRuntimeError(prefix + str(failure), code=failure.code, recoverable=failure.recoverable), data
 
     def end(self) -> None:
-        """Kill what is left of the process, and free what the parent holds for it."""
+        """Kill what is left of the process, and close its log."""
         self.process.end()
         self._log.close()
-
-    def _explain_death(self, doing: str) -> NeuronRuntimeError:
-        how = "closed its end"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self.process.wait(self.grace)
-            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return NeuronRuntimeError(
-            f"{doing} failed: the process of {self.name} {how}; load the model again{self._read_tail()}"
-        )
 
     def _read_tail(self) -> str:
         """Return the end of what the process printed."""
         text = os.pread(self._log.fileno(), 1 << 20, 0).decode("utf-8", errors="replace").strip()
-        return f"\n{text[-_TAIL:]}" if text else ""
+        return f"\n{text[-1500:]}" if text else ""
 
 
 def end_processes(ranks: Sequence[RankProcess]) -> None:
@@ -128,42 +220,30 @@ def end_processes(ranks: Sequence[RankProcess]) -> None:
         rank.end()
 
 
-def free_address() -> str:
-    """Return a place on this machine where the ranks can meet."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return f"localhost:{probe.getsockname()[1]}"
-
-
 def rank_environment(
     interpreter: Interpreter,
     target: str,
     lnc: int,
     cores: Sequence[int],
-    address: str,
+    address: tuple[str, int],
     timeout: float,
-    capture: Path | None = None,
+    capture: Path | None,
 ) -> dict[str, str]:
     """Return the variables of a process that takes these logical cores; the user's own for the runtime stay.
 
-    Args:
-        timeout: seconds that a step may take.
-        capture: folder for the runtime's profile.
+    The ranks meet at `address`, a step may take `timeout` seconds, and the runtime writes its profile to `capture`.
     """
-    host, _, port = address.partition(":")
-    inherited = {name: value for name, value in interpreter.environment().items() if name != NUMBER_OF_CORES}
-    environment = (
-        runtime_environment(inherited, timeout)
-        | capture_environment(inherited, capture)
-        | {
-            VISIBLE_CORES: ",".join(map(str, cores)),
-            # libtorch_neuronx_lite makes the first of the other two, where there is none.
-            "NEURON_RT_ROOT_COMM_ID": address,
-            "MASTER_ADDR": host,
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1",
-        }
-    )
+    host, port = address
+    inherited = interpreter.environment()
+    inherited.pop(NUMBER_OF_CORES, None)
+    environment = runtime_environment(inherited, timeout, capture) | {
+        VISIBLE_CORES: ",".join(map(str, cores)),
+        # libtorch_neuronx_lite makes the first of the other two, where there is none.
+        "NEURON_RT_ROOT_COMM_ID": f"{host}:{port}",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     if has_paired_cores(target):
         environment[LNC_VARIABLE] = str(lnc)
     return environment

@@ -6,13 +6,14 @@ Inputs and rank 0's outputs pass through memory that all processes map; commands
 
 from __future__ import annotations
 
-import math
 import os
+import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -21,15 +22,14 @@ import numpy as np
 from ....step.spec import LOGITS
 from ... import Executable
 from ...rank_options import IN_ENVIRONMENT, RankOptions
-from ..rank.plan import HALVES
+from ..rank.plan import HALVES, RankPlan
 from ..sdk.devices import check_devices
+from ..sdk.errors import NeuronRuntimeError
 from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, step_timeout
-from ..sdk.runtime_errors import NeuronRuntimeError
 from ..sdk.stacks import NXD, choose_runtime
-from .ahead import AheadExecutable, Draw, find_draws, idle_inputs
-from .interpreter import Interpreter, find_interpreter
-from .load_plan import LoadPlan, SharedTensors, join_states, rank_plan, split_state
-from .rank_process import RankProcess, end_processes, free_address, rank_environment
+from .executors import AheadExecutable, returned_names
+from .load_plan import LoadPlan, SharedTensors, find_weights, join_states, split_state
+from .rank_process import Interpreter, RankProcess, end_processes, find_interpreter, rank_environment
 
 
 _LOAD_TIMEOUT = 3600.0  # seconds; every rank reads its weights from disk
@@ -40,164 +40,132 @@ _SLACK = 15.0
 class StartedStep:
     """A step that the ranks run; a call waits for its end and returns its outputs; see `Executable.start`.
 
-    Attributes:
-        outputs: None until the ranks have answered, and where they failed.
+    `outputs` are None until the ranks have answered, and where they failed.
     """
 
     def __init__(self, executable: RankedExecutable, doing: str, shared: Sequence[np.ndarray | None]) -> None:
-        self._executable, self.doing, self._shared = executable, doing, shared
+        self._executable, self.doing, self.shared = executable, doing, shared
         self.outputs: list[np.ndarray | None] | None = None
         self.error: NeuronRuntimeError | None = None
 
     def __call__(self) -> Sequence[np.ndarray | None]:
-        if self.outputs is None and self.error is None:
-            self._executable.settle_step(self)
-        if self.outputs is None:
-            assert self.error is not None
-            raise self.error
+        while self.outputs is None:
+            if self.error is not None:
+                raise self.error
+            self._executable.settle_first()
         return self.outputs
-
-    def copy_outputs(self) -> None:
-        """Copy its outputs, before the next step but one overwrites them."""
-        self.outputs = [None if each is None else each.copy() for each in self._shared]
 
 
 class RankedExecutable(AheadExecutable):
-    """Loaded graphs of all ranks in processes of their own.
+    """Loaded graphs of all ranks in processes of their own; `read_state` joins what all ranks hold.
 
     Ranks run steps in the order of `start`. The next one is on its way while one runs, so no rank waits for this process between them.
-    `read_state` joins what all ranks hold.
-
-    Attributes:
-        close: ends the processes and frees the cores, also when the object or this process ends.
+    `close` ends the processes and frees the cores, also when the object or this process ends.
     """
 
     def __init__(
-        self,
-        plan: LoadPlan,
-        runtime: str,
-        interpreter: Interpreter,
-        groups: Sequence[tuple[int, ...]],
-        cores: Sequence[int],
-        options: RankOptions = IN_ENVIRONMENT,
+        self, plan: LoadPlan, runtime: str, interpreter: Interpreter, cores: Sequence[int], options: RankOptions
     ) -> None:
-        """Start the processes and wait until all have loaded.
-
-        Args:
-            groups: the ranks of each process, in order.
-            cores: a logical core for each rank.
-            options: of the processes; `interpreter` is theirs.
+        """Start the processes, with a logical core for each rank, and wait until all have loaded.
 
         Raises:
             NeuronRuntimeError: one of them could not; none is left.
             ValueError: the weights are not those of the graphs; no process was started.
         """
-        super().__init__(plan.graphs)
-        self._plan = plan
+        super().__init__(plan.graphs, plan.calls)
         self._limit = step_timeout(options.timeout)
+        self._patience = self._limit + _SLACK
         self._tensors = SharedTensors(plan)
         self._ended: NeuronRuntimeError | None = None
-        self._states = plan.states()
-        self._draws = find_draws(plan.calls, plan.graphs)
-        self._returned = {
-            name: [each.name for each in io.outputs if each.alias_of is None] for name, io in plan.graphs.items()
-        }
+        self._returned = {name: returned_names(io) for name, io in plan.graphs.items()}
         self._ranks: list[RankProcess] = []
         self._underway: deque[StartedStep] = deque()
         self._half = 0
+        self._world_size = plan.world_size
         self.close = weakref.finalize(self, end_processes, self._ranks)
         try:
-            address = free_address()
-            for load in [rank_plan(plan, self._tensors, runtime, ranks) for ranks in groups]:
-                own = [cores[rank] for rank in load.ranks]
-                environment = rank_environment(
-                    interpreter, plan.target, plan.lnc, own, address, self._limit, options.capture
-                )
-                captures = options.capture is not None
-                self._ranks.append(RankProcess(interpreter, load, environment, self._tensors.file, captures=captures))
-            commands = [{"load": rank.plan.to_dict()} for rank in self._ranks]
+            self._start_processes(plan, runtime, interpreter, cores, options)
+            commands = [{"load": asdict(rank.plan)} for rank in self._ranks]
             self._ask_ranks("loading the model", commands, _LOAD_TIMEOUT)
         except BaseException:
             self.close()
             raise
         finally:
             os.close(self._tensors.file)
+        self._states = self._ranks[0].plan.states()
+
+    def _start_processes(
+        self, plan: LoadPlan, runtime: str, interpreter: Interpreter, cores: Sequence[int], options: RankOptions
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            address = "localhost", probe.getsockname()[1]
+        everyone = tuple(range(plan.world_size))
+        # NxDModel holds all ranks in one process; the others join theirs through the device's own collectives.
+        groups = [everyone] if runtime == NXD else [(rank,) for rank in everyone]
+        weights = [find_weights(plan, rank) for rank in everyone]
+        for ranks in groups:
+            own, files = [cores[rank] for rank in ranks], tuple(weights[rank] for rank in ranks)
+            load = RankPlan(runtime, ranks, plan.world_size, self._tensors.size, files, self._tensors.graphs)
+            environment = rank_environment(
+                interpreter, plan.target, plan.lnc, own, address, self._limit, options.capture
+            )
+            captures = options.capture is not None
+            self._ranks.append(RankProcess(interpreter, load, environment, self._tensors.file, captures=captures))
 
     def start(self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool) -> StartedStep:
         """Start a step; raise NeuronRuntimeError of an earlier step, and again in all later calls where ranks cannot continue."""
         while len(self._underway) >= HALVES:
-            self._settle_first()
+            self.settle_first()
         self._check_open()
         half = self._half
         due = [draw for draw in self._draws.get(graph, ()) if draw.is_due(inputs)]
-        self._put_inputs(graph, inputs, half)
-        for draw in due:
-            self._put_inputs(draw.graph, draw.take_inputs(inputs), half)
-        read = self._wanted_outputs(graph, due, logits=logits)
+        for name, given in ((graph, inputs), *((draw.graph, draw.take_inputs(inputs)) for draw in due)):
+            for shared, array in zip(self._tensors.inputs[half][name], given, strict=True):
+                if shared is not None:
+                    np.copyto(shared, array)
+        drawn = {draw.tokens for draw in due}  # a sampler's tokens lie where the step's would
+        read = [
+            number
+            for number, name in enumerate(self._returned[graph])
+            if (logits or not name.endswith(LOGITS)) and number not in drawn
+        ]
         runs = [(graph, read), *((draw.graph, [0]) for draw in due)]
-        # A sampler's tokens lie where the step's would.
-        wanted = {*read, *(draw.tokens for draw in due)}
-        shared = [each if number in wanted else None for number, each in enumerate(self._tensors.outputs[half][graph])]
-        step = StartedStep(self, f"graph {' and '.join(name for name, _ in runs)}", shared)
+        wanted = {*read, *drawn}
+        outputs = [
+            each if number in wanted else None for number, each in enumerate(self._tensors.outputs[half][graph])
+        ]
+        step = StartedStep(self, f"graph {' and '.join(name for name, _ in runs)}", outputs)
         with self._ending_on_failure(step.doing):
             for rank in self._ranks:
-                rank.send({"run": runs, "half": half}, b"", self._limit + _SLACK)
+                rank.send({"run": runs, "half": half}, b"", self._patience)
         self._underway.append(step)
         self._half = (half + 1) % HALVES
         return step
 
-    def settle_step(self, step: StartedStep) -> None:
-        """Wait until the ranks have answered a step, and those before it."""
-        while step in self._underway:
-            self._settle_first()
-        if step.outputs is None and step.error is None:
-            step.error = self._ended
-
-    def _settle_first(self) -> None:
+    def settle_first(self) -> None:
+        """Wait until the ranks have answered the first step under way; raise the error after which they cannot continue."""
         self._check_open()
         step = self._underway.popleft()
         with self._ending_on_failure(step.doing):
-            _, step.error = self._collect_answers(step.doing, self._limit + _SLACK, 0)
-        if step.error is None:
-            step.copy_outputs()
-
-    def _wanted_outputs(self, graph: str, due: Sequence[Draw], *, logits: bool) -> list[int]:
-        """Return the numbers of a step's outputs that the caller reads, without tokens that a sampler replaces."""
-        replaced = {draw.tokens for draw in due}
-        return [
-            number
-            for number, name in enumerate(self._returned[graph])
-            if (logits or not name.endswith(LOGITS)) and number not in replaced
-        ]
-
-    def _put_inputs(self, graph: str, inputs: Sequence[np.ndarray], half: int) -> None:
-        for shared, array in zip(self._tensors.inputs[half][graph], inputs, strict=True):
-            if shared is not None:
-                np.copyto(shared, array)
-
-    def idle_inputs(self) -> Mapping[str, Sequence[np.ndarray]]:
-        return idle_inputs(self._plan.graphs, self._plan.calls)
+            _, step.error = self._collect_answers(step.doing, self._patience, 0)
+        if step.error is None:  # copies, as the next step but one overwrites them
+            step.outputs = [None if each is None else each.copy() for each in step.shared]
 
     def read_state(self, name: str) -> np.ndarray:
-        binding = self._states[name]
-        size = math.prod(binding.shape) * np.dtype(binding.dtype).itemsize
-        answers = self._ask_ranks(
-            f"reading {name}", self._repeat_command({"read": name}), self._limit + _SLACK, size=size
-        )
-        parts = np.concatenate([np.frombuffer(data, binding.dtype) for data in answers])
-        return join_states(list(parts.reshape(self._plan.world_size, *binding.shape)))
+        state = self._states[name]
+        commands = [{"read": name}] * len(self._ranks)
+        answers = self._ask_ranks(f"reading {name}", commands, self._patience, size=state.nbytes)
+        parts = np.concatenate([np.frombuffer(data, state.dtype) for data in answers])
+        return join_states(list(parts.reshape(self._world_size, *state.shape)))
 
     def write_state(self, name: str, array: np.ndarray) -> None:
-        binding = self._states[name]
-        parts = split_state(array.astype(binding.dtype), self._plan.world_size)
-        if tuple(parts[0].shape) != binding.shape:
-            raise ValueError(f"state {name} has shape {list(binding.shape)} on a rank, not {list(parts[0].shape)}")
-        flat = [part.tobytes() for part in parts]
-        data = [b"".join(flat[rank] for rank in process.plan.ranks) for process in self._ranks]
-        self._ask_ranks(f"writing {name}", self._repeat_command({"write": name}), self._limit + _SLACK, data)
-
-    def _repeat_command(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        return [command] * len(self._ranks)
+        state = self._states[name]
+        parts = split_state(array.astype(state.dtype), self._world_size)
+        if parts[0].shape != state.shape:
+            raise ValueError(f"state {name} has shape {list(state.shape)} on a rank, not {list(parts[0].shape)}")
+        data = [b"".join(parts[rank].tobytes() for rank in process.plan.ranks) for process in self._ranks]
+        self._ask_ranks(f"writing {name}", [{"write": name}] * len(data), self._patience, data)
 
     def _ask_ranks(
         self,
@@ -209,7 +177,7 @@ class RankedExecutable(AheadExecutable):
     ) -> list[bytearray]:
         """Send each process a command, with its data; return the data of their answers, `size` bytes per rank at most."""
         while self._underway:
-            self._settle_first()
+            self.settle_first()
         self._check_open()
         with self._ending_on_failure(doing):
             for rank, command, each in zip(self._ranks, commands, data or [b""] * len(commands), strict=True):
@@ -245,7 +213,7 @@ class RankedExecutable(AheadExecutable):
                     raise error or self._explain_silence(doing, timeout, [rank]) from None
                 if failure is not None and error is None:
                     # The others wait for this rank in a collective, until the runtime ends that.
-                    error, deadline = failure, time.monotonic() + self._limit + _SLACK
+                    error, deadline = failure, time.monotonic() + self._patience
         if error is not None and not error.recoverable:
             raise error
         return answers, error
@@ -253,7 +221,7 @@ class RankedExecutable(AheadExecutable):
     def _explain_silence(self, doing: str, timeout: float, silent: Sequence[RankProcess]) -> NeuronRuntimeError:
         who = ", ".join(rank.name for rank in silent)
         message = f"{doing} failed: {who} did not answer within {timeout:g} s"
-        if timeout == self._limit + _SLACK:
+        if timeout == self._patience:
             message += (
                 f", which is {EXEC_TIMEOUT_VARIABLE}={self._limit:g} and {_SLACK:g} more; if a step may take longer, as "
                 f"the first one does while ranks join, raise it or rank_timeout"
@@ -281,11 +249,7 @@ def load_graphs(plan: LoadPlan, options: RankOptions = IN_ENVIRONMENT) -> Execut
         FileNotFoundError: a compiled graph is missing.
         ValueError: the weights are not those of the graphs, or an option has no such value.
     """
-    for graph in plan.graphs:
-        plan.neff(graph)
     cores = check_devices(plan.target, plan.lnc, plan.world_size)
-    interpreter = find_interpreter(options.python)
-    runtime = choose_runtime(plan.target, interpreter.found, interpreter.path)
-    # NxDModel holds all ranks in one process; the others join theirs through the device's own collectives.
-    groups = [tuple(range(plan.world_size))] if runtime == NXD else [(rank,) for rank in range(plan.world_size)]
-    return RankedExecutable(plan, runtime, interpreter, groups, cores, options)
+    interpreter, found = find_interpreter(options.python)
+    runtime = choose_runtime(plan.target, found, interpreter.path)
+    return RankedExecutable(plan, runtime, interpreter, cores, options)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,13 @@ VISIBLE_CORES, NUMBER_OF_CORES = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES
 _DEVICE_FOLDER = Path("/dev")
 _PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 _LIST_TOOL = "/opt/aws/neuron/bin/neuron-ls"  # where its package puts it; not always on PATH
-_GENERATION = re.compile(f"^({'|'.join(CHIPS)})")
 
 
 @dataclass(frozen=True)
 class NeuronDevices:
     """The Neuron devices of a machine.
 
-    Attributes:
-        generation: as targets are named; None where neither neuron-ls nor the firmware shows it.
-        physical_cores: of all devices together; None where it is unknown.
+    `generation` is None where neither neuron-ls nor the firmware shows it, `physical_cores`, of all devices together, where it is unknown.
     """
 
     generation: str | None
@@ -43,17 +40,18 @@ def find_devices() -> NeuronDevices | None:
     nodes = [node for node in _DEVICE_FOLDER.glob("neuron*") if node.name.removeprefix("neuron").isdigit()]
     if not listed and not nodes:
         return None
-    instance = next((entry["instance_type"] for entry in listed if entry.get("instance_type")), _product_name())
-    match = _GENERATION.match(instance)
-    generation = match.group(1) if match else None
+    instances = [str(entry["instance_type"]) for entry in listed if entry.get("instance_type")]
+    if not instances:
+        with suppress(OSError):
+            instances = [_PRODUCT_NAME.read_text(encoding="ascii", errors="replace").strip()]
+    generation = next((name for name in CHIPS if instances and instances[0].startswith(name)), None)
     if listed:
         # The tool counts logical cores, of a size that it shows where there is a choice.
         cores = [int(entry.get("nc_count", 0)) * int(entry.get("logical_neuroncore_config") or 1) for entry in listed]
         return NeuronDevices(generation, len(listed), sum(cores))
-    if generation is None:
-        return NeuronDevices(None, len(nodes), None)
-    chip = CHIPS[generation]
-    return NeuronDevices(generation, len(nodes), len(nodes) * chip.cores * chip.physical_cores)
+    chip = CHIPS.get(generation or "")
+    physical = None if chip is None else len(nodes) * chip.cores * chip.physical_cores
+    return NeuronDevices(generation, len(nodes), physical)
 
 
 def resolve_neuron_target(name: str) -> str:
@@ -77,8 +75,7 @@ def resolve_lowered_target(name: str) -> str:
 def check_devices(target: str, lnc: int, world_size: int, replicas: int = 1) -> list[int]:
     """Return the logical cores that the `world_size` ranks of each replica take, one each.
 
-    Raises:
-        RuntimeError: this machine cannot run graphs compiled for `target` with logical cores of `lnc` physical ones.
+    Raise RuntimeError where this machine cannot run graphs compiled for `target` with logical cores of `lnc` physical ones.
     """
     found = find_devices()
     if found is None:
@@ -97,25 +94,23 @@ def check_devices(target: str, lnc: int, world_size: int, replicas: int = 1) -> 
             f"the artifact was compiled for {LNC_VARIABLE}={lnc}, and it is set to {wanted}; set it to {lnc}, or export "
             f"the model again"
         )
-    cores = None if found.physical_cores is None else found.physical_cores // lnc
-    return _take_cores(cores, world_size, os.environ.get(VISIBLE_CORES), replicas)
+    return _take_cores(None if found.physical_cores is None else found.physical_cores // lnc, world_size, replicas)
 
 
 def take_replica_cores(replica: int, world_size: int) -> None:
     """Make the process of a replica take its own cores, which follow those of the replicas before it on this machine.
 
-    Raises:
-        RuntimeError: fewer are visible.
+    Raise RuntimeError where fewer are visible.
     """
     if replica == 0 and VISIBLE_CORES not in os.environ:
         return  # the first ones, which a process takes by itself
     last = (replica + 1) * world_size
-    visible = _take_cores(None, last, os.environ.get(VISIBLE_CORES))
+    visible = _take_cores(None, last)
     os.environ[VISIBLE_CORES] = ",".join(str(core) for core in visible[replica * world_size : last])
 
 
-def _take_cores(present: int | None, world_size: int, visible: str | None, replicas: int = 1) -> list[int]:
-    wanted = world_size * replicas
+def _take_cores(present: int | None, world_size: int, replicas: int = 1) -> list[int]:
+    wanted, visible = world_size * replicas, os.environ.get(VISIBLE_CORES)
     cores = list(range(wanted if present is None else present)) if visible is None else _parse_cores(visible)
     if len(cores) < wanted:
         source = f"{VISIBLE_CORES}={visible} names" if visible is not None else "this machine has"
@@ -152,10 +147,3 @@ def _list_devices() -> list[dict[str, Any]]:
     if isinstance(listed, dict):  # the form of other versions of the tool
         listed = listed.get("neuron_devices")
     return [entry for entry in listed or () if isinstance(entry, dict)]
-
-
-def _product_name() -> str:
-    try:
-        return _PRODUCT_NAME.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""

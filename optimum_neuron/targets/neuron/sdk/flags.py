@@ -24,12 +24,12 @@ EXEC_TIMEOUT = 600.0
 LONGEST_TIMEOUT = 1e6
 # Rings of DMA descriptors that stay for the next step; without, rebuilding them dominates the time to submit one. vLLM Neuron's
 # worker sets this number after a sweep (neuron_worker.py: memory grows beyond, latency does not fall).
-_RING_CACHE: Mapping[str, str] = {"NEURON_RT_IO_RING_CACHE_SIZE": "32"}
+_RING_CACHE = {"NEURON_RT_IO_RING_CACHE_SIZE": "32"}
 # Of Neuron Explorer's environment-variables.rst: how any program's profile is captured, whatever its framework. Not with nrtpy's
 # save_trace, which would be a second capture of the same run, and of one runtime only.
-_CAPTURE, _CAPTURE_FOLDER = "NEURON_RT_INSPECT_ENABLE", "NEURON_RT_INSPECT_OUTPUT_DIR"
+_CAPTURE_SWITCH, _CAPTURE_FOLDER = "NEURON_RT_INSPECT_ENABLE", "NEURON_RT_INSPECT_OUTPUT_DIR"
 # What the device itself does, of the first run of each graph on each core ("model"); "session" captures all runs in one file.
-_CAPTURE_DEVICE: Mapping[str, str] = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1"}
+_CAPTURE = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1"}
 # What NxDI gives its tensorizer (neuronx-distributed-inference, models/model_wrapper.py:89-97): collectives overlap with what does
 # not need their result, in pieces of which two are under way (cc_pipeline_tiling_factor of its NeuronConfig), and strided copies are
 # single descriptors of DMA. NxDI knows no trn3, so nothing is given there.
@@ -49,11 +49,7 @@ _OWN = ("--framework", "--output", "--logfile")
 def logical_core_size(target: str, environment: str | None) -> int:
     """Return physical cores per logical one (LNC).
 
-    Args:
-        environment: the value of NEURON_LOGICAL_NC_CONFIG, which wins over the default; None where it is not set.
-
-    Raises:
-        ValueError: the variable has a value that the target does not allow.
+    NEURON_LOGICAL_NC_CONFIG, `environment`, wins over the default; raise ValueError where the target does not allow its value.
     """
     sizes = range(1, CHIPS[target].physical_cores + 1)
     if environment is None:
@@ -89,21 +85,15 @@ def step_timeout(given: float | None) -> float:
     return seconds
 
 
-def runtime_environment(inherited: Mapping[str, str], timeout: float) -> dict[str, str]:
+def runtime_environment(inherited: Mapping[str, str], timeout: float, capture: Path | None) -> dict[str, str]:
     """Return the environment of a rank's process; the runtime's variables that are inherited stay.
 
-    Args:
-        timeout: as `step_timeout` gives it; the runtime knows whole seconds.
+    The runtime knows whole seconds of `timeout`, and writes a profile to the folder `capture`, if one is given.
     """
-    return {**_RING_CACHE, **inherited, EXEC_TIMEOUT_VARIABLE: str(math.ceil(timeout))}
-
-
-def capture_environment(inherited: Mapping[str, str], folder: Path | None) -> dict[str, str]:
-    """Return variables that make a runtime write a profile to a folder, or none; the user's own choices stay."""
-    if folder is None:
-        return {}
-    chosen = {name: inherited.get(name, value) for name, value in _CAPTURE_DEVICE.items()}
-    return chosen | {_CAPTURE: "1", _CAPTURE_FOLDER: str(folder.absolute())}
+    environment = {**_RING_CACHE, **inherited, EXEC_TIMEOUT_VARIABLE: str(math.ceil(timeout))}
+    if capture is not None:
+        environment = _CAPTURE | environment | {_CAPTURE_FOLDER: str(capture.absolute()), _CAPTURE_SWITCH: "1"}
+    return environment
 
 
 def compiler_flags(
@@ -151,16 +141,16 @@ def add_user_flags(flags: Sequence[str], user: str, target: str) -> tuple[str, .
     for key, value, given in _parse_options(tokens):
         known = ours.get(key)
         if key in _OWN or (known is not None and known[0] != value and key not in _REPLACEABLE):
-            _refuse_flag(key, given, None if known is None else known[0])
+            instead = (
+                "this export sets that itself"
+                if known is None or known[0] is None
+                else f"this export needs {key}={known[0]}"
+            )
+            remedy = f"set {LNC_VARIABLE} instead" if key == "--lnc" else "leave it out"
+            raise ValueError(f"{FLAGS_VARIABLE} has {' '.join(given)}, but {instead}; {remedy}")
         if known is None or key in _REPLACEABLE:
             ours[key] = (value, given)
     return tuple(token for _, given in ours.values() for token in given)
-
-
-def _refuse_flag(key: str, given: Sequence[str], value: str | None) -> None:
-    instead = f"this export needs {key}={value}" if value is not None else "this export sets that itself"
-    remedy = f"set {LNC_VARIABLE} instead" if key == "--lnc" else "leave it out"
-    raise ValueError(f"{FLAGS_VARIABLE} has {' '.join(given)}, but {instead}; {remedy}")
 
 
 def _parse_options(tokens: Sequence[str]) -> list[tuple[str, str | None, tuple[str, ...]]]:

@@ -19,7 +19,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Chip:
     """One accelerator chip, equal to itself alone; figures are its peaks, all cores together.
 
@@ -61,17 +61,14 @@ class Chip:
     def vector_seconds(self, elements: Mapping[int, int]) -> float:
         """Return the time of a logical core's vector engines for elementwise operators and reductions, one after the other.
 
-        Args:
-            elements: how many, by the bytes of one; types of a byte take as long as those of two.
+        `elements` says how many, by the bytes of one; types of a byte take as long as those of two.
         """
         return sum(count * self.cores / self.elements[min(max(size, 2), 4)] for size, count in elements.items())
 
     def core_seconds(self, moved: float, flops: Mapping[str, float]) -> float:
         """Return the roofline of a logical core, with overlapping memory and products.
 
-        Args:
-            moved: bytes read and written.
-            flops: operations of products by the type of their operands.
+        `moved` are bytes read and written, `flops` operations of products by the type of their operands.
         """
         products = sum(count / self.core_flops(dtype) for dtype, count in flops.items())
         return max(moved / self.core_bandwidth, products)
@@ -84,32 +81,28 @@ def _make_chip(
     hbm_gib: int,
     bandwidth: float,
     sbuf_mib: int,
-    bf16_tf: float,
-    fp32_tf: float,
-    vector_ghz: float,
-    vector_widths: tuple[int, int],
+    peaks_tf: tuple[float, float],
+    vector: tuple[float, int, int],
 ) -> Chip:
-    """Make a chip; widths of a physical core's vector engine are numbers per cycle, of 16 bits and of others."""
-    engines = cores * physical_cores * vector_ghz * 1e9
-    flops = {"bfloat16": bf16_tf * 1e12, "float16": bf16_tf * 1e12, "float32": fp32_tf * 1e12}
-    return Chip(
-        name=name,
-        cores=cores,
-        physical_cores=physical_cores,
-        hbm=hbm_gib * GIB,
-        bandwidth=bandwidth,
-        sbuf=sbuf_mib * MIB,
-        flops=flops,
-        elements={2: engines * vector_widths[0], 4: engines * vector_widths[1]},
-    )
+    """Make a chip.
+
+    Args:
+        peaks_tf: of 16-bit types and of float32.
+        vector: of a physical core's engine: its clock in GHz, and numbers per cycle of 16 bits and of others.
+    """
+    ghz, *widths = vector
+    elements = {size: cores * physical_cores * ghz * 1e9 * width for size, width in zip((2, 4), widths, strict=True)}
+    half, full = (each * 1e12 for each in peaks_tf)
+    flops = {"bfloat16": half, "float16": half, "float32": full}
+    return Chip(name, cores, physical_cores, hbm_gib * GIB, bandwidth, sbuf_mib * MIB, flops, elements)
 
 
 # The documentation gives GiB per second for the first generation of these chips and TB per second for the later ones.
 CHIPS = {
-    "inf2": _make_chip("Inferentia2", 2, 1, 32, 820 * GIB, 24, 190, 47.5, 1.12, (128, 128)),
-    "trn1": _make_chip("Trainium1", 2, 1, 32, 820 * GIB, 24, 190, 47.5, 1.12, (128, 128)),
-    "trn2": _make_chip("Trainium2", 4, 2, 96, 2.9e12, 28, 667, 181, 0.96, (512, 256)),
-    "trn3": _make_chip("Trainium3", 4, 2, 144, 4.9e12, 32, 671, 183, 1.2, (512, 256)),
+    "inf2": _make_chip("Inferentia2", 2, 1, 32, 820 * GIB, 24, (190, 47.5), (1.12, 128, 128)),
+    "trn1": _make_chip("Trainium1", 2, 1, 32, 820 * GIB, 24, (190, 47.5), (1.12, 128, 128)),
+    "trn2": _make_chip("Trainium2", 4, 2, 96, 2.9e12, 28, (667, 181), (0.96, 512, 256)),
+    "trn3": _make_chip("Trainium3", 4, 2, 144, 4.9e12, 32, (671, 183), (1.2, 512, 256)),
 }
 assert tuple(CHIPS) == NEURON_TARGETS
 
@@ -186,9 +179,7 @@ def check_parallel_size(target: str, size: int) -> None:
     sizes = PARALLEL_SIZES.get(target)
     if sizes is None or size in sizes:
         return
-    below, above = (
-        [one for one in sizes if wanted(one)] for wanted in (lambda one: one < size, lambda one: one > size)
-    )
+    below, above = [one for one in sizes if one < size], [one for one in sizes if one > size]
     nearest = " or ".join(map(str, below[-1:] + above[:1]))
     raise ValueError(
         f"tensor_parallel_size={size} is no group of cores that {target} connects, which are {', '.join(map(str, sizes))}; "

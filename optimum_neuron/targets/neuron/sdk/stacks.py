@@ -33,13 +33,9 @@ class Versions:
 
 @dataclass(frozen=True)
 class Stack:
-    """A runtime, and the versions that it needs.
+    """A runtime, and the versions that it needs; `torch` is None where it needs none.
 
-    Attributes:
-        runtime: its name, as messages have it.
-        torch: None where it needs none.
-        sdk: releases of the Neuron SDK that have it, as far as their documents were read.
-        source: where its versions are documented.
+    `sdk` are releases of the Neuron SDK that have it, as far as their documents were read; `source` documents its versions.
     """
 
     runtime: str
@@ -68,12 +64,7 @@ STACKS = (
 
 @dataclass(frozen=True)
 class InstalledRuntimes:
-    """The packages of an interpreter.
-
-    Attributes:
-        torch: its version; None where it has none.
-        problems: by distribution, why a package of a runtime cannot be used; None where it can.
-    """
+    """The packages of an interpreter: its Python, its torch, if any, and by distribution why a package cannot be used, or None."""
 
     python: str
     torch: str | None
@@ -81,18 +72,18 @@ class InstalledRuntimes:
 
 
 def choose_runtime(target: str, found: InstalledRuntimes, where: str) -> str:
-    """Return the first runtime for a target that an interpreter has, with versions that work together.
+    """Return the first runtime for a target that an interpreter, `where`, has, with versions that work together.
 
-    Args:
-        where: the interpreter, for the message.
-
-    Raises:
-        RuntimeError: it has none; the message says what each lacks.
+    Raise RuntimeError where it has none; the message says what each lacks.
     """
     problems = []
     for stack in STACKS:
         if target in stack.targets:
-            problem = _find_problem(stack, found)
+            problem = next(filter(None, (found.problems[each.distribution] for each in stack.packages)), None)
+            if problem is None and found.python not in stack.python:
+                problem = f"{stack.runtime} needs Python {stack.python}, and this is {found.python}"
+            if problem is None and stack.torch is not None and (found.torch or "") not in stack.torch:
+                problem = f"{stack.runtime} needs torch {stack.torch}, and there is {found.torch or 'none'}"
             if problem is None:
                 return stack.runtime
             problems.append(problem)
@@ -100,17 +91,6 @@ def choose_runtime(target: str, found: InstalledRuntimes, where: str) -> str:
         f"nothing in {where} can run graphs on {target}: {'; or '.join(problems)}; name another Python, which has what "
         f"NEURON.md lists, by rank_python or OPTIMUM_NEURON_RANK_PYTHON"
     )
-
-
-def _find_problem(stack: Stack, found: InstalledRuntimes) -> str | None:
-    missing = next(filter(None, (found.problems[each.distribution] for each in stack.packages)), None)
-    if missing is not None:
-        return missing
-    if found.python not in stack.python:
-        return f"{stack.runtime} needs Python {stack.python}, and this is {found.python}"
-    if stack.torch is not None and (found.torch is None or found.torch not in stack.torch):
-        return f"{stack.runtime} needs torch {stack.torch}, and there is {found.torch or 'none'}"
-    return None
 
 
 def check_lowering() -> None:

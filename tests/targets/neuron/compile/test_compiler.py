@@ -28,7 +28,7 @@ from optimum_neuron.targets.neuron.compile.neuron_cc import (
     find_compiler,
     list_operators,
 )
-from optimum_neuron.targets.neuron.sdk.compiler_errors import COMPILER_RULES, explain_codes, explain_failure
+from optimum_neuron.targets.neuron.sdk.errors import COMPILER_RULES, explain_codes, explain_failure
 
 
 pytest_plugins = ("fakes.plugin",)

@@ -12,7 +12,7 @@ from lowered import lower_function
 from torch import Tensor, nn
 
 from optimum_neuron.targets.neuron.graphs import hlo
-from optimum_neuron.targets.neuron.graphs.io import InputBinding, LoweredGraph
+from optimum_neuron.targets.neuron.graphs.io import InputBinding, LoweredGraph, Role
 from optimum_neuron.targets.neuron.lint.operator_rules import TOPK_CALL
 
 
@@ -47,28 +47,16 @@ def lowered(rule: str, function: Callable[..., Tensor], inputs: list[Tensor], fr
     return Broken(rule, lambda: lower_function(function, inputs, ranks), fragment)
 
 
-def of_weights(function: Callable[..., Tensor], inputs: list[Tensor], fragment: str) -> Broken:
-    """A function of an input, and of codes and scales that come with the weights."""
+def bound(rule: str, role: Role, function: Callable[..., Tensor], inputs: list[Tensor], fragment: str) -> Broken:
+    """A function of an input, and of codes and scales that are weights or states."""
 
     def made() -> LoweredGraph:
         graph = lower_function(function, inputs)
-        given, *weights = graph.io.inputs
-        bindings = (given, *(dataclasses.replace(each, role="weight") for each in weights))
+        given, *others = graph.io.inputs
+        bindings = (given, *(dataclasses.replace(each, role=role) for each in others))
         return dataclasses.replace(graph, io=dataclasses.replace(graph.io, inputs=bindings))
 
-    return Broken("scaled-weight", made, fragment)
-
-
-def of_codes(function: Callable[..., Tensor], inputs: list[Tensor], fragment: str) -> Broken:
-    """A function of a query, and of a cache's codes and their scales."""
-
-    def made() -> LoweredGraph:
-        graph = lower_function(function, inputs)
-        query, *states = graph.io.inputs
-        bindings = (query, *(dataclasses.replace(each, role="state") for each in states))
-        return dataclasses.replace(graph, io=dataclasses.replace(graph.io, inputs=bindings))
-
-    return Broken("coded-state", made, fragment)
+    return Broken(rule, made, fragment)
 
 
 def _products_of_one_copy(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -76,16 +64,13 @@ def _products_of_one_copy(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return (x @ weight + x.exp() @ weight) * scale
 
 
+def _double(x: Tensor) -> Tensor:
+    return x + x
+
+
 def small() -> LoweredGraph:
     """Of a parameter, two constants, a product and a sum."""
     return lower_function(lambda x: x * 2 + 1, [floats(3)])
-
-
-def renamed(rule: str, opcode: str, fragment: str = "") -> Broken:
-    """A sum that is called otherwise."""
-    return Broken(
-        rule, lambda: edited(small(), lambda module: setattr(first(module, "add"), "opcode", opcode)), fragment
-    )
 
 
 def changed(
@@ -102,11 +87,21 @@ def changed(
     )
 
 
-def typed(name: str, fragment: str) -> Broken:
-    def edit(module: Any) -> None:
-        first(module, "add").shape.element_type = hlo.ELEMENT_TYPES[name]
+def called_otherwise(opcode: str) -> Callable[[Any], None]:
+    return lambda instruction: setattr(instruction, "opcode", opcode)
 
-    return Broken("type", lambda: edited(small(), edit), fragment)
+
+def of_type(name: str) -> Callable[[Any], None]:
+    return lambda instruction: setattr(instruction.shape, "element_type", hlo.ELEMENT_TYPES[name])
+
+
+def renamed(rule: str, opcode: str, fragment: str = "") -> Broken:
+    """A sum that is called otherwise."""
+    return changed(rule, _double, [floats(3)], "add", called_otherwise(opcode), fragment)
+
+
+def typed(name: str, fragment: str) -> Broken:
+    return changed("type", _double, [floats(3)], "add", of_type(name), fragment)
 
 
 def called(target: str, keys: Tensor, k: int, index_type: str = "uint32") -> Callable[[], LoweredGraph]:
@@ -123,17 +118,14 @@ def called(target: str, keys: Tensor, k: int, index_type: str = "uint32") -> Cal
     return lambda: edited(lower_function(lambda x: x + x, [keys]), edit)
 
 
-def _dilate(instruction: Any, **values: int) -> None:
-    for dimension in instruction.window.dimensions:
-        for name, value in values.items():
-            setattr(dimension, name, value)
-
-
 def _convolution(fragment: str, **values: int) -> Broken:
+    def dilate(instruction: Any) -> None:
+        for dimension in instruction.window.dimensions:
+            for name, value in values.items():
+                setattr(dimension, name, value)
+
     inputs = [floats(1, 2, 9), floats(2, 2, 3)]
-    return changed(
-        "convolution", nn.functional.conv1d, inputs, "convolution", lambda each: _dilate(each, **values), fragment
-    )
+    return changed("convolution", nn.functional.conv1d, inputs, "convolution", dilate, fragment)
 
 
 def _columns(scatter: Any) -> None:
@@ -163,15 +155,16 @@ def _masked(hidden: Tensor) -> Tensor:
     return torch.where(hidden > 1, torch.zeros_like(hidden), torch.full_like(hidden, torch.finfo(hidden.dtype).min))
 
 
+def _dynamic(instruction: Any) -> None:
+    instruction.shape.is_dynamic_dimension[:] = [True]
+
+
 LARGE = torch.ones(600, 600)
+TYPE = "float8_e4m3fn does not run on trn2"
+BYTES, WIDE = torch.ones(3, dtype=torch.int8), torch.ones(2, 9, dtype=torch.int32)
 BROKEN: dict[str, Broken] = {
     "undocumented": lowered("opcode", torch.erf, [floats(3, 4)], "not documented"),
-    "wide scores": lowered(
-        "scores",
-        lambda q, k: torch.exp(q @ k) @ k.T,
-        [floats(2048, 8), floats(8, 4096)],
-        "64.0 MiB of attention scores",
-    ),
+    "wide scores": lowered("scores", lambda q, k: torch.exp(q @ k) @ k.T, [floats(2048, 8), floats(8, 4096)], "64.0 MiB of attention scores"),
     "while": renamed("control-flow", "while"),
     "conditional": renamed("control-flow", "conditional"),
     "outfeed": renamed("host-transfer", "outfeed"),
@@ -181,9 +174,7 @@ BROKEN: dict[str, Broken] = {
     "sort": lowered("sort", lambda x: x.sort(-1).values, [floats(2, 400)], "a sort of float32[2, 400]"),
     "argsort": lowered("sort", lambda x: x.argsort(-1).float(), [floats(2, 400)], "a sort of float32[2, 400]"),
     "large top-k": lowered("sort", lambda x: x.topk(17).values, [floats(2, 400)], "up to k = 16"),
-    "integer top-k": lowered(
-        "sort", lambda x: x.topk(3).values, [torch.ones(2, 9, dtype=torch.int32)], "a sort of int32[2, 9]"
-    ),
+    "integer top-k": lowered("sort", lambda x: x.topk(3).values, [WIDE], "a sort of int32[2, 9]"),
     "smallest": lowered("sort", lambda x: x.topk(3, largest=False).values, [floats(2, 9)], "a sort of float32[2, 9]"),
     "topk": renamed("sort", "topk", "a topk of float32[3]"),
     "call of integers": Broken("top-k-call", called(TOPK_CALL, indices(1, 2, 3), 2), "a top-k of int32"),
@@ -192,97 +183,45 @@ BROKEN: dict[str, Broken] = {
     "signed call": Broken("top-k-call", called(TOPK_CALL, floats(9), 2, "int32"), "not uint32"),
     "unknown call": Broken("custom-call", called("Sharding", floats(9), 2), "custom call Sharding"),
     "computed start": changed(
-        "dynamic-slice",
-        lambda x, i: x.index_select(0, i),
-        [floats(5, 3), indices(1)],
-        "gather",
-        lambda each: setattr(each, "opcode", "dynamic-slice"),
+        "dynamic-slice", lambda x, i: x.index_select(0, i), [floats(5, 3), indices(1)], "gather", called_otherwise("dynamic-slice"),
         "with a computed start",
     ),
     "dilated twice": _convolution("and its kernel", base_dilation=2, window_dilation=2),
     "dilated with strides": _convolution("takes strides", base_dilation=2, stride=2),
     "reduce from a parameter": Broken(
-        "reduction",
-        lambda: edited(lower_function(lambda x, y: x.sum() * y, [floats(3), floats()]), _start_with_parameter),
+        "reduction", lambda: edited(lower_function(lambda x, y: x.sum() * y, [floats(3), floats()]), _start_with_parameter),
         "begins with a computed number",
     ),
     "interior padding": changed(
-        "strided-store",
-        lambda x: nn.functional.pad(x, (1, 1)),
-        [floats(3, 4)],
-        "pad",
-        lambda each: setattr(each.padding_config.dimensions[0], "interior_padding", 1),
-        "a pad between values",
+        "strided-store", lambda x: nn.functional.pad(x, (1, 1)), [floats(3, 4)], "pad",
+        lambda each: setattr(each.padding_config.dimensions[0], "interior_padding", 1), "a pad between values",
     ),
     "columns": changed(
-        "strided-store",
-        lambda x, i: x.index_add(0, i, torch.ones(2, 3)),
-        [floats(4, 3), indices(0, 1)],
-        "scatter",
-        _columns,
-        "a scatter of columns",
+        "strided-store", lambda x, i: x.index_add(0, i, torch.ones(2, 3)), [floats(4, 3), indices(0, 1)], "scatter", _columns, "a scatter of columns",
     ),
-    "float8": lowered(
-        "type", lambda x: x.to(torch.float8_e4m3fn).float(), [floats(3, 4)], "float8_e4m3fn does not run on trn2"
-    ),
-    "float8 clamped too far": lowered(
-        "type",
-        lambda x: x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float(),
-        [floats(3, 4)],
-        "float8_e4m3fn does not run on trn2",
-    ),
+    "float8": lowered("type", lambda x: x.to(torch.float8_e4m3fn).float(), [floats(3, 4)], TYPE),
+    "float8 clamped too far": lowered("type", lambda x: x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float(), [floats(3, 4)], TYPE),
     "float64": typed("float64", "float64 does not run"),
     "complex": typed("complex64", "real numbers"),
     "int64": typed("int64", "32-bit type"),
     "fnuz": typed("float8_e4m3fnuz", "float8_e5m2"),
-    "dynamic": Broken(
-        "dynamic-shape",
-        lambda: edited(
-            small(), lambda module: first(module, "add").shape.is_dynamic_dimension.__setitem__(slice(None), [True])
-        ),
-        "is dynamic",
-    ),
-    "integer dot": lowered(
-        "integer-compute", lambda x: x @ x, [torch.ones(4, 4, dtype=torch.int32)], "product of integers"
-    ),
+    "dynamic": changed("dynamic-shape", _double, [floats(3)], "add", _dynamic, "is dynamic"),
+    "integer dot": lowered("integer-compute", lambda x: x @ x, [torch.ones(4, 4, dtype=torch.int32)], "product of integers"),
     "integer scatter": lowered(
-        "integer-compute",
-        lambda x, i: x.index_add(0, i, torch.ones(2, 3, dtype=torch.int32)),
-        [torch.ones(4, 3, dtype=torch.int32), indices(0, 1)],
-        "integer scatter",
+        "integer-compute", lambda x, i: x.index_add(0, i, torch.ones(2, 9, dtype=torch.int32)), [WIDE, indices(0, 1)], "integer scatter"
     ),
     "integer power": lowered("integer-compute", lambda x, y: x**y, [indices(2, 3), indices(1, 2)], "integer power"),
-    "narrow shift": changed(
-        "integer-compute",
-        lambda x: x + x,
-        [torch.ones(3, dtype=torch.int8)],
-        "add",
-        lambda each: setattr(each, "opcode", "shift-right-arithmetic"),
-        "other than 32 bits",
-    ),
-    "unsigned sum": changed(
-        "unsigned",
-        lambda x: x + x,
-        [indices(1, 2)],
-        "add",
-        lambda each: setattr(each.shape, "element_type", hlo.ELEMENT_TYPES["uint32"]),
-        "add as uint32",
-    ),
+    "narrow shift": changed("integer-compute", _double, [BYTES], "add", called_otherwise("shift-right-arithmetic"), "other than 32 bits"),
+    "unsigned sum": changed("unsigned", _double, [indices(1, 2)], "add", of_type("uint32"), "add as uint32"),
     "gather beyond": lowered(
-        "index-range",
-        lambda x: x.index_select(0, torch.arange(8, dtype=torch.int32)),
-        [floats(5, 3)],
+        "index-range", lambda x: x.index_select(0, torch.arange(8, dtype=torch.int32)), [floats(5, 3)],
         "index 7 of a gather is beyond dimension 0 of size 5",
     ),
-    "NaN": lowered(
-        "constant", lambda x: torch.where(x > 2, x, torch.full_like(x, torch.nan)), [floats(3, 4)], "infinite or NaN"
-    ),
+    "NaN": lowered("constant", lambda x: torch.where(x > 2, x, torch.full_like(x, torch.nan)), [floats(3, 4)], "infinite or NaN"),
     "half NaN": lowered("constant", lambda x: x * torch.nan, [floats(3, 4).bfloat16()], "infinite or NaN"),
     "large constant": lowered("constant", lambda x: x + LARGE, [floats(600, 600)], "1,440,000 bytes"),
     "two masks": lowered("mask-sum", lambda x: x * (_masked(x) + _masked(x * 2)), [floats(3, 4)], "sum of two masks"),
-    "two half masks": lowered(
-        "mask-sum", lambda x: x * (_masked(x) + _masked(x * 2)), [floats(3, 4).half()], "sum of two masks"
-    ),
+    "two half masks": lowered("mask-sum", lambda x: x * (_masked(x) + _masked(x * 2)), [floats(3, 4).half()], "sum of two masks"),
     "columns as if flat": lowered(
         "flat-split", lambda x: (x * 2).reshape(-1)[8:72].reshape(8, 8), [floats(8, 24)], "as if rows had no end"
     ),
@@ -290,43 +229,32 @@ BROKEN: dict[str, Broken] = {
         "flat-split", lambda x: (x * 2).reshape(-1)[8:16].reshape(8, 1), [floats(8, 24)], "as if rows had no end"
     ),
     "rotary suffix of zeros": lowered(
-        "dead-operand",
-        lambda x: torch.cat([x * 2, torch.zeros(2, 3, 4, 2)], -1),
-        [floats(2, 3, 4, 6)],
-        "zeros in place of a tensor",
+        "dead-operand", lambda x: torch.cat([x * 2, torch.zeros(2, 3, 4, 2)], -1), [floats(2, 3, 4, 6)], "zeros in place of a tensor"
     ),
     "an output that is an input": Broken("alias", lambda: edited(small(), _return_parameter), "needs a copy"),
     "a state without update": Broken("alias", _without_update, "is not updated in place"),
     "another description": Broken("binding", _without_update, "its description 2"),
-    "fewer ranks": Broken(
-        "collective",
-        lambda: edited(small(), lambda module: setattr(first(module, "add"), "opcode", "partition-id")),
-        "a rank as part of the program",
+    "fewer ranks": renamed("collective", "partition-id", "a rank as part of the program"),
+    "a weight times its scales": bound(
+        "scaled-weight", "weight", lambda x, codes, scale: x @ (codes.float() * scale),
+        [floats(3, 8), torch.ones(8, 4, dtype=torch.int8), floats(1, 4)], "x.1 is scaled before a product of 3 rows",
     ),
-    "a weight times its scales": of_weights(
-        lambda x, codes, scale: x @ (codes.float() * scale),
-        [floats(3, 8), torch.ones(8, 4, dtype=torch.int8), floats(1, 4)],
-        "x.1 is scaled before a product of 3 rows",
+    "a weight times the scales of groups": bound(
+        "scaled-weight", "weight", lambda x, codes, scale: x @ (codes.float().view(2, 8, 4) * scale[:, None]).view(16, 4),
+        [floats(4, 16), torch.ones(16, 4, dtype=torch.int8), floats(2, 4)], "x.1 is scaled before a product of 4 rows",
     ),
-    "a weight times the scales of groups": of_weights(
-        lambda x, codes, scale: x @ (codes.float().view(2, 8, 4) * scale[:, None]).view(16, 4),
-        [floats(4, 16), torch.ones(16, 4, dtype=torch.int8), floats(2, 4)],
-        "x.1 is scaled before a product of 4 rows",
+    "a copy of codes for two products": bound(
+        "scaled-weight", "weight", _products_of_one_copy,
+        [floats(3, 512), torch.ones(512, 1024, dtype=torch.int8), floats(1, 1024)], "2 products read one copy of 2 MiB",
     ),
-    "a copy of codes for two products": of_weights(
-        _products_of_one_copy,
-        [floats(3, 512), torch.ones(512, 1024, dtype=torch.int8), floats(1, 1024)],
-        "2 products read one copy of 2 MiB",
+    "a cache of codes as numbers": bound(
+        "coded-state", "state", lambda query, codes, scale: (query @ codes.transpose(1, 2).to(query.dtype))[:2] * scale[:2],
+        [floats(5, 3, 16), torch.ones(5, 8, 16, dtype=torch.int8), floats(5, 1, 8)], "all codes of x.1 become numbers, 2,560 bytes",
     ),
-    "a cache of codes as numbers": of_codes(
-        lambda query, codes, scale: (query @ codes.transpose(1, 2).to(query.dtype))[:2] * scale[:2],
-        [floats(5, 3, 16), torch.ones(5, 8, 16, dtype=torch.int8), floats(5, 1, 8)],
-        "all codes of x.1 become numbers, 2,560 bytes",
-    ),
-    "codes that are scaled before a product": of_codes(
-        lambda query, codes, scale: query @ (codes[:4].float() * scale[:4]).transpose(1, 2),
+    "codes that are scaled before a product": bound(
+        "coded-state", "state", lambda query, codes, scale: query @ (codes[:4].float() * scale[:4]).transpose(1, 2),
         [floats(4, 3, 64), torch.ones(5, 2048, 64, dtype=torch.int8), floats(5, 2048, 1)],
         "2,097,152 bytes of numbers that codes of x.1 stand for are read by multiply",
     ),
     "more than a core holds": Broken("memory", lambda: edited(small(), _large), "100.0 GiB"),
-}
+}  # fmt: skip

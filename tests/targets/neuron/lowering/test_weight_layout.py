@@ -35,7 +35,7 @@ from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import lower_program
 from optimum_neuron.targets.neuron.lowering.lower_all import FirstGraph, lower_all, trace_first
 from optimum_neuron.targets.neuron.lowering.weight_uses import weight_layout
-from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
+from optimum_neuron.targets.neuron.run.executors import HloExecutable
 from optimum_neuron.targets.neuron.sharding import shard_plan, whole_plan, write_sharded_weights
 from optimum_neuron.targets.neuron.sharding.weights import FileWeight, WeightLayout
 from optimum_neuron.tools.estimate.core_sizes import core_sizes

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -107,27 +106,20 @@ def test_a_graph_reads_the_blocks_up_to_the_highest_in_use(runner: GraphRunner, 
     assert runner.graph_calls["token_generation_context256"] == 3
 
 
-def shared_runs(runner: GraphRunner, shared: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Two rows whose first blocks are one; both logits of each step."""
+def test_a_shared_block_gives_the_bits_of_own_ones(runner: GraphRunner) -> None:
+    assert runner.config.shared_blocks == 1
+    alone = in_blocks(runner, 1, (4, 6, 1))
     runner.reset_slots()
     fill(runner, torch.nan)
     runner.assign_blocks(1, 0, (4, 6, 1))
+    runner.assign_blocks(2, 0, (4, 3, 5))
     first = [prefill_pieces(runner, 1, PROMPT, [32, 32, 32, 24])]
-    runner.assign_blocks(2, 0, (*(4, 6)[:shared], 3, 5, 0)[:3])
-    runner.resume_slot(2, shared * BLOCK)
-    rest = len(PROMPT) - shared * BLOCK
-    second = [prefill_pieces(runner, 2, PROMPT[shared * BLOCK :], [32] * (rest // 32) + [rest % 32])]
+    runner.resume_slot(2, BLOCK)
+    second = [prefill_pieces(runner, 2, PROMPT[BLOCK:], [32, 24])]
     for index in range(12):
         logits = decode_tokens(runner, {1: 3 + index, 2: 3 + index})[1]
         first.append(logits[1])
         second.append(logits[2])
-    return first, second
-
-
-def test_a_shared_block_gives_the_bits_of_own_ones(runner: GraphRunner) -> None:
-    assert runner.config.shared_blocks == 1
-    alone = in_blocks(runner, 1, (4, 6, 1))
-    first, second = shared_runs(runner, 1)
     assert same(first, alone) and same(second, alone)
 
 
@@ -169,18 +161,6 @@ def test_part_of_a_block_is_copied_on_the_device(runner: GraphRunner, expected: 
     for index in range(12):
         logits.append(decode_tokens(runner, {2: 3 + index})[1][2])
     assert close(logits, expected)
-
-
-def test_a_block_at_two_places_is_refused_before_anything_is_written(runner: GraphRunner) -> None:
-    runner.reset_slots()
-    runner.assign_blocks(0, 0, (0, 1))
-    prefill_pieces(runner, 0, PROMPT[:100], [32, 32, 32, 4])
-    runner.assign_blocks(1, 0, (1, 2))
-    runner.resume_slot(1, 64)
-    lengths = np.array(runner.lengths)
-    with pytest.raises(ValueError, match=r"^block 1 is at position .* of one row and at .* of another"):
-        decode_tokens(runner, {0: 3, 1: 3})
-    assert np.array_equal(runner.lengths, lengths)
 
 
 def test_an_artifact_of_blocks_passes_all_checks(exported: Path) -> None:

@@ -21,13 +21,9 @@ PROMPT = random_tokens(27)
 FORMS: dict[str, dict[str, Any]] = {
     "slots": {"kv_cache_dtype": "int8"},
     "blocks": {
-        "kv_cache_dtype": "fp8",
-        "sequence_length": 128,
-        "context_buckets": (128,),
-        "kv_block_size": 64,
-        "kv_cache_tokens": 256,
+        "kv_cache_dtype": "fp8", "sequence_length": 128, "context_buckets": (128,), "kv_block_size": 64, "kv_cache_tokens": 256,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["slots", pytest.param("blocks", marks=pytest.mark.full)])

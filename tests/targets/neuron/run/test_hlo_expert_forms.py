@@ -21,12 +21,8 @@ from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 
 # A decode row has fewer entries than there are experts, a chunk more tokens than a tile of rows.
 SIZES: dict[str, Any] = {
-    "batch_size": 1,
-    "ctx_batch_size": 1,
-    "sequence_length": 512,
-    "prefill_chunk_size": 256,
-    "context_buckets": (512,),
-}
+    "batch_size": 1, "ctx_batch_size": 1, "sequence_length": 512, "prefill_chunk_size": 256, "context_buckets": (512,),
+}  # fmt: skip
 # Of a trial: fewer tokens than a tile.
 SMALL = {"sequence_length": 64, "prefill_chunk_size": 32, "context_buckets": (64,)}
 NOISE = 2e-5  # of logits up to 5, in float32

@@ -33,15 +33,9 @@ from optimum_neuron.tools.certify import certify_export
 
 # Groups of 16: a decode step of 2 rows adds up their products, a chunk step scales the weight.
 SIZES: dict[str, Any] = {
-    "batch_size": 2,
-    "ctx_batch_size": 2,
-    "sequence_length": 96,
-    "prefill_chunk_size": 16,
-    "mixed_step": False,
-    "output_logits": True,
-    "dtype": "float32",
-    "quantization": "int8",
-}
+    "batch_size": 2, "ctx_batch_size": 2, "sequence_length": 96, "prefill_chunk_size": 16, "mixed_step": False, "output_logits": True,
+    "dtype": "float32", "quantization": "int8",
+}  # fmt: skip
 PROMPT = np.random.default_rng(0).integers(3, 300, 41, dtype=np.int32)
 
 
@@ -154,16 +148,15 @@ def test_ranks_share_codes_and_scales(mixed: Callable[..., Path]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_table_of_codes_that_the_head_shares_is_gathered_and_multiplied_by_ranks(
-    dtype: str, sharp_checkpoints: dict[str, Path], tmp_path: Path
+    sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     checkpoint = Path(shutil.copytree(sharp_checkpoints["llama"], tmp_path / "tied"))
     change_config(checkpoint, tie_word_embeddings=True)
     change_weights(checkpoint, lambda tensors: tensors.pop("lm_head.weight"))
     found: dict[str, tuple[list[int], Tensor]] = {}
     for name, target, ranks in (("eager", "eager", 1), ("alone", "hlo", 1), ("shared", "hlo", 2)):
-        config = NeuronConfig.from_dict({**SIZES, "dtype": dtype, "target": target, "tensor_parallel_size": ranks})
+        config = NeuronConfig.from_dict({**SIZES, "target": target, "tensor_parallel_size": ranks})
         # That of ranks executes each beside the model.
         export_model(checkpoint, tmp_path / name, config=config, certify=certify_export if ranks > 1 else None)
         if ranks == 1:
@@ -171,26 +164,5 @@ def test_a_table_of_codes_that_the_head_shares_is_gathered_and_multiplied_by_ran
     formats = read_formats(tmp_path / "shared")
     assert formats["model.embed_tokens"].kind == "int8" == formats["lm_head"].kind
     (tokens, logits), (expected_tokens, expected) = found["alone"], found["eager"]
-    assert tokens == expected_tokens or dtype == "bfloat16"
-    steps = next(
-        (at for at, pair in enumerate(zip(tokens, expected_tokens, strict=True)) if pair[0] != pair[1]),
-        len(tokens) - 1,
-    )
-    span = expected.amax() - expected.amin()
-    noise = 1e-5 if dtype == "float32" else 2e-2
-    assert (logits[: steps + 1] - expected[: steps + 1]).abs().amax() < noise * span
-
-
-@pytest.mark.full
-def test_ranks_share_the_codes_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The certificate of the export executes both ranks beside the model."""
-    checkpoint = make_checkpoint("qwen3_moe", tmp_path / "checkpoint")
-    monkeypatch.setattr(export, "quantize", quantize_experts)
-    config = NeuronConfig.from_dict({**SIZES, "target": "hlo", "tensor_parallel_size": 2})
-    artifact = Artifact.open(export_model(checkpoint, tmp_path / "out", config=config, certify=certify_export))
-    whole, parts = 0, [stored_tensors(artifact.file(rank_weights_name(rank, 2))) for rank in range(2)]
-    for name, each in parts[0].items():
-        if "experts" in name and "codes" in name:
-            assert each.shape == parts[1][name].shape
-            whole += 1
-    assert whole and lint_artifact(artifact) == []
+    assert tokens == expected_tokens
+    assert (logits - expected).abs().amax() < 1e-5 * (expected.amax() - expected.amin())

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from canaries import CANARIES, same_bits, serve_steps
 from helpers import (
     LOWERED,
     artifact_runner,
@@ -25,18 +27,19 @@ from helpers import (
 )
 from helpers import tiny_config as tiny_sizes
 
-from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
+from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.arrays import to_numpy
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.golden import Golden
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import FROM_SLOT
+from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import GREEDY, SamplingParams
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.lint.lint import lint_artifact
-from optimum_neuron.targets.neuron.run import hlo_executor
-from optimum_neuron.targets.neuron.run.hlo_executor import HloExecutable
+from optimum_neuron.targets.neuron.run import executors
+from optimum_neuron.targets.neuron.run.executors import HloExecutable
 
 
 NOISE = 1e-6  # of logits between -1 and 1, by other orders of summation in float32
@@ -64,21 +67,27 @@ def test_tokens_are_those_of_the_eager_target(
         )
 
 
-def test_a_slot_is_copied_inside_the_graphs(hlo_artifact: Callable[[str], Path]) -> None:
-    runner = artifact_runner(hlo_artifact("llama"))
-    generate(runner, PROMPT, 2)
-    before = read_state(runner.executable, "kv_cache.value_1")
-    runner.executable.copy_slot(0, 2, 17)
-    after = read_state(runner.executable, "kv_cache.value_1")
-    assert torch.equal(after[2, :, :17], before[0, :, :17]) and before[0, :, :17].any()
+def test_states_are_read_and_written_and_a_slot_is_copied_inside_the_graphs(
+    hlo_artifact: Callable[[str], Path],
+) -> None:
+    executable = artifact_runner(hlo_artifact("llama")).executable
+    before = torch.randn(4, 2, 64, 16)
+    write_state(executable, "kv_cache.value_1", before)
+    executable.copy_slot(0, 2, 17)
+    after = read_state(executable, "kv_cache.value_1")
+    assert torch.equal(after[2, :, :17], before[0, :, :17])
     assert torch.equal(after[2, :, 17:], before[2, :, 17:]) and torch.equal(after[:2], before[:2])
 
 
-def test_states_can_be_read_and_written(hlo_artifact: Callable[[str], Path]) -> None:
-    runner = artifact_runner(hlo_artifact("llama"))
-    value = torch.randn(4, 2, 64, 16)
-    write_state(runner.executable, "kv_cache.key_0", value)
-    assert torch.equal(read_state(runner.executable, "kv_cache.key_0"), value)
+@pytest.mark.parametrize("name", LOWERED)
+def test_what_no_token_sees_and_what_a_neighbor_holds_changes_no_bit(
+    name: str, hlo_artifact: Callable[[str], Path], tiny_specs: dict[str, ModelSpec]
+) -> None:
+    runner, spec = artifact_runner(hlo_artifact(name)), tiny_specs[name]
+    clean, beside = serve_steps(runner, spec), serve_steps(runner, spec, neighbor=0.0)
+    for canary in CANARIES:
+        assert same_bits(serve_steps(runner, spec, unseen=canary), clean)
+        assert same_bits(serve_steps(runner, spec, neighbor=canary), beside)
 
 
 def test_generate_and_the_engine_run_on_it(
@@ -138,7 +147,7 @@ def test_steps_take_tokens_that_nobody_has_read(
         read.append(tuple(result.shape))
         return to_numpy(result.cpu())
 
-    monkeypatch.setattr(hlo_executor, "_to_host", noted)
+    monkeypatch.setattr(executors, "_to_host", noted)
     # A prompt in rows of its own, the last two in one step; another slot's rows follow and leave its token alone.
     waits = [runner.start_step([PromptPiece(1, PROMPT[:13])], logits=False)]
     waits.append(runner.start_step([PromptPiece(1, PROMPT[13:], sampling, uniforms[0])], logits=False))
@@ -169,7 +178,7 @@ def test_generate_reads_a_number_per_row_and_token(
         read.append(result.numel())
         return to_numpy(result.cpu())
 
-    monkeypatch.setattr(hlo_executor, "_to_host", noted)
+    monkeypatch.setattr(executors, "_to_host", noted)
     prompt = torch.from_numpy(PROMPT).long()[None]
     tokens = model.generate(prompt, max_new_tokens=9, do_sample=False, eos_token_id=None)
     assert read == [model.neuron_config.ctx_batch_size, *[model.neuron_config.batch_size] * 8]
@@ -188,9 +197,7 @@ def test_an_artifact_has_a_file_and_a_description_per_graph(hlo_artifact: Callab
     names = [*json.loads((folder / MANIFEST_NAME).read_text())["graphs"], "copy_slot", "sample_chunk", "sample_decode"]
     found = sorted(path.name for path in (folder / "graphs").iterdir())
     assert found == sorted(name + suffix for name in names for suffix in (".hlo", ".json"))
-
-
-def test_slots_that_keep_more_than_rows_are_never_copied(hlo_artifact: Callable[[str], Path]) -> None:
+    # Slots that keep more than rows are never copied.
     folder = hlo_artifact("lfm2")
     assert not any(path.name.startswith("copy_slot") for path in (folder / "graphs").iterdir())
     assert not list(lint_artifact(Artifact.open(folder)))
@@ -202,12 +209,17 @@ def test_an_artifact_that_is_not_trusted_is_lowered_again(hlo_artifact: Callable
     assert generate(again, PROMPT, 4)[0] == generate(trusted, PROMPT, 4)[0]
 
 
-def test_a_changed_graph_is_refused(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo")
-    path = next((folder / "graphs").glob("mixed*.hlo"))
+@pytest.mark.parametrize(
+    ("suffix", "read"), [("hlo", artifact_runner), ("json", lambda path: lint_artifact(Artifact.open(path)))]
+)
+def test_a_changed_graph_or_description_is_refused(
+    suffix: str, read: Callable[[Path], object], hlo_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(hlo_artifact("llama"), tmp_path / "out"))
+    path = next((folder / "graphs").glob(f"mixed*.{suffix}"))
     path.write_bytes(bytes(reversed(path.read_bytes())))
     with pytest.raises(ArtifactError, match="was changed after the export"):
-        artifact_runner(folder)
+        read(folder)
 
 
 def test_graphs_of_several_ranks_are_not_loaded_as_one(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -231,31 +243,10 @@ def test_a_model_that_breaks_a_rule_is_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.full
-def test_smollm2_gives_the_tokens_of_the_eager_target(smollm2_gguf: Path, tmp_path: Path) -> None:
-    sizes = {"batch_size": 2, "sequence_length": 128, "prefill_chunk_size": 32, "context_buckets": (128,)}
-    outputs = []
-    for target in ("hlo", "eager"):
-        config = NeuronConfig(**sizes, dtype="float32", target=target)
-        model = NeuronModelForCausalLM.from_pretrained(
-            export_model(smollm2_gguf, tmp_path / target, config=config, dequantize=True)
-        )
-        prompts = [random_tokens(50, seed=1).tolist(), random_tokens(9, seed=2).tolist()]
-        tokens = [each.generated_tokens for each in model.generate_batch(prompts, max_new_tokens=12).values()]
-        torch.manual_seed(1)
-        sampled = model.generate(
-            torch.tensor(prompts[:1]), max_new_tokens=12, do_sample=True, temperature=0.8, top_k=40
-        )
-        outputs.append((tokens, sampled.tolist()))
-        assert {name.split("_")[0] for name in model.runner.graph_calls} == {"mixed", "chunked", "token"}
-        del model
-    assert outputs[0] == outputs[1]
-
-
-def test_the_shortest_sequences_are_exported_with_fewer_golden_tokens(
+def test_the_shortest_sequences_and_a_slot_alone_are_exported(
     sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
+    """With fewer golden tokens, and no graph that copies slots."""
     sizes = {
         "batch_size": 1,
         "ctx_batch_size": 1,
@@ -263,25 +254,10 @@ def test_the_shortest_sequences_are_exported_with_fewer_golden_tokens(
         "prefill_chunk_size": 2,
         "context_buckets": (4,),
     }
-    golden = Golden.read(export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", **sizes))
+    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo", **sizes)
+    golden = Golden.read(folder)
     assert len(golden.prompt) == 1 and len(golden.tokens) == 4
-
-
-def test_a_description_that_was_changed_is_refused_by_the_lint(
-    sharp_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="hlo")
-    path = next((folder / "graphs").glob("mixed*.json"))
-    path.write_text(path.read_text().replace("float32", "float64"))
-    with pytest.raises(ArtifactError, match="was changed after the export"):
-        lint_artifact(Artifact.open(folder))
-
-
-def test_one_slot_has_nowhere_to_be_copied(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    sizes = {"batch_size": 1, "ctx_batch_size": 1, "target": "hlo"}
-    folder = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", **sizes)
-    graphs = {path.stem.split("_")[0] for path in (folder / "graphs").glob("*.hlo")}
-    assert graphs == {"token", "chunked", "sample"}
+    assert {path.stem.split("_")[0] for path in (folder / "graphs").glob("*.hlo")} == {"token", "chunked", "sample"}
     model = NeuronModelForCausalLM.from_pretrained(folder)
-    first, second = (model.generate_batch([PROMPT.tolist()], max_new_tokens=4).values() for _ in range(2))
+    first, second = (model.generate_batch([PROMPT[:2].tolist()], max_new_tokens=2).values() for _ in range(2))
     assert [each.generated_tokens for each in first] == [each.generated_tokens for each in second]

@@ -73,15 +73,12 @@ def test_graphs_that_tell_something_else_are_found(
         return found._replace(**{field: getattr(found, field) + change})
 
     monkeypatch.setattr(score_module, "logprobs", wrong)
-    count = 4 + ["tokens", "best", "chosen", "ranks"].index(
-        field
-    )  # graphs of a config are lowered once by these tests
+    count = 4 + ["tokens", "best", "chosen", "ranks"].index(field)  # these tests lower graphs of a config once
     with pytest.raises(ValueError, match=r"do not compute what the model does: decode\."):
         export(tiny_checkpoint, tmp_path / "artifact", "hlo", top_logprobs=count, certificate=True)
 
 
 def test_an_artifact_without_them_says_how_to_get_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
     runner = artifact_runner(export(tiny_checkpoint, tmp_path / "artifact", "eager"))
-    output = runner.run_step([PromptPiece(0, random_tokens(3))])
     with pytest.raises(ValueError, match=r"has no log-probabilities; export it with --top-logprobs"):
-        runner.find_logprobs(CHUNK, [0], output)
+        runner.find_logprobs(CHUNK, [0], runner.run_step([PromptPiece(0, random_tokens(3))]))

@@ -21,11 +21,11 @@ from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
 from helpers import export_tiny, random_tokens, run_tensors, tiny_config
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.targets.neuron.run import interpreter, rank_process, ranks
-from optimum_neuron.targets.neuron.run.interpreter import OLDEST_PYTHON, RANK_FOLDER, find_interpreter
+from optimum_neuron.targets.neuron.run import rank_process, ranks
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
+from optimum_neuron.targets.neuron.run.rank_process import OLDEST_PYTHON, RANK_FOLDER, find_interpreter
 from optimum_neuron.targets.neuron.run.ranks import RankedExecutable, load_graphs
-from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
+from optimum_neuron.targets.neuron.sdk.errors import NeuronRuntimeError
 from optimum_neuron.targets.rank_options import RankOptions
 
 
@@ -53,13 +53,9 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def plan(neuron_sdk: Sdk, tmp_path: Path) -> LoadPlan:
-    """Graphs of two ranks, for a machine whose own Python has no runtime."""
+    """A graph of two ranks, for a machine whose own Python has no runtime."""
     neuron_sdk("trn2")
-    weights = [
-        {"model.weight": cache_like(1.0 + rank), "tensor_parallel.rank": cache_like(rank, dtype=torch.int32)}
-        for rank in range(2)
-    ]
-    return make_plan(tmp_path / "graphs", [step_graph(size=1, ranks=2), copy_graph(ranks=2)], "trn2", *weights)
+    return make_plan(tmp_path / "graphs", [copy_graph(ranks=2)], "trn2", {}, {})
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +81,7 @@ def script(folder: Path, text: str) -> str:
 def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two devices of XLA in a process of their own, between which collectives work."""
     path = tmp_path / "devices.sock"
-    folders = [SITE / "device", FAKES.parent, Path(interpreter.__file__).parents[4]]
+    folders = [SITE / "device", FAKES.parent, Path(rank_process.__file__).parents[4]]
     environment = os.environ | {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": "2",
@@ -170,11 +166,13 @@ def test_what_runs_there_imports_nothing_but_the_standard_library_numpy_and_the_
             else:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert {name.partition(".")[0] for name in names} <= known, path
-
-
-def test_an_interpreter_that_is_too_old_can_still_say_so() -> None:
+    # One that is too old can still say so.
     ast.parse((RANK_FOLDER / "__main__.py").read_text(encoding="utf-8"), feature_version=(3, 4))
     assert OLDEST_PYTHON == (3, 10)
+
+
+NO_PYTHON = "as no Python does; name the Python"
+LATE = "did not say within 1 s what it has; name the Python"
 
 
 @pytest.mark.parametrize(
@@ -182,25 +180,21 @@ def test_an_interpreter_that_is_too_old_can_still_say_so() -> None:
     [
         (None, r"OPTIMUM_NEURON_RANK_PYTHON=.*/python: there is no such program; name the Python of an env"),
         ('echo \'{"python": "3.8.18"}\'', r"is Python 3\.8\.18, and a rank needs 3\.10 or later; name the Python"),
-        ("echo hello", r"answered 'hello', as no Python does; name the Python"),
-        ("true", r"answered '', as no Python does"),
-        ('echo \'{"python": "3.12.1"}\'', r'3\.12\.1"}., as no Python does'),
-        (
-            'echo \'{"python": "3.12.1", "numpy": "2", "numpy_problem": 0, "torch": 0, "packages": {}}\'',
-            r"as no Python does",
-        ),
+        ("echo hello", f"answered 'hello', {NO_PYTHON}"),
+        ("true", f"answered '', {NO_PYTHON}"),
+        ('echo \'{"python": "3.12.1"}\'', rf'3\.12\.1"}}., {NO_PYTHON}'),
+        ('echo \'{"python": "3.12.1", "numpy": "2", "numpy_problem": 0, "torch": 0, "packages": {}}\'', NO_PYTHON),
         ("echo no libc >&2; exit 3", r"ended with status 3 \(no libc\); name the Python of an environment"),
-        ("yes", r"wrote more than 1048576 bytes, as no Python does; name the Python"),
-        ("yes >&2", r"wrote more than 1048576 bytes, as no Python does"),
-        ("sleep 600", r"did not say within 1 s what it has; name the Python"),
-        ("while true; do echo; sleep 0.1; done", r"did not say within 1 s what it has"),
-        ("exec >&- 2>&-; sleep 600", r"did not say within 1 s what it has"),
+        ("yes", f"wrote more than 1048576 bytes, {NO_PYTHON}"),
+        ("yes >&2", f"wrote more than 1048576 bytes, {NO_PYTHON}"),
+        ("sleep 600", LATE),
+        ("exec >&- 2>&-; sleep 600", LATE),
     ],
 )
 def test_a_program_that_is_no_interpreter_for_ranks_is_refused_in_one_sentence(
     text: str | None, message: str, plan: LoadPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interpreter, "_ANSWER_TIMEOUT", 1.0 if text is not None and "sleep" in text else 60.0)
+    monkeypatch.setattr(rank_process, "_ANSWER_TIMEOUT", 1.0 if text is not None and "sleep" in text else 60.0)
     monkeypatch.setenv(
         "OPTIMUM_NEURON_RANK_PYTHON", str(tmp_path / "python") if text is None else script(tmp_path, text)
     )
@@ -219,7 +213,7 @@ def test_an_interpreter_without_numpy_or_runtime_is_refused(
     ):
         load_graphs(plan, RankOptions(python))
     python = make_environment(tmp_path / "numpy")
-    assert find_interpreter(python).found.torch is None
+    assert find_interpreter(python)[1].torch is None
     with pytest.raises(
         RuntimeError, match=r"nothing in .*/numpy/bin/python can run graphs on trn2: nrtpy is not inst"
     ):
@@ -229,6 +223,9 @@ def test_an_interpreter_without_numpy_or_runtime_is_refused(
 SERVE = 'if [ "$3" = probe ]; then exec {bare} "$@"; fi\n'
 
 
+WRITE = "exec $PYTHON -c 'import os, sys, time; os.write(int(sys.argv[1]), b\"{}\"); time.sleep(600)' $4"
+
+
 @pytest.mark.parametrize(
     ("serve", "message"),
     [
@@ -236,14 +233,8 @@ SERVE = 'if [ "$3" = probe ]; then exec {bare} "$@"; fi\n'
             "echo out of luck >&2; exit 5",
             r"loading the model failed: the process of rank \d of 2 ended with status 5; load",
         ),
-        (
-            "exec $PYTHON -c 'import os, sys; os.write(int(sys.argv[1]), b\"y\" * 99); os.read(0, 1)' $4",
-            r"the process of rank \d of 2 answered what no rank says \(a message cannot begin with b'yyyy",
-        ),
-        (
-            "exec $PYTHON -c 'import os, sys; os.write(int(sys.argv[1]), b\"RANK\"); import time; time.sleep(600)' $4",
-            r"loading the model failed: rank \d of 2.* did not answer within 3 s; load the model again",
-        ),
+        (WRITE.format("y" * 99), r"rank \d of 2 answered what no rank says \(a message cannot begin with b'yyyy"),
+        (WRITE.format("RANK"), r"the model failed: rank \d of 2.* did not answer within 3 s; load the model again"),
     ],
 )
 def test_a_process_that_dies_at_its_start_or_writes_something_else_is_told(
@@ -261,7 +252,6 @@ def test_options_of_ranks_are_refused_where_there_are_none(
     target: str, sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     path = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target=target)
-    with pytest.raises(ValueError, match=rf"rank_python='x' is for .* and an artifact for {target} runs in this one"):
-        NeuronModelForCausalLM.from_pretrained(path, rank_python="x")
-    with pytest.raises(ValueError, match=r"rank_timeout=3\.0 is for the processes of a Neuron device"):
-        NeuronModelForCausalLM.from_pretrained(path, rank_timeout=3.0)
+    for option, value in (("rank_python", "x"), ("rank_timeout", 3.0)):
+        with pytest.raises(ValueError, match=rf"{option}={value!r} is for .* and an artifact for {target} runs in th"):
+            NeuronModelForCausalLM.from_pretrained(path, **{option: value})

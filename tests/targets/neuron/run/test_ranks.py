@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes.hlo_writer import copy_graph, step_graph
@@ -19,10 +20,11 @@ from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
 from helpers import read_state, run_tensors, write_state
 from safetensors.torch import save_file
 
+from optimum_neuron.arrays import to_numpy
 from optimum_neuron.targets.neuron.run import rank_process, ranks
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
-from optimum_neuron.targets.neuron.run.ranks import RankedExecutable, load_graphs
-from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
+from optimum_neuron.targets.neuron.run.ranks import RankedExecutable, StartedStep, load_graphs
+from optimum_neuron.targets.neuron.sdk.errors import NeuronRuntimeError
 from optimum_neuron.targets.rank_options import IN_ENVIRONMENT, RankOptions
 
 
@@ -69,26 +71,14 @@ def environment(process: subprocess.Popen[bytes]) -> dict[str, str]:
     return dict(entry.decode().split("=", 1) for entry in entries if b"=" in entry)
 
 
-def check_environments(found: list[dict[str, str]]) -> None:
-    """One core each, and one place to meet."""
-    assert [each["NEURON_RT_VISIBLE_CORES"] for each in found] == ["2", "3"]
-    assert all("NEURON_RT_NUM_CORES" not in each and each["NEURON_LOGICAL_NC_CONFIG"] == "2" for each in found)
-    places = {each["NEURON_RT_ROOT_COMM_ID"] for each in found}
-    assert {each["NEURON_RT_IO_RING_CACHE_SIZE"] for each in found} == {"32"}
-    assert {each["NEURON_RT_EXEC_TIMEOUT"] for each in found} == {"600"}
-    assert len(places) == 1 and places == {f"{each['MASTER_ADDR']}:{each['MASTER_PORT']}" for each in found}
+def begin(loaded: RankedExecutable, x: float, *, logits: bool = False) -> StartedStep:
+    return loaded.start("token_generation", [to_numpy(cache_like(x))], logits=logits)
 
 
-@pytest.mark.parametrize("packages", ["lite", "nrt"])
-def test_each_rank_has_its_own_core_and_weights_and_rank_0_answers(
-    load: Callable[..., RankedExecutable], packages: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "2-3")
-    loaded = load(packages)
-    check_environments([environment(process) for process in processes(loaded)])
+def check_results(loaded: RankedExecutable) -> None:
+    """Rank 1 has weight 2, and adds its rank to the state."""
     (result,) = run_tensors(loaded, "token_generation", [cache_like(3.0)])
     assert torch.equal(result, cache_like(6.0))
-    # Rank 1: weight 2, and it adds its rank.
     assert torch.equal(read_state(loaded, STATE), torch.cat([cache_like(3.0), cache_like(7.0)], dim=1))
     write_state(loaded, STATE, torch.cat([cache_like(10.0), cache_like(20.0)], dim=1))
     (result,) = run_tensors(loaded, "token_generation", [cache_like(1.0)])
@@ -96,6 +86,31 @@ def test_each_rank_has_its_own_core_and_weights_and_rank_0_answers(
     assert torch.equal(read_state(loaded, STATE), torch.cat([cache_like(11.0), cache_like(23.0)], dim=1))
     loaded.copy_slot(2, 3, 4)
     assert torch.equal(read_state(loaded, STATE), torch.cat([cache_like(16.0)] * 2, dim=1))
+    with pytest.raises(ValueError, match=r"a state of 1 heads or channels is not that of 2 ranks"):
+        write_state(loaded, STATE, cache_like(1.0))
+
+
+@pytest.mark.parametrize("packages", ["lite", "nrt"])
+def test_each_rank_has_its_own_core_and_weights_and_rank_0_answers(
+    load: Callable[..., RankedExecutable], packages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "2-3")
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")
+    loaded = load(packages)
+    found = [environment(process) for process in processes(loaded)]
+    assert [each["NEURON_RT_VISIBLE_CORES"] for each in found] == ["2", "3"]
+    alike = {"NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_IO_RING_CACHE_SIZE": "32", "NEURON_RT_EXEC_TIMEOUT": "600"}
+    alike["NEURON_RT_ROOT_COMM_ID"] = f"{found[0]['MASTER_ADDR']}:{found[0]['MASTER_PORT']}"  # one place to meet
+    assert all(alike.items() <= each.items() and "NEURON_RT_NUM_CORES" not in each for each in found)
+    assert not [name for each in found for name in each if name.startswith("NEURON_RT_INSPECT")]
+    check_results(loaded)
+
+
+def test_neuronx_distributed_runs_all_ranks_in_one_process(load: Callable[..., RankedExecutable]) -> None:
+    loaded = load("nxd", "inf2")
+    (process,) = processes(loaded)
+    assert environment(process)["NEURON_RT_VISIBLE_CORES"] == "0,1"
+    check_results(loaded)
 
 
 @pytest.mark.parametrize(
@@ -119,44 +134,40 @@ def test_every_process_captures_a_profile_where_one_is_asked_for(
     assert len(list(folder.iterdir())) == processes_in_all
 
 
-def test_what_a_user_set_of_a_capture_stays_and_none_is_made_unasked(
+def test_what_a_user_set_of_a_capture_stays(
     load: Callable[..., RankedExecutable], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not [name for name in environment(processes(load())[0]) if name.startswith("NEURON_RT_INSPECT")]
-    monkeypatch.setenv("NEURON_RT_INSPECT_DEVICE_PROFILE", "session")
-    monkeypatch.setenv("NEURON_RT_INSPECT_EVENT_FILTER_NC", "0")
-    monkeypatch.setenv("NEURON_RT_INSPECT_OUTPUT_DIR", "elsewhere")
+    own = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "session", "NEURON_RT_INSPECT_EVENT_FILTER_NC": "0"}
+    for name, value in (own | {"NEURON_RT_INSPECT_OUTPUT_DIR": "elsewhere"}).items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "device").mkdir()
     found = environment(processes(load(options=RankOptions(capture=tmp_path / "device")))[0])
-    assert {name: value for name, value in found.items() if name.startswith("NEURON_RT_INSPECT")} == {
+    assert {name: value for name, value in found.items() if name.startswith("NEURON_RT_INSPECT")} == own | {
         "NEURON_RT_INSPECT_ENABLE": "1",
         "NEURON_RT_INSPECT_OUTPUT_DIR": str(tmp_path / "device"),
-        "NEURON_RT_INSPECT_DEVICE_PROFILE": "session",
-        "NEURON_RT_INSPECT_EVENT_FILTER_NC": "0",
     }
 
 
-def test_a_dead_rank_is_told_and_ends_the_others(
-    load: Callable[..., RankedExecutable], neuron_tools: NeuronTools
+@pytest.mark.parametrize(("rank", "died"), [(1, "SIGKILL"), (0, "SIGTERM")])
+def test_a_rank_that_died_in_a_step_or_before_it_is_told_and_ends_the_others(
+    load: Callable[..., RankedExecutable], neuron_tools: NeuronTools, rank: int, died: str
 ) -> None:
     loaded = load()
-    neuron_tools.break_device(rank=1, signal=int(signal.SIGKILL))
-    message = r"graph token_generation failed: the process of rank 1 of 2 was ended by SIGKILL; load the model again"
+    if died == "SIGKILL":
+        neuron_tools.break_device(rank=rank, signal=int(signal.SIGKILL))
+    else:
+        victim = processes(loaded)[rank]
+        (child,) = Path(f"/proc/{victim.pid}/task/{victim.pid}/children").read_text().split()
+        os.kill(int(child), signal.SIGTERM)
+        victim.wait()
+    message = (
+        f"graph token_generation failed: the process of rank {rank} of 2 was ended by {died}; load the model again"
+    )
     for _ in range(2):
         with pytest.raises(NeuronRuntimeError, match=message) as error:
             run_tensors(loaded, "token_generation", [cache_like(1.0)])
         assert not error.value.recoverable
     assert all(process.poll() is not None for process in processes(loaded))
-
-
-def test_a_rank_that_died_between_steps_is_told(load: Callable[..., RankedExecutable]) -> None:
-    loaded = load()
-    victim = processes(loaded)[0]
-    (rank,) = Path(f"/proc/{victim.pid}/task/{victim.pid}/children").read_text().split()
-    os.kill(int(rank), signal.SIGTERM)
-    victim.wait()
-    with pytest.raises(NeuronRuntimeError, match=r"the process of rank 0 of 2 was ended by SIGTERM"):
-        run_tensors(loaded, "token_generation", [cache_like(1.0)])
 
 
 def test_a_silent_rank_is_ended(
@@ -175,26 +186,6 @@ def test_a_silent_rank_is_ended(
     assert all(process.poll() is not None for process in processes(loaded))
 
 
-def test_a_step_that_failed_on_one_rank_leaves_all_in_step_unless_it_is_the_end(
-    load: Callable[..., RankedExecutable], neuron_tools: NeuronTools
-) -> None:
-    loaded = load()
-    neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_NC_BUSY(1005): Failed to execute model")
-    with pytest.raises(NeuronRuntimeError, match=r"rank 1 of 2: graph token_generation failed .*\(1005\)") as error:
-        run_tensors(loaded, "token_generation", [cache_like(1.0)])
-    assert error.value.recoverable and error.value.code == 1005
-    (result,) = run_tensors(loaded, "token_generation", [cache_like(5.0)])
-    assert torch.equal(result, cache_like(12.0))
-    neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_HW_ERR_COLLECTIVES(1200): Failed to execute model")
-    for _ in range(2):
-        with pytest.raises(
-            NeuronRuntimeError, match=r"rank 1 of 2: .*\(1200\): a collective operation is stuck"
-        ) as error:
-            run_tensors(loaded, "token_generation", [cache_like(1.0)])
-        assert error.value.code == 1200
-    assert all(process.poll() is not None for process in processes(loaded))
-
-
 def test_loading_that_fails_on_a_rank_leaves_no_process(neuron_sdk: Sdk, tmp_path: Path) -> None:
     neuron_sdk("trn2", "lite")
     plan = two_ranks(tmp_path / "graphs", "trn2")
@@ -209,21 +200,18 @@ def test_loading_that_fails_on_a_rank_leaves_no_process(neuron_sdk: Sdk, tmp_pat
     assert children() == before
 
 
-def test_processes_end_with_the_object_and_on_close(load: Callable[..., RankedExecutable]) -> None:
+def test_processes_end_on_close_and_when_nobody_holds_the_object(
+    load: Callable[..., RankedExecutable], tmp_path: Path
+) -> None:
     loaded = load()
     started = processes(loaded)
     loaded.close()
     assert [process.poll() for process in started] == [0, 0]
     with pytest.raises(RuntimeError, match="the model was closed; load it again"):
         run_tensors(loaded, "token_generation", [cache_like(1.0)])
-
-
-def test_processes_end_when_nobody_holds_the_object(neuron_sdk: Sdk, tmp_path: Path) -> None:
-    neuron_sdk("trn2", "lite")
-    loaded = load_graphs(two_ranks(tmp_path / "graphs", "trn2"))
-    assert isinstance(loaded, RankedExecutable)
-    started = processes(loaded)
-    del loaded
+    held: Any = load_graphs(two_ranks(tmp_path / "graphs", "trn2"))
+    started = processes(held)
+    del held
     gc.collect()
     assert [process.poll() for process in started] == [0, 0]
 
@@ -251,16 +239,15 @@ def test_processes_end_when_their_parent_is_killed(
     assert statuses[0] == -signal.SIGKILL if hangs else statuses == [0, 0]
 
 
-@pytest.mark.parametrize("packages", ["lite", "nrt"])
-def test_steps_run_in_order_while_none_of_them_is_read(load: Callable[..., RankedExecutable], packages: str) -> None:
-    loaded = load(packages)
-    started = [loaded.start("token_generation", [cache_like(x)], logits=False) for x in (1.0, 10.0, 100.0, 1000.0)]
+def test_steps_run_in_order_while_none_of_them_is_read(load: Callable[..., RankedExecutable]) -> None:
+    loaded = load()
+    started = [begin(loaded, x) for x in (1.0, 10.0, 100.0, 1000.0)]
     # The state adds up, and is doubled in what a step returns.
     assert torch.equal(read_state(loaded, STATE)[:, :1], cache_like(1111.0))
     for step, total in reversed([*zip(started, (1.0, 11.0, 111.0, 1111.0), strict=True)]):
         (found,) = step()
-        assert torch.equal(found, cache_like(2 * total)) and step()[0] is found
-    loaded.start("token_generation", [cache_like(1.0)], logits=False)  # nobody waits for it
+        assert found.item() == 2 * total and step()[0] is found
+    begin(loaded, 1.0)  # nobody waits for it
     (found,) = run_tensors(loaded, "token_generation", [cache_like(1.0)])
     assert torch.equal(found, cache_like(2 * 1113.0))
 
@@ -277,32 +264,37 @@ def test_the_next_step_is_told_while_one_runs(
         return collect(self, doing, *arguments)
 
     monkeypatch.setattr(RankedExecutable, "_collect_answers", noted)
-    first, second = (loaded.start("token_generation", [cache_like(x)], logits=False) for x in (1.0, 2.0))
+    first, second = (begin(loaded, x) for x in (1.0, 2.0))
     assert answered == []  # both are told, and nothing was waited for
-    third = loaded.start("token_generation", [cache_like(3.0)], logits=False)
+    third = begin(loaded, 3.0)
     assert len(answered) == 1  # its inputs lie where those of the first did
-    with pytest.raises(RuntimeError, match="broadcast shape"):
-        loaded.start("token_generation", [torch.zeros(7)], logits=False)  # takes no other step's place
-    fourth = loaded.start("token_generation", [cache_like(4.0)], logits=False)
-    assert [float(step()[0]) for step in (first, second, third, fourth)] == [2.0, 6.0, 12.0, 20.0]
+    with pytest.raises(ValueError, match="broadcast"):
+        loaded.start("token_generation", [np.zeros(7, np.float32)], logits=False)  # takes no other step's place
+    fourth = begin(loaded, 4.0)
+    assert [step()[0].item() for step in (first, second, third, fourth)] == [2.0, 6.0, 12.0, 20.0]
     assert len(answered) == 4
 
 
-def test_a_step_that_failed_is_told_by_itself_and_not_by_the_one_behind_it(
+def test_a_step_that_failed_on_a_rank_is_told_by_itself_and_the_next_one_runs_unless_it_is_the_end(
     load: Callable[..., RankedExecutable], neuron_tools: NeuronTools
 ) -> None:
     loaded = load()
     neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_NC_BUSY(1005): Failed to execute model")
-    first, second = (loaded.start("token_generation", [cache_like(x)], logits=False) for x in (1.0, 2.0))
-    assert torch.equal(second()[0], cache_like(6.0))
+    first, second = (begin(loaded, x) for x in (1.0, 2.0))
+    assert second()[0].item() == 6.0
     for _ in range(2):
-        with pytest.raises(NeuronRuntimeError, match=r"rank 1 of 2: .*\(1005\)"):
+        with pytest.raises(NeuronRuntimeError, match=r"rank 1 of 2: graph token_generation .*\(1005\)") as error:
             first()
+        assert error.value.recoverable and error.value.code == 1005
+    (result,) = run_tensors(loaded, "token_generation", [cache_like(5.0)])
+    assert torch.equal(result, cache_like(16.0))
     neuron_tools.break_device(rank=1, message="NRT Error NRT_EXEC_HW_ERR_COLLECTIVES(1200): Failed to execute model")
-    both = [loaded.start("token_generation", [cache_like(x)], logits=False) for x in (1.0, 2.0)]
-    for step in both:
-        with pytest.raises(NeuronRuntimeError, match=r"a collective operation is stuck"):
+    both = [begin(loaded, x) for x in (1.0, 2.0)]
+    for step in (*both, lambda: run_tensors(loaded, "token_generation", [cache_like(1.0)])):
+        with pytest.raises(NeuronRuntimeError, match=r"rank 1 of 2: .*\(1200\): a collective operation is") as error:
             step()
+        assert error.value.code == 1200
+    assert all(process.poll() is not None for process in processes(loaded))
 
 
 def test_only_rank_0_reads_and_only_what_is_wanted(
@@ -314,14 +306,14 @@ def test_only_rank_0_reads_and_only_what_is_wanted(
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "2-3")
     loaded = load("nrt")
     for count in range(1, 4):
-        loaded.start("token_generation", [cache_like(1.0)], logits=False)()
+        begin(loaded, 1.0)()
         assert (noted / "2").read_text().split() == ["4"] * count  # one read of a float32 per step
     assert not (noted / "3").exists()
     monkeypatch.setattr(ranks, "LOGITS", ".y")
-    assert loaded.start("token_generation", [cache_like(1.0)], logits=False)() == [None]
+    assert begin(loaded, 1.0)() == [None]
     assert len((noted / "2").read_text().split()) == 3
-    (found,) = loaded.start("token_generation", [cache_like(1.0)], logits=True)()
-    assert torch.equal(found, cache_like(10.0))
+    (found,) = begin(loaded, 1.0, logits=True)()
+    assert found.item() == 10.0
 
 
 def test_an_interrupted_step_does_not_answer_the_next_one(
@@ -337,22 +329,6 @@ def test_an_interrupted_step_does_not_answer_the_next_one(
         run_tensors(loaded, "token_generation", [cache_like(1.0)])
     with pytest.raises(NeuronRuntimeError, match=r"graph token_generation was interrupted; load the model again"):
         run_tensors(loaded, "token_generation", [cache_like(1.0)])
-
-
-def test_neuronx_distributed_runs_all_ranks_in_one_process(neuron_sdk: Sdk, tmp_path: Path) -> None:
-    neuron_sdk("inf2", "nxd")
-    loaded = load_graphs(two_ranks(tmp_path / "graphs", "inf2"))
-    assert isinstance(loaded, RankedExecutable)
-    (process,) = processes(loaded)
-    assert environment(process)["NEURON_RT_VISIBLE_CORES"] == "0,1"
-    (result,) = run_tensors(loaded, "token_generation", [cache_like(3.0)])
-    assert torch.equal(result, cache_like(6.0))
-    assert torch.equal(read_state(loaded, STATE), torch.cat([cache_like(3.0), cache_like(7.0)], dim=1))
-    write_state(loaded, STATE, torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
-    assert torch.equal(read_state(loaded, STATE), torch.cat([cache_like(1.0), cache_like(2.0)], dim=1))
-    with pytest.raises(ValueError, match=r"a state of 1 heads or channels is not that of 2 ranks"):
-        write_state(loaded, STATE, cache_like(1.0))
-    loaded.close()
 
 
 def children() -> set[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import signatures
-from fakes.hlo_writer import SmallGraph, copy_graph, step_graph
+from fakes.hlo_writer import SmallGraph, step_graph
 from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
 from helpers import read_state, run_tensors, write_state
 from safetensors.torch import save_file
@@ -26,7 +26,7 @@ from optimum_neuron.targets.neuron.rank.packages import NRTPY, TORCH_LITE, TORCH
 from optimum_neuron.targets.neuron.run.ranks import load_graphs
 from optimum_neuron.targets.neuron.sdk import devices as device
 from optimum_neuron.targets.neuron.sdk.devices import NeuronDevices
-from optimum_neuron.targets.neuron.sdk.runtime_errors import NeuronRuntimeError
+from optimum_neuron.targets.neuron.sdk.errors import NeuronRuntimeError
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -51,13 +51,16 @@ def load(neuron_sdk: Sdk, tmp_path: Path) -> Iterator[Callable[..., Executable]]
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_steps_compute_on_one_state_and_one_copy_of_the_weights(load: Callable[..., Executable], runtime: str) -> None:
+def test_graphs_compute_on_one_state_and_one_copy_of_the_weights(
+    load: Callable[..., Executable], runtime: str
+) -> None:
     graphs = [step_graph(), step_graph("token_generation_large"), step_graph("mixed")]
-    loaded = load(runtime, graphs, cache_like(2.0, 3.0))
+    # Inputs that a graph does not use are left out.
+    loaded = load(runtime, graphs, cache_like(2.0, 3.0), calls={"mixed": ("decode.unused", "decode.x")})
     assert torch.equal(read_state(loaded, "kv_cache.key_0"), cache_like(0.0, 0.0))
     x = cache_like(1.0, 10.0)
     (first,) = run_tensors(loaded, "token_generation", [x])
-    (second,) = run_tensors(loaded, "mixed", [x])
+    (second,) = run_tensors(loaded, "mixed", [torch.zeros(3), x])
     assert torch.equal(first, cache_like(4.0, 60.0))
     assert torch.equal(second, cache_like(8.0, 120.0))
     assert torch.equal(read_state(loaded, "kv_cache.key_0"), cache_like(4.0, 60.0))
@@ -69,41 +72,18 @@ def test_steps_compute_on_one_state_and_one_copy_of_the_weights(load: Callable[.
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_copy_slot_runs_its_graph(load: Callable[..., Executable], runtime: str) -> None:
-    loaded = load(runtime, [step_graph(size=1), copy_graph()], cache_like(1.0))
-    loaded.copy_slot(7, 3, 5)
-    assert torch.equal(read_state(loaded, "kv_cache.key_0"), cache_like(7.0 * 7 * 3 + 5))
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_bfloat16_passes_unchanged(load: Callable[..., Executable], runtime: str) -> None:
+def test_bfloat16_passes_unchanged_and_a_tied_weight_is_one_tensor_under_two_names(
+    load: Callable[..., Executable], runtime: str, tmp_path: Path
+) -> None:
     half = torch.bfloat16
-    loaded = load(runtime, [step_graph(dtype="bfloat16")], cache_like(2.0, -0.5, dtype=half))
+    path = tmp_path / "tied.safetensors"
+    save_file({"model.stored": cache_like(2.0, -0.5, dtype=half)}, path)
+    tied = {"weights": (path,), "tied_weights": {"model.weight": "model.stored"}}
+    loaded = load(runtime, [step_graph(dtype="bfloat16")], cache_like(1.0, 1.0, dtype=half), **tied)
     (result,) = run_tensors(loaded, "token_generation", [cache_like(1.5, 3.0, dtype=half)])
     assert result.dtype == half and torch.equal(result, cache_like(6.0, -3.0, dtype=half))
     state = read_state(loaded, "kv_cache.key_0")
     assert state.dtype == half and torch.equal(state, cache_like(3.0, -1.5, dtype=half))
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_inputs_that_a_graph_does_not_use_are_left_out(load: Callable[..., Executable], runtime: str) -> None:
-    calls = {"token_generation": ("decode.unused", "decode.x")}
-    loaded = load(runtime, [step_graph()], cache_like(1.0, 1.0), calls=calls)
-    (result,) = run_tensors(loaded, "token_generation", [torch.zeros(3), cache_like(1.0, 2.0)])
-    assert torch.equal(result, cache_like(2.0, 4.0))
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_a_tied_weight_is_one_tensor_under_two_names(
-    load: Callable[..., Executable], runtime: str, tmp_path: Path
-) -> None:
-    graph = step_graph()
-    path = tmp_path / "tied.safetensors"
-    save_file({"model.stored": cache_like(5.0, 6.0)}, path)
-    tied = {"weights": (path,), "tied_weights": {"model.weight": "model.stored"}}
-    loaded = load(runtime, [graph], cache_like(1.0, 1.0), **tied)
-    (result,) = run_tensors(loaded, "token_generation", [cache_like(1.0, 1.0)])
-    assert torch.equal(result, cache_like(10.0, 12.0))
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -126,40 +106,33 @@ def test_after_an_error_the_model_is_usable_unless_it_cannot_recover(
         assert not error.value.recoverable
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_weights_that_do_not_fit_are_refused(load: Callable[..., Executable], runtime: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(
+    load: Callable[..., Executable], neuron_sdk: Sdk, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=r"has model.weight as float32 \[1, 1, 1, 3\], and a graph takes it as"):
-        load(runtime, [step_graph()], cache_like(1.0, 1.0, 1.0))
+        load("nrtpy", [step_graph()], cache_like(1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match=r"lacks model.weight, which a graph needs; export the model again"):
-        load(runtime, [step_graph()], cache_like(1.0, 1.0), tied_weights={"model.weight": "model.other"})
+        load("nrtpy", [step_graph()], cache_like(1.0, 1.0), tied_weights={"model.weight": "model.other"})
+    neuron_sdk("trn2", "lite")
+    plan = make_plan(tmp_path / "graphs", [step_graph()], "trn2", {"model.weight": cache_like(1.0, 1.0)})
+    plan.neff("token_generation").unlink()
+    with pytest.raises(FileNotFoundError, match=r"token_generation\.neff is missing: .*export the model again"):
+        load_graphs(plan)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_neff_of_another_generation_is_told(
     load: Callable[..., Executable], runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded_for = RUNTIMES[runtime][1]
-    monkeypatch.setattr(device, "find_devices", lambda: NeuronDevices(loaded_for, 1, 8))
-    with pytest.raises(NeuronRuntimeError, match=r"loading graph token_generation failed with NRT_HW_ERROR \(6\)"):
-        load_with_generation(load, runtime, monkeypatch)
-
-
-def load_with_generation(load: Callable[..., Executable], runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "find_devices", lambda: NeuronDevices(RUNTIMES[runtime][1], 1, 8))
     setenv = monkeypatch.setenv
 
     def other(name: str, value: str, prepend: str | None = None) -> None:
         setenv(name, "another" if name == "FAKE_NEURON_GENERATION" else value, prepend)
 
     monkeypatch.setattr(monkeypatch, "setenv", other)
-    load(runtime, [step_graph()], cache_like(1.0, 1.0))
-
-
-def test_compiled_files_are_looked_for_before_anything_is_loaded(neuron_sdk: Sdk, tmp_path: Path) -> None:
-    neuron_sdk("trn2", "lite")
-    plan = make_plan(tmp_path / "graphs", [step_graph()], "trn2", {"model.weight": cache_like(1.0, 1.0)})
-    plan.neff("token_generation").unlink()
-    with pytest.raises(FileNotFoundError, match=r"token_generation\.neff is missing: .*export the model again"):
-        load_graphs(plan)
+    with pytest.raises(NeuronRuntimeError, match=r"loading graph token_generation failed with NRT_HW_ERROR \(6\)"):
+        load(runtime, [step_graph()], cache_like(1.0, 1.0))
 
 
 def test_a_package_that_does_not_start_is_explained(
@@ -175,27 +148,24 @@ def test_a_package_that_does_not_start_is_explained(
         load_graphs(plan)
 
 
-def test_placeholders_are_named_and_nothing_is_imported(neuron_sdk: Sdk) -> None:
+def test_packages_are_told_from_placeholders_and_nothing_is_imported(
+    neuron_sdk: Sdk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "is not installed" in (package_problem(TORCH_NEURONX) or "")
+    (tmp_path / "site" / "torch_neuronx" / "native").mkdir(parents=True)
+    (tmp_path / "site" / "torch_neuronx" / "__init__.py").write_text("")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path / "site"))
+        assert "has no xla_impl; upgrade" in (package_problem(TORCH_NEURONX) or "")
     neuron_sdk(None, "placeholder")
     for package in (TORCH_NEURONX, NRTPY):
-        assert f"the installed {package.distribution} is a placeholder without code (" in (
-            package_problem(package) or ""
-        )
+        told = package_problem(package) or ""
+        assert f"the installed {package.distribution} is a placeholder without code (" in told
     # This one installs no module of its name at all.
     assert "the installed libtorch-neuronx-lite is a placeholder without code;" in (package_problem(TORCH_LITE) or "")
     neuron_sdk(None, "lite")
     assert package_problem(TORCH_LITE) is None
     assert not {"torch_neuronx", "libtorch_neuronx_lite", "nrtpy"} & sys.modules.keys()
-
-
-def test_a_package_that_lost_what_we_need_is_told(
-    neuron_sdk: Sdk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "site" / "torch_neuronx" / "native").mkdir(parents=True)
-    (tmp_path / "site" / "torch_neuronx" / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    assert "has no xla_impl; upgrade" in (package_problem(TORCH_NEURONX) or "")
 
 
 FAKES = {

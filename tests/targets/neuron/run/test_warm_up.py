@@ -20,7 +20,7 @@ from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.spec import DECODE, SamplingParams
 from optimum_neuron.targets.neuron.graphs.io import CACHE, CHOSEN, SCORES
-from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
+from optimum_neuron.targets.neuron.run.executors import HloProgram
 from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
 
 

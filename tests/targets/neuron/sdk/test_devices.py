@@ -10,7 +10,7 @@ from fakes.tools import NeuronTools, Sdk
 
 from optimum_neuron.targets.neuron.sdk import devices as device
 from optimum_neuron.targets.neuron.sdk.devices import NeuronDevices, check_devices, find_devices
-from optimum_neuron.targets.neuron.sdk.runtime_errors import NRT_STATUSES, runtime_error, status_code
+from optimum_neuron.targets.neuron.sdk.errors import NRT_STATUSES, runtime_error, status_code
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -48,58 +48,27 @@ def test_devices_are_found_without_neuron_ls(
 
 
 @pytest.mark.parametrize(
-    ("instance", "target", "lnc", "ranks", "variable", "message"),
+    ("instance", "ranks", "variable", "message"),
     [
-        (
-            None,
-            "trn2",
-            2,
-            1,
-            None,
-            r"compiled for trn2, and this machine has no Neuron device; run it on a trn2 instance",
-        ),
-        (
-            "trn1.2xlarge:1",
-            "trn2",
-            2,
-            1,
-            None,
-            r"compiled for trn2, and this machine has trn1 devices; export .*'trn1'",
-        ),
-        (
-            "trn2.3xlarge:1",
-            "trn2",
-            2,
-            8,
-            None,
-            r"tensor_parallel_size=8 .* and this machine has 4; run it on a larger",
-        ),
-        (
-            "trn2.3xlarge:1",
-            "trn2",
-            2,
-            1,
-            "1",
-            r"compiled for NEURON_LOGICAL_NC_CONFIG=2, and it is set to 1; set it to 2",
-        ),
+        (None, 1, None, r"compiled for trn2, and this machine has no Neuron device; run it on a trn2 instance"),
+        ("trn1.2xlarge:1", 1, None, r"compiled for trn2, and this machine has trn1 devices; export .*'trn1'"),
+        ("trn2.3xlarge:1", 8, None, r"tensor_parallel_size=8 .* and this machine has 4; run it on a larger"),
+        ("trn2.3xlarge:1", 1, "1", r"compiled for NEURON_LOGICAL_NC_CONFIG=2, and it is set to 1; set it to 2"),
     ],
 )
 def test_devices_that_do_not_fit_are_refused(
     neuron_tools: NeuronTools,
     monkeypatch: pytest.MonkeyPatch,
     instance: str | None,
-    target: str,
-    lnc: int,
     ranks: int,
     variable: str | None,
     message: str,
 ) -> None:
-    if instance is not None:
-        monkeypatch.setenv("FAKE_NEURON_INSTANCE", instance)
-    if variable is not None:
-        monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", variable)
+    for name, value in (("FAKE_NEURON_INSTANCE", instance), ("NEURON_LOGICAL_NC_CONFIG", variable)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=message):
-        check_devices(target, lnc, ranks)
+        check_devices("trn2", 2, ranks)
 
 
 @pytest.mark.parametrize(

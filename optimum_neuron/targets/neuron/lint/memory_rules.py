@@ -1,27 +1,106 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about bytes that a graph moves without need. All are warnings: such a graph is slow, and compiles.
+"""Rules about memory: what a graph shares with the outside, and bytes that it moves without need.
 
-A product takes both of its operands with the dimension that it sums over in front (on the partitions of SBUF: `nki.isa.nc_matmul` in
-the SDK's documentation), so a weight is stored with its inputs first. A transpose in every step costs what reading the weight costs, or
-more. Codes of weights and caches stay codes until a product takes them: a copy as numbers is two or four times as large.
+The latter are warnings: such a graph is slow, and compiles. A product takes both of its operands with the dimension that it sums over in
+front (on the partitions of SBUF: `nki.isa.nc_matmul` in the SDK's documentation), so a weight is stored with its inputs first. A transpose
+in every step costs what reading the weight costs, or more. Codes of weights and caches stay codes until a product takes them: a copy as
+numbers is two or four times as large.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from ..graphs import hlo
-from ..sdk.hardware import MIB, chip_of
+from ..graphs.io import CACHE, SNAPSHOTS
+from ..sdk.hardware import CHIPS, GIB, MIB, chip_of
 from .graph import LintGraph, Place
+
+
+def aliases(graph: LintGraph) -> Iterator[Place]:
+    """nkipy, core/backend/hlo.py: a parameter is aliased once, an output that is an input needs a copy; EVRF064 of the SDK."""
+    parameters = hlo.parameters(graph.module)
+    root = graph.by_id[hlo.entry(graph.module).root_id]
+    entries = list(graph.module.input_output_alias.entries)
+    remedy = "update each state exactly once in a step"
+    for number, count in Counter(entry.parameter_number for entry in entries).items():
+        if count > 1:
+            yield parameters[number], f"{count} outputs share the memory of this input", remedy, "error"
+    aliased = {}
+    for entry in entries:
+        output = graph.by_id[root.operand_ids[entry.output_shape_index[0]]]
+        parameter = parameters[entry.parameter_number]
+        aliased[parameter.name] = output
+        if hlo.array(output.shape) != hlo.array(parameter.shape):
+            yield parameter, "its new value has another shape or type", "keep the state's shape and type", "error"
+        if entry.kind != hlo.MUST_ALIAS:
+            yield parameter, "its new value need not share its memory", "alias it as MUST_ALIAS", "error"
+    for operand in root.operand_ids:
+        if graph.by_id[operand].opcode == "parameter":
+            problem = "an output that is an input needs a copy"
+            yield graph.by_id[operand], problem, "leave it out, or update it", "error"
+    updated = {each.alias_of for each in graph.io.outputs}
+    for binding in graph.io.inputs:
+        # A sampler reads what a step left for it, a copy a state or snapshots of it, and it updates the other.
+        bare = binding.name.removeprefix(SNAPSHOTS)
+        copied = SNAPSHOTS + bare if bare == binding.name else bare
+        needed = binding.name.startswith((CACHE, SNAPSHOTS)) and copied not in aliased
+        needed = needed or binding.name in updated
+        if binding.role == "state" and needed and binding.name not in aliased:
+            yield None, f"state {binding.name} is not updated in place", remedy, "error"
+
+
+def bindings(graph: LintGraph) -> Iterator[Place]:
+    """Error code EVRF064 of the SDK; nrt_status.rst, 2: a tensor of another name or size than the NEFF's."""
+    found = [(each.name, *hlo.array(each.shape)) for each in hlo.parameters(graph.module)]
+    recorded = [(each.name, each.shape, each.dtype) for each in graph.io.inputs]
+    for number, (left, right) in enumerate(zip(found, recorded, strict=False)):
+        if left != right:
+            problem = f"parameter {number} is {left}, its description says {right}"
+            yield None, problem, "export the model again", "error"
+    root = graph.by_id[hlo.entry(graph.module).root_id]
+    for binding, shape in zip(graph.io.outputs, root.shape.tuple_shapes, strict=False):
+        if (tuple(shape.dimensions), hlo.dtype_name(shape)) != (binding.shape, binding.dtype):
+            problem = f"result {binding.name} is {hlo.dtype_name(shape)}{list(shape.dimensions)}, not {binding.dtype}{list(binding.shape)}"
+            yield None, problem, "report it: this is a fault of the lowering", "error"
+    if len(found) != len(recorded):
+        problem = f"the graph has {len(found)} parameters, its description {len(recorded)}"
+        yield None, problem, "export the model again", "error"
+
+
+def collectives(graph: LintGraph) -> Iterator[Place]:
+    """longdct/vllm-neuron: a rank as a trace constant makes a program per rank; all ranks of ours are one group."""
+    everyone = [list(range(graph.io.world_size))]
+    for each in graph.of("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
+        groups = [list(group.replica_ids) for group in each.replica_groups]
+        if groups != everyone:
+            problem = f"replica groups {groups}, for {graph.io.world_size} ranks"
+            yield each, problem, "let all ranks take part in one group", "error"
+    for each in graph.of("partition-id", "replica-id"):
+        yield each, "a rank as part of the program", "pass the rank as a weight", "error"
+
+
+def memory(graph: LintGraph) -> Iterator[Place]:
+    """Error codes EVRF009, EOOM001 and EOOM002 of the SDK: inputs and outputs above what a logical core has."""
+    chip = CHIPS.get(graph.target)
+    aliased = {entry.output_shape_index[0] for entry in graph.module.input_output_alias.entries}
+    results = [shape for index, shape in enumerate(hlo.results(graph.module)) if index not in aliased]
+    needed = sum(map(hlo.byte_count, [*(each.shape for each in hlo.parameters(graph.module)), *results]))
+    if chip is not None and needed > chip.core_hbm:
+        problem = (
+            f"{needed / GIB:.1f} GiB of weights, KV cache and results for a core of {chip.core_hbm / GIB:.0f} GiB"
+        )
+        yield None, problem, "raise --tensor-parallel-size; optimum-cli neuron estimate shows what fits", "error"
 
 
 LARGEST_COPY = 1 << 20  # bytes: less stays in a core
 _CODES = ("int8", "uint8", "float8_e4m3fn")
 _ELEMENTWISE = frozenset({"multiply", "add", "subtract", "divide", "negate", "and", "select", "maximum", "compare"})
 _SAME_ORDER = frozenset({"reshape", "bitcast", "copy", "convert", "slice", "broadcast", "concatenate"})
+_NUMBER_BY_NUMBER = _ELEMENTWISE | _SAME_ORDER
 
 
 def transposed_weights(graph: LintGraph) -> Iterator[Place]:
@@ -30,9 +109,7 @@ def transposed_weights(graph: LintGraph) -> Iterator[Place]:
     remedy = "store it in the order in which the product takes it; optimum-cli export neuron does"
     for each in graph.of("transpose"):
         operand = graph.operands(each)[0]
-        if not changes_order(each, operand):
-            continue
-        name = _find_weight(graph, operand, weights)
+        name = _find_weight(graph, operand, weights) if changes_order(each, operand) else ""
         if name:
             yield each, f"the weight {name} is transposed in every step", remedy, "warning"
     for each in graph.of("dot"):
@@ -55,7 +132,7 @@ def scaled_weights(graph: LintGraph) -> Iterator[Place]:
         left, right = graph.operands(dot)
         summed = math.prod(right.shape.dimensions[dim] for dim in dot.dot_dimension_numbers.rhs_contracting_dimensions)
         for weight, other in ((left, right), (right, left)):
-            cone = _find_cone(graph, weight)
+            cone = list(graph.walk_sources(weight, _NUMBER_BY_NUMBER))
             name = next((each.name for each in cone if each.opcode == "parameter" and each.name in codes), "")
             if not name:
                 continue
@@ -73,30 +150,14 @@ def scaled_weights(graph: LintGraph) -> Iterator[Place]:
         each = graph.by_id[number]
         if len(dots) > 1 and hlo.byte_count(each.shape) > LARGEST_COPY:
             size = hlo.byte_count(each.shape) / (1 << 20)
-            yield (
-                each,
-                f"{len(dots)} products read one copy of {size:.0f} MiB of a weight's codes",
-                "join them",
-                "warning",
-            )
-
-
-def _find_cone(graph: LintGraph, each: Any) -> list[Any]:
-    """Return what an operand is computed from, number by number."""
-    found, pending = {each.id: each}, [each]
-    for one in pending:
-        if one.opcode in _SAME_ORDER or one.opcode in _ELEMENTWISE:
-            for operand in graph.operands(one):
-                if operand.id not in found:
-                    found[operand.id] = operand
-                    pending.append(operand)
-    return list(found.values())
+            problem = f"{len(dots)} products read one copy of {size:.0f} MiB of a weight's codes"
+            yield each, problem, "join them", "warning"
 
 
 def _count_scales(graph: LintGraph, multiply: Any, codes: set[str]) -> int:
     """Count the scales, which come with the weights, that a weight's codes are multiplied by."""
     sides = graph.operands(multiply)
-    cones = [_find_cone(graph, side) for side in sides]
+    cones = [list(graph.walk_sources(side, _NUMBER_BY_NUMBER)) for side in sides]
     coded = [any(each.opcode == "parameter" and each.name in codes for each in cone) for cone in cones]
     if sum(coded) != 1:
         return 0
@@ -117,15 +178,8 @@ def changes_order(transpose: Any, operand: Any) -> bool:
 
 def _find_weight(graph: LintGraph, each: Any, weights: set[str]) -> str:
     """Return the weight that an instruction's result is, or has parts of; empty where it is computed."""
-    pending = [each]
-    while pending:
-        each = pending.pop()
-        if each.opcode == "parameter" and each.name in weights:
-            name: str = each.name
-            return name
-        if each.opcode in _SAME_ORDER:
-            pending += graph.operands(each)
-    return ""
+    sources = graph.walk_sources(each, _SAME_ORDER)
+    return next((one.name for one in sources if one.opcode == "parameter" and one.name in weights), "")
 
 
 # What lies between the exponentials of a softmax and the product with values.
@@ -151,17 +205,13 @@ def attention_scores(graph: LintGraph) -> Iterator[Place]:
 
 def _find_multiplied(graph: LintGraph, exponentials: Any) -> Any | None:
     """Return the operand of a product that is these exponentials, scaled or not; None where there is none."""
-    count = math.prod(exponentials.shape.dimensions)
-    pending, seen = [exponentials], {exponentials.id}
-    for each in pending:
-        for user in graph.users[each.id]:
-            if user.opcode == "dot":
-                return each
-            same_size = math.prod(user.shape.dimensions) == count
-            if user.opcode in _BETWEEN and same_size and user.id not in seen:
-                seen.add(user.id)
-                pending.append(user)
-    return None
+
+    def keeps_all(user: Any) -> bool:
+        same_size = math.prod(user.shape.dimensions) == math.prod(exponentials.shape.dimensions)
+        return same_size and user.opcode in _BETWEEN
+
+    uses = graph.walk_uses(exponentials, keeps_all)
+    return next((each for each in uses if any(user.opcode == "dot" for user in graph.users[each.id])), None)
 
 
 _STATE_CODES = ("int8", "float8_e4m3fn")
@@ -197,11 +247,6 @@ def _find_state(graph: LintGraph, each: Any, states: set[str]) -> tuple[Any | No
 
 def _find_reader(graph: LintGraph, numbers: Any) -> str:
     """Return the first operator but products that takes these numbers, wherever they were moved to; empty where there is none."""
-    pending = [numbers]
-    for each in pending:
-        for user in graph.users[each.id]:
-            if user.opcode in _WHOLE or user.opcode in _PART:
-                pending.append(user)
-            elif user.opcode != "dot":
-                return str(user.opcode)
-    return ""
+    moved = graph.walk_uses(numbers, lambda user: user.opcode in _WHOLE | _PART)
+    users = (str(user.opcode) for each in moved for user in graph.users[each.id])
+    return next((opcode for opcode in users if opcode not in _WHOLE | _PART | {"dot"}), "")

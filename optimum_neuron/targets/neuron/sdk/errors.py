@@ -1,19 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the Neuron runtime: the meaning of a status code, whether the process can continue, and the remedy."""
+"""Codes of neuronx-cc and of the Neuron runtime: their meaning, whether a process can continue, and the remedy."""
 
 from __future__ import annotations
 
 import re
+import signal
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class NrtStatus:
-    """A status code of nrt_status.h.
+class CompilerRule:
+    """The meaning of an NCC code."""
 
-    Attributes:
-        recoverable: whether this process can use the device again: the step failed, the session did not.
-    """
+    rule: str
+    remedy: str
+
+
+_LINT = "optimum-cli neuron lint names the module of the model that it comes from"
+_SMALLER = "lower batch_size, sequence_length or prefill_chunk_size, or raise tensor_parallel_size"
+_FLOAT = "the model computes with integers where the device has no integer unit; " + _LINT
+_TYPE = "export with dtype='bfloat16' or 'float32'"
+_LNC = "set NEURON_LOGICAL_NC_CONFIG=1 for inf2 and trn1, 1 or 2 for the others"
+_SHAPES = "export with the same sizes and a current version of this package; " + _LINT
+_MX = "block-scaled weights are not supported; export an unquantized checkpoint"
+_REPORT = "report it to AWS with the log, or choose another level with NEURON_CC_FLAGS=-O1, -O2 or -O3"
+# Codes that mean the same, the rule that a graph broke, and the remedy.
+_RULES = (
+    ("EARG001", "the target's cores cannot be grouped like that", _LNC),
+    ("EBIR023", "a fused MLP is wider than 4096 per core", "raise tensor_parallel_size"),
+    ("EBVF030 EVRF007 EXTP004", "the graph has too many instructions", "raise tensor_parallel_size, or lower prefill_chunk_size"),
+    ("EHCA005 EVRF015", "a custom call of the graph is not known", _LINT),
+    ("EMOD025", "a tensor has a dynamic shape", _SHAPES),
+    ("EOOM001 EOOM002 EVRF009 EXSP001", "the graph's tensors exceed the memory of a core", _SMALLER),
+    ("ESFH002", "a 64-bit constant does not fit 32 bits", _LINT),
+    ("ESPP004", "a data type is not supported", _TYPE),
+    ("ESPP047 EVRF005", "an 8-bit float type is not supported", _TYPE),
+    ("EUOC002 EVRF001", "an operator of the graph is not supported", _LINT),
+    ("EVRF004", "the graph has complex numbers", _LINT),
+    ("EVRF006", "random numbers come from an algorithm that is not the default", _LINT),
+    ("EVRF010 EVRF011", "a convolution is dilated in a way that is not supported", _LINT),
+    ("EVRF013", "top-k of integers is not supported", _LINT),
+    ("EVRF014", "a sort or top-k returns more than 16,384 values", _LINT),
+    ("EVRF016", "a scatter that adds has integer or boolean data", _FLOAT),
+    ("EVRF017 EVRF018 EVRF019", "a reduce-window has dilation or more than one operand", _LINT),
+    ("EVRF022", "a right shift is not on 32 bits", _LINT),
+    ("EVRF029", "a sort is not supported on this target", _LINT),
+    ("EVRF031", "a scatter's indices exceed its operand", _SHAPES),
+    ("EVRF035", "a matrix product has integer operands", _FLOAT),
+    ("EVRF051", "float8_e4m3fn is not supported before trn3", _TYPE),
+    ("EVRF052", "float8_e4m3 is not supported after trn3", _TYPE),
+    ("EVRF056", "a gather's indices exceed its operand", "lower sequence_length to the model's own limit"),
+    ("EVRF059", "a kernel's file is missing", _SHAPES),
+    ("EVRF060", "a scatter computes with integers", _FLOAT),
+    ("EVRF061", "an all-reduce has integers", _FLOAT),
+    ("EVRF062", "a power has 64-bit integers", _FLOAT),
+    ("EVRF063", "a reduce-scatter has integers", _FLOAT),
+    ("EVRF064", "shapes of the graph contradict each other", _SHAPES),
+    ("EVRF065", "a kernel was traced with another version of NKI", _SHAPES),
+    *((f"EVRF{number:03}", "a block-scaled matrix product is malformed", _MX) for number in (*range(36, 51), 53, 54, 55, 57, 58)),
+)  # fmt: skip
+COMPILER_RULES = {code: CompilerRule(rule, remedy) for codes, rule, remedy in _RULES for code in codes.split()}
+_INTERNAL = CompilerRule("the compiler failed in its own code", _REPORT)
+_UNKNOWN = CompilerRule("the compiler refused the graph", _LINT)
+_CODE = re.compile(r"NCC_([A-Z]+\d+)")
+_SIGNALS = {
+    signal.SIGKILL: "killed, which is how Linux ends a process when memory runs out; "
+    "compile on a machine with more memory",
+    signal.SIGABRT: f"aborted by a defect of its own; {_REPORT}",
+    signal.SIGSEGV: f"crashed; {_REPORT}",
+}
+# Longer tails bury the sentence in a terminal; the first codes are the cause of the later ones.
+_TAIL, _CODES_SHOWN = 1500, 2
+
+
+def explain_codes(output: str) -> str:
+    """Return the NCC codes in a compiler's output with rule and remedy; nothing where it names none."""
+    parts = []
+    for code in list(dict.fromkeys(_CODE.findall(output)))[:_CODES_SHOWN]:
+        rule = COMPILER_RULES.get(code, _INTERNAL if code.startswith("I") else _UNKNOWN)
+        parts.append(f"NCC_{code}: {rule.rule}; {rule.remedy}")
+    return "; ".join(parts)
+
+
+def explain_failure(status: int, output: str) -> str:
+    """Explain a compiler that ended with `status`: one sentence, then the end of its output."""
+    reason = explain_codes(output)
+    if not reason and "No space left on device" in output:
+        reason = "the disk is full; free space, or set TMPDIR and OPTIMUM_NEURON_CACHE to another disk"
+    if not reason and status < 0:
+        reason = f"it was {_SIGNALS.get(signal.Signals(-status), f'ended by signal {-status}')}"
+    tail = output.strip()[-_TAIL:]
+    return f"the compiler ended with status {status}{': ' if reason else ''}{reason}" + (f"\n{tail}" if tail else "")
+
+
+@dataclass(frozen=True)
+class NrtStatus:
+    """A status code of nrt_status.h; `recoverable` where the step failed, and this process can use the device again."""
 
     name: str
     recoverable: bool
@@ -23,7 +105,7 @@ class NrtStatus:
 
 _RESTART = "end this process and load the model again; if it returns, reboot or replace the instance"
 _EXPORT = "export the model again with this machine's SDK"
-_SMALLER = "lower batch_size or sequence_length, or raise tensor_parallel_size"
+_LESS = "lower batch_size or sequence_length, or raise tensor_parallel_size"
 _NEIGHBOURS = (
     "neuron-ls shows which process holds the cores; end it, or choose other cores with NEURON_RT_VISIBLE_CORES"
 )
@@ -36,7 +118,7 @@ NRT_STATUSES: dict[int, NrtStatus] = {
     1: NrtStatus("NRT_FAILURE", False, "an operation failed for no stated reason", "read the log lines above; " + _RESTART),
     INVALID: NrtStatus("NRT_INVALID", True, "the NEFF is not valid, or a tensor's name or size is not the NEFF's", _EXPORT),
     3: NrtStatus("NRT_INVALID_HANDLE", False, "a tensor or a graph was used after it was freed", _DEFECT),
-    4: NrtStatus("NRT_RESOURCE", True, "the device has no memory left", _SMALLER),
+    4: NrtStatus("NRT_RESOURCE", True, "the device has no memory left", _LESS),
     5: NrtStatus("NRT_TIMEOUT", False, "the step did not finish in time", _TOO_LONG),
     6: NrtStatus("NRT_HW_ERROR", False, "the device failed, or the NEFF is for another generation", _RESTART),
     7: NrtStatus("NRT_QUEUE_FULL", True, "too many steps wait on the device", "run the step again"),
@@ -76,9 +158,7 @@ _STATUS_NUMBER = re.compile(r"\bstatus(?: code)?\s*[:=]?\s*(\d+)", re.IGNORECASE
 class NeuronRuntimeError(RuntimeError):
     """A failure of the device or its runtime.
 
-    Attributes:
-        code: of nrt_status.h; None where the runtime gave none.
-        recoverable: whether the loaded model can continue; otherwise the process has to end.
+    It has a `code` of nrt_status.h, if the runtime gave one. Where it is not `recoverable`, the process has to end.
     """
 
     def __init__(self, message: str, *, code: int | None = None, recoverable: bool = False) -> None:
