@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.hub import commit_of, download, hub_file, refuse_revision
 from ..checkpoints.origin import CARD_NAME
 from .artifact import GRAPHS_FOLDER, MANIFEST_NAME, Artifact, is_graph_file, read_manifest
 
@@ -46,16 +45,20 @@ def find_artifact(
         RuntimeError: the Hub refuses or fails, as `hub.explained_errors` says.
     """
     path = Path(model_id).expanduser()
+    if path.exists() and revision is None:
+        return _find_local(path, export=export, native_code=native_code)
+    from ..checkpoints.hub import (  # takes longer than to open an artifact
+        commit_of,
+        download,
+        hub_file,
+        refuse_revision,
+    )
+
     if hub_file(model_id) is not None and export is not False:
         return None
     if path.exists() or path.suffix == ".gguf":
         refuse_revision(path, revision)
-        if not (path / MANIFEST_NAME).is_file() and export is not False:
-            return None
-        if export:
-            raise ValueError(f"{path} is an artifact already; leave out export=True, or name its checkpoint")
-        from_hub = is_from_hub(path)
-        return Artifact.open(path, with_graphs=native_code or not from_hub), from_hub
+        return _find_local(path, export=export, native_code=native_code)
     if export:
         return None
     manifest = _hub_manifest(str(model_id), revision=revision, token=token, **hub)
@@ -79,6 +82,15 @@ def find_artifact(
     return Artifact.open(folder, with_graphs=native_code), True
 
 
+def _find_local(path: Path, *, export: bool | None, native_code: bool) -> tuple[Artifact, bool] | None:
+    if not (path / MANIFEST_NAME).is_file() and export is not False:
+        return None
+    if export:
+        raise ValueError(f"{path} is an artifact already; leave out export=True, or name its checkpoint")
+    from_hub = is_from_hub(path)
+    return Artifact.open(path, with_graphs=native_code or not from_hub), from_hub
+
+
 def is_from_hub(folder: Path) -> bool:
     """Return whether an artifact's manifest or compiled graphs came from the Hub, through any cache and links."""
     graphs = folder / GRAPHS_FOLDER
@@ -88,6 +100,8 @@ def is_from_hub(folder: Path) -> bool:
 
 def _hub_manifest(repo_id: str, **options: Any) -> Path | None:
     """Return the manifest in the Hub's cache; None where the repository has none. A checkpoint needs the other two files."""
+    from ..checkpoints.hub import download
+
     path = download(repo_id, [MANIFEST_NAME, "config.json", CARD_NAME], **options) / MANIFEST_NAME
     return path if path.is_file() else None
 

@@ -19,14 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-
 from ..artifact.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from ..artifact.find import find_artifact
 from ..artifact.partial import locked_folder
 from ..artifact.user_cache import cache_folder
-from ..checkpoints.hub import hub_file
 from ..checkpoints.origin import read_origin
 from ..command_options import hub_options
 from ..config import ExportOptions, NeuronConfig
@@ -166,6 +162,12 @@ def _check_name(model: str) -> None:
 
 
 def _is_hub_name(model: str) -> bool:
+    # The Hub's client takes longer to import than an artifact to open.
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    from ..checkpoints.hub import hub_file
+
     try:
         validate_repo_id(model)
     except HFValidationError:
