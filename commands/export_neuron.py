@@ -57,9 +57,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
         add_declared(checkpoint, [each for each in ExportOptions.declared().values() if each.group == "checkpoint"])
         text = "replace the artifact that the output folder holds"
         basics.add_argument("--overwrite", action="store_true", help=text)
-        text = (
-            "also execute the devices' graphs on this CPU, compare with the model, and record it for `neuron inspect`"
-        )
+        text = "also run the devices' graphs on this CPU, compare with the model, and record it for `neuron inspect`"
         devices.add_argument("--certify", action="store_true", help=f"{text}; takes about as long as all else")
 
     @reported_errors("interrupted; nothing was written")

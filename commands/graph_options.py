@@ -25,11 +25,7 @@ _CODES = (
 
 
 def add_graph_options(parser: ArgumentParser, basics: Any = None) -> Any:
-    """Add all options of a NeuronConfig, those that most exports need first, and return the group of devices.
-
-    Args:
-        basics: the group of the first ones (default: a new one).
-    """
+    """Add all options of a NeuronConfig, the most usual ones to the group `basics` or a new one, and return the group of devices."""
     basic = _declared("basic")
     basic.sort(key=lambda each: each.name != "target")
     add_declared(parser.add_argument_group("basic options") if basics is None else basics, basic)

@@ -50,9 +50,7 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
         _add_hardware_options(parser.add_argument_group("hardware"))
         group = parser.add_argument_group("sizes", "For an artifact, those that it has, unless given.")
         add_size_options(group)
-        text = (
-            "tokens in the cache when speeds are taken: the graph of the smallest context bucket that holds them runs"
-        )
+        text = "tokens in the cache when speeds are taken, in the graph of the smallest context bucket that holds them"
         add_number(group, "--context-length", "TOKENS", f"{text} (default: the sequence length)")
         add_quantization_options(parser)
         group = parser.add_argument_group("files")

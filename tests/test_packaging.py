@@ -187,9 +187,7 @@ extern "C" long step_run() {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
-def test_libraries_bring_what_a_system_lacks(
-    _compile_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_bring_what_is_absent(_compile_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The flags of a wheel link in all but C's own libraries, and kernels need nothing else."""
     least = list_instruction_sets()[-1]
     kernels = fetch_library(tmp_path, least).read_bytes()

@@ -13,11 +13,7 @@ import torch
 from helpers import SMOLLM2_SIZES, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optimum_neuron import (
-    NeuronConfig,
-    NeuronModelForCausalLM,
-    export_model,
-)
+from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
 from optimum_neuron.runtime.prefill import prefill_prompts
 
 

@@ -49,8 +49,7 @@ class Checkpoint(CheckpointConfig):
         stored = self._check_weights()
         if self.codes is not None and not self.is_quantized:
             raise ValueError(
-                f"{self.source} is not quantized, and is to {self.codes} what codes it has; leave out --quantization checkpoint and "
-                f"--dequantize"
+                f"{self.source} is not quantized, and is to {self.codes} its codes; leave out --quantization checkpoint and --dequantize"
             )
         if self.is_quantized and self.codes != DEQUANTIZE and merges:
             raise ValueError(

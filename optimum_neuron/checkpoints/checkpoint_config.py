@@ -94,8 +94,7 @@ class CheckpointConfig:
         longest = self.longest_text(model_config)
         if longest is not None and longest < sequence_length:
             raise ValueError(
-                f"sequence_length={sequence_length} is longer than the model's max_position_embeddings={longest}; "
-                f"lower --sequence-length"
+                f"sequence_length={sequence_length} is longer than the model's max_position_embeddings={longest}; lower --sequence-length"
             )
 
     def resolve_dtype(self, model_config: PreTrainedConfig, dtype: str) -> str | None:
@@ -139,8 +138,7 @@ class CheckpointConfig:
                 model = auto.from_config(own, attn_implementation="eager", trust_remote_code=self.trust_remote_code)
         except Exception as error:  # whatever a model's code comes to by wrong numbers
             raise ValueError(
-                f"{self.source}: no {own.model_type} model can be built by its config ({first_line(error)}); correct it, or "
-                f"download it again"
+                f"{self.source}: no {own.model_type} model can be built by its config ({first_line(error)}); correct it"
             ) from error
         return find_text_part(model, self.source) if self._is_multimodal else model
 
@@ -194,8 +192,7 @@ class CheckpointConfig:
         except Exception as error:  # a class's own code and checks may raise any error
             if not self.trust_remote_code and "auto_map" in self._document:
                 raise ValueError(
-                    f"{self.source} brings modeling code of its own; read it, then pass --trust-remote-code "
-                    f"(trust_remote_code=True) to run it"
+                    f"{self.source} brings its own modeling code; read it, then pass --trust-remote-code (trust_remote_code=True) to run it"
                 ) from error
             raise ValueError(
                 f"{self.source}: its config cannot be used ({first_line(error)}); correct it, or download it again"
@@ -219,15 +216,11 @@ def _check_sizes(document: Mapping[str, Any], where: str) -> None:
         if isinstance(value, Mapping) and name != "quantization_config":  # its types are those of codes
             _check_sizes(value, where)
         if name in ("dtype", "torch_dtype") and value is not None and not (isinstance(value, str) and value in NAMED):
-            raise ValueError(
-                f"{where} names {name}={value!r:.60}, which is no type of weights; write one such as 'bfloat16'"
-            )
+            raise ValueError(f"{where} names {name}={value!r:.60}, which is no type of weights; write 'bfloat16'")
         if isinstance(value, bool) or not isinstance(value, int) or name not in (*_MOST, *_NEEDED):
             continue
         if name in _NEEDED and value < 1:
-            raise ValueError(
-                f"{where} names {name}={value}, and a model has at least 1; correct it, or download it again"
-            )
+            raise ValueError(f"{where} names {name}={value}, and a model has at least 1; correct it")
         if value > _MOST.get(name, LARGEST_SIZE):
             raise ValueError(
                 f"{where} names {name}={value}, and no model has more than {_MOST.get(name, LARGEST_SIZE)}; correct it, or download it again"

@@ -37,11 +37,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({first_line(error)}); download or copy it again") from error
+        raise ValueError(f"{path} is not valid JSON ({first_line(error)}); download it again") from error
     if not isinstance(document, dict):
-        raise ValueError(
-            f"{path} holds a JSON {type(document).__name__} instead of an object; download or copy it again"
-        )
+        raise ValueError(f"{path} holds a JSON {type(document).__name__} instead of an object; download it again")
     return document
 
 
@@ -70,7 +68,7 @@ def weight_files(folder: Path, source: str) -> list[Path]:
     names = sorted(set(indexed(folder / INDEX_NAME).values()))
     lacking = next((name for name in names if not (folder / name).is_file()), None)
     if lacking is not None:
-        raise FileNotFoundError(f"{source} lacks {lacking}, which {INDEX_NAME} names; download or copy it again")
+        raise FileNotFoundError(f"{source} lacks {lacking}, which {INDEX_NAME} names; download it again")
     return [folder / name for name in names]
 
 
@@ -94,9 +92,7 @@ def shapes_by_file(folder: Path, source: str) -> dict[Path, Shapes]:
         shapes = read_shapes(path)
         twice = next((name for name in shapes if any(name in other for other in found.values())), None)
         if twice is not None:
-            raise ValueError(
-                f"{source} holds {twice} twice, in {path.name} and another file; download or copy it again"
-            )
+            raise ValueError(f"{source} holds {twice} twice, in {path.name} and another; download it again")
         found[path] = shapes
     return found
 
@@ -109,16 +105,14 @@ def read_shapes(path: Path) -> Shapes:
             return {name: (piece.get_shape(), piece.get_dtype()) for name, piece in pieces.items()}
     except SafetensorError as error:
         size = path.stat().st_size
-        raise ValueError(
-            f"{path} is truncated or corrupt ({size:,} bytes: {error}); download or copy it again"
-        ) from error
+        raise ValueError(f"{path} is truncated or corrupt ({size:,} bytes: {error}); download it again") from error
 
 
 def indexed(path: Path) -> dict[str, str]:
     """Return the file of each tensor; raise ValueError where the file is no index of weights, or names files elsewhere."""
     files = read_object(path).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
-        raise ValueError(f"{path} is no index of weights: its weight_map names no files; download or copy it again")
+        raise ValueError(f"{path} is no index of weights: its weight_map names no files; download it again")
     outside = next((name for name in sorted(files.values()) if Path(name).name != name), None)
     if outside is not None:
         raise ValueError(f"{path} names {outside!r}, which is no file of its folder; do not use this checkpoint")

@@ -59,9 +59,7 @@ def find_checkpoint(
             )
         return Checkpoint(path.parent, path.name, str(model), trust_remote_code)
     if path.is_file():
-        raise FileNotFoundError(
-            f"{path} is a file of another kind; name a checkpoint folder, a .gguf file or a Hub id"
-        )
+        raise FileNotFoundError(f"{path} is a file of another kind; name a folder, a .gguf file or a Hub id")
     if path.is_dir():
         check_documents(path)
         _refuse_adapter(path, str(model))
@@ -123,6 +121,5 @@ def _refuse_adapter(folder: Path, source: str) -> None:
         )
     base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     raise ValueError(
-        f"{source} is a PEFT adapter, not a checkpoint; merge it into the model that it was trained on: "
-        f"{_MERGE.format(base or 'BASE', source)}"
+        f"{source} is a PEFT adapter, not a checkpoint; merge it into the model that it is for: {_MERGE.format(base or 'BASE', source)}"
     )

@@ -160,8 +160,7 @@ def refuse_revision(path: Path, revision: str | None) -> None:
     """Raise ValueError where a revision of a local path was asked for."""
     if revision is not None:
         raise ValueError(
-            f"revision={revision!r} names a state of a Hub repository, and {path} is a local path; leave --revision out, or "
-            f"name the repository"
+            f"revision={revision!r} names a state of a Hub repository, and {path} is a local path; leave --revision out"
         )
 
 

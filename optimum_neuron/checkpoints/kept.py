@@ -112,9 +112,7 @@ def keep_codes(
             advance(path)
     if reasons:
         reason = str(reasons[0]).removesuffix(f"; {PLAIN_REMEDY}")
-        logger.warning(
-            "%s: %d of its quantized weights are exported as plain numbers (%s)", source, len(reasons), reason
-        )
+        logger.warning("%s: %d quantized weights are exported as plain numbers (%s)", source, len(reasons), reason)
 
 
 @contextmanager
@@ -182,9 +180,7 @@ def _stack_experts(form: CheckpointFormat, parts: list[dict[int, str]]) -> Quant
     experts = [[form.read_codes(part[number]) for part in parts] for number in sorted(parts[0])]
     every = [each for expert in experts for each in expert]
     if len({(each.kind, each.scale.dtype, each.group_size, each.shift is None) for each in every}) != 1:
-        raise NotKeptError(
-            f"{parts[0][0]} and the weights of the other experts have codes of several forms; {PLAIN_REMEDY}"
-        )
+        raise NotKeptError(f"{parts[0][0]} and weights of other experts have codes of several forms; {PLAIN_REMEDY}")
 
     def join(part: str) -> Tensor:
         return torch.stack([torch.cat([getattr(each, part) for each in expert]) for expert in experts])
@@ -200,7 +196,7 @@ def _module_path(name: str, modules: Mapping[str, nn.Module], *, needed: bool = 
     candidates += [f"model.{each}" for each in candidates]
     found = next((each for each in candidates if each in modules), None)
     if found is None and needed:
-        raise ValueError(f"the checkpoint has codes of {name}, and the model no such layer; download or copy it again")
+        raise ValueError(f"the checkpoint has codes of {name}, and the model no such layer; download it again")
     return found
 
 

@@ -63,8 +63,7 @@ def find_text_config(config: PreTrainedConfig, source: str) -> PreTrainedConfig:
     text_config = config.get_text_config(decoder=True)
     if not isinstance(text_config, PreTrainedConfig):
         raise ValueError(
-            f"{source}: its config holds {text_config!r} in the place of the config of its language model; correct it, or download "
-            f"it again"
+            f"{source}: its config holds {text_config!r} in place of its language model's config; correct it, or download it again"
         )
     if config.is_encoder_decoder or text_config.is_encoder_decoder:
         raise ValueError(f"{source} is an encoder-decoder ({config.model_type}); only decoders can be exported")

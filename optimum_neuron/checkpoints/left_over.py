@@ -62,9 +62,7 @@ def check_unique(names: Collection[str], prefix: str, source: str) -> None:
         bare = re.sub(_WRAPPERS, "", name).removeprefix(_OF_ALL).removeprefix(f"{prefix}.")
         other = found.setdefault(bare, name)
         if other != name:
-            raise ValueError(
-                f"{source} holds {other} and {name}, which are one tensor of its model; remove one of them"
-            )
+            raise ValueError(f"{source} holds {other} and {name}, which are one tensor of its model; remove one")
 
 
 def make_reader(folder: Path, source: str) -> Read:

@@ -42,9 +42,7 @@ def load_tokenizer(folder: Path, source: str, *, trust_remote_code: bool, gguf_f
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises nothing narrower
         if gguf_file is None and not has_tokenizer(folder):
-            raise ValueError(
-                f"{source} has no tokenizer; add the files of one (tokenizer.json and its like)"
-            ) from error
+            raise ValueError(f"{source} has no tokenizer; add its files (tokenizer.json and its like)") from error
         raise ValueError(
             f"{source}: its tokenizer cannot be read ({first_line(error)}); restore or remove its files (tokenizer.json and its "
             f"like), or download it again"
@@ -85,9 +83,7 @@ def check_tokenizer(folder: Path, source: str, *, trust_remote_code: bool) -> No
     config = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
     needs_sentencepiece = any(folder.glob("*.model")) and not any(folder.glob("tokenizer.json"))
     if not trust_remote_code and "AutoTokenizer" in (config.get("auto_map") or {}):
-        reason = (
-            "code of the checkpoint's, which only --trust-remote-code (trust_remote_code=True) runs and takes over"
-        )
+        reason = "code of the checkpoint's, which only --trust-remote-code (trust_remote_code=True) runs and copies"
     elif needs_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
         reason = "sentencepiece, which is not installed"
     else:

@@ -118,7 +118,7 @@ def _copy_matches(source: Path, folder: Path, patterns: tuple[str, ...], others:
             continue
         if path.is_symlink() and not path.exists():
             raise FileNotFoundError(
-                f"{path} is a link to {os.readlink(path)}, which does not exist; download or copy it again"
+                f"{path} is a link to {os.readlink(path)}, which does not exist; download it again"
             )
         if path.is_file():
             (folder / name).parent.mkdir(exist_ok=True)

@@ -87,7 +87,7 @@ def check_quantization(config: GraphSizes) -> None:
     for name, value in (only_int4 | {"quantization_exclude": exclude}).items():
         if kind is None and value is not None:
             raise ValueError(
-                f"{name}={value!r} needs quantized weights, and quantization is left out; leave {name} out too"
+                f"{name}={value!r} needs quantized weights, and quantization is left out; leave it out too"
             )
     if kind == "checkpoint" and exclude is not None:
         raise ValueError(
@@ -127,8 +127,7 @@ def check_types(config: GraphSizes) -> None:
     attention = tuple(name for name in config.kernels if name.startswith("attention"))
     if config.kv_cache_dtype is not None and attention:
         raise ValueError(
-            f"kv_cache_dtype={config.kv_cache_dtype!r} keeps codes, and kernels={attention} read keys and values as they are; leave out "
-            f"one of them"
+            f"kv_cache_dtype={config.kv_cache_dtype!r} keeps codes, and kernels={attention} read no codes; leave out one of them"
         )
     if config.top_logprobs is not None and not config.on_device_sampling:
         raise ValueError(
@@ -143,8 +142,7 @@ def check_blocks(config: GraphSizes) -> None:
     if block is None:
         if tokens is not None:
             raise ValueError(
-                f"kv_cache_tokens={tokens} needs a cache of blocks, and kv_block_size is left out; give both, as kv_block_size=128, or "
-                f"neither"
+                f"kv_cache_tokens={tokens} needs a cache of blocks, and kv_block_size is left out; give both, as kv_block_size=128"
             )
         return
     check_size("kv_block_size", block)
@@ -211,8 +209,7 @@ def check_sizes(config: GraphSizes) -> None:
         )
     if config.float32_reduce and config.tensor_parallel_size == 1:
         raise ValueError(
-            "float32_reduce=True needs tensor_parallel_size=2 or more, not tensor_parallel_size=1: one device has no "
-            "partial sums; leave it out"
+            "float32_reduce=True needs tensor_parallel_size=2 or more, not tensor_parallel_size=1, which has no partial sums; leave it out"
         )
 
 
@@ -221,8 +218,7 @@ def check_buckets(config: GraphSizes) -> None:
     chunks, contexts, length = config.prefill_chunk_buckets, config.context_buckets, config.sequence_length
     if chunks and chunks[-1] >= config.prefill_chunk_size:
         raise ValueError(
-            f"prefill_chunk_buckets={chunks} must all be smaller than prefill_chunk_size={config.prefill_chunk_size}; leave out the "
-            f"larger ones"
+            f"prefill_chunk_buckets={chunks} must be smaller than prefill_chunk_size={config.prefill_chunk_size}; leave out the larger ones"
         )
     if contexts[-1:] != (length,):
         raise ValueError(

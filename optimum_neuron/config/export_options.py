@@ -18,11 +18,7 @@ _FOUND = ("revision", "token", "cache_dir", "force_download", "local_files_only"
 @documented
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(Options):
-    """Options of an export that are no sizes of its graphs.
-
-    Raises:
-        ValueError: `task` is not supported.
-    """
+    """Options of an export that are no sizes of its graphs; raise ValueError for another `task` than text-generation."""
 
     revision: str | None = option(
         None, "branch, tag or commit of the Hub repository (default: its main branch)", "checkpoint"

@@ -39,21 +39,16 @@ def make_card(
     base_model: str | None = None,
     tags: Sequence[str] | None = None,
 ) -> str:
-    """Return the card as Markdown, with a last line that proves it unchanged.
+    """Return the card as Markdown, its last line proves it unchanged; raise ValueError where `base_model` is no name of a repository.
 
     Args:
         repo_id: the repository of the card; None for a folder.
         base_model: Hub id of the checkpoint; default: the repository that the export read.
-
-    Raises:
-        ValueError: `base_model` is no name of a Hub repository.
     """
     try:
         validate_repo_id(base_model or "org/name")
     except HFValidationError as error:
-        raise ValueError(
-            f"base_model={base_model!r} is no name of a Hub repository; name it as in org/name"
-        ) from error
+        raise ValueError(f"base_model={base_model!r} is no name of a Hub repository; write org/name") from error
     base = base_model or facts.origin.get("repo")
     bounds = facts.certificate.comparisons if facts.certificate else ()
     environment = Environment(finalize=_show_value, undefined=StrictUndefined, trim_blocks=True)

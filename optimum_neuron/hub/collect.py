@@ -33,13 +33,9 @@ _CERTIFICATE = record(
 
 
 def read_facts(artifact: Artifact, measured: Measurements | None = None) -> ArtifactFacts:
-    """Return the facts of an artifact, once the digests of all its files but the weights are compared.
+    """Return the facts of an artifact, with `measured` in the place of the speeds that its folder records.
 
-    Args:
-        measured: speeds in the place of those that its folder records.
-
-    Raises:
-        ArtifactError: a file was changed after the export, or measurements belong to another artifact.
+    Raise ArtifactError where a file but the weights was changed after the export, or measurements belong to another artifact.
     """
     artifact.verify()
     manifest, config, name = artifact.manifest, artifact.config, artifact.path.resolve().name
@@ -47,9 +43,7 @@ def read_facts(artifact: Artifact, measured: Measurements | None = None) -> Arti
     try:
         model_type = read_object(artifact.path / "config.json").get("model_type")
     except ValueError as error:
-        raise ArtifactError(
-            f"{artifact.path / 'config.json'} cannot be read: {error}; export the model again"
-        ) from error
+        raise ArtifactError(f"{artifact.path / 'config.json'} cannot be read: {error}; export it again") from error
     return ArtifactFacts(
         name=name,
         target=artifact.target,
@@ -141,7 +135,7 @@ def read_certificate(artifact: Artifact) -> Certified | None:
         document = read_object(path)
         _CERTIFICATE("it", document)
     except ValueError as error:
-        raise ArtifactError(f"{path} cannot be read: {error}; export the model again") from error
+        raise ArtifactError(f"{path} cannot be read: {error}; export it again") from error
     rules, executed, steps = document["rules"], document["executed"], document["steps"]
     fields = ("subject", "dtype", "place", "difference", "bound", "count")
     return Certified(

@@ -259,9 +259,7 @@ def test_without_peft_an_adapter_is_refused_and_all_else_works(
     export_model(tiny_checkpoint, tmp_path / "artifact", config=tiny_config())
 
 
-def test_an_adapter_among_a_checkpoint_s_files_is_refused(
-    tiny_checkpoint: Path, adapter: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_in_a_checkpoint_is_refused(tiny_checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
     both = tmp_path / "both"
     shutil.copytree(tiny_checkpoint, both)
     shutil.copytree(adapter, both, dirs_exist_ok=True)

@@ -240,9 +240,7 @@ QUANTIZED = ("llama bias", "mixtral", "gpt-oss", "bloom", "granite", "stablelm n
 
 
 @pytest.mark.parametrize("title", QUANTIZED)
-def test_codes_are_kept_in_the_order_of_the_model(
-    title: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_codes_are_kept_in_the_models_order(title: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = open_file(write(make_model(title), tmp_path, kind="MOSTLY_Q8_0")).load_model("auto")
     assert "exported as plain numbers" not in caplog.text  # nor is any other than the numbers that they stand for
     assert len(weight_formats(model)) >= 8

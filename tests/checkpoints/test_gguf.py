@@ -116,9 +116,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("name", "value", "told"), REFUSED, ids=[f"{name}-{value}"[:60] for name, value, _ in REFUSED]
 )
-def test_an_unknown_or_wrong_key_is_refused_by_name(
-    name: str, value: Any, told: str, llama: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_or_wrong_key_is_refused(name: str, value: Any, told: str, llama: Path, tmp_path: Path) -> None:
     found = refusal(convert(llama, tmp_path / "model.gguf", 300, key(name, value)))
     assert told in found and name.rpartition(".")[2] in found
 

@@ -49,7 +49,7 @@ def generate(model: Any) -> torch.Tensor:
     return model.generate(ids, do_sample=False, max_new_tokens=5, eos_token_id=None, pad_token_id=0)
 
 
-def test_graphs_from_the_hub_run_when_trusted(
+def test_graphs_of_the_hub_run_if_trusted(
     cpu_artifact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     snapshot = put_in_hub_cache(cpu_artifact, "someone/tiny", tmp_path)
@@ -125,9 +125,7 @@ def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["artifact", "checkpoint", "file"])
-def test_a_revision_of_a_path_is_refused(
-    named: str, cpu_artifact: Path, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_revisions_of_paths_are_refused(named: str, cpu_artifact: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     path = {"artifact": cpu_artifact, "checkpoint": tiny_checkpoint, "file": tmp_path / "model.gguf"}[named]
     words = f"revision='v1' names a state of a Hub repository, and {path} is a local path; leave --revision out"
@@ -173,9 +171,7 @@ def weights_in(folder: Path) -> set[str]:
     return {name for name in found if name.endswith((".safetensors", ".bin", ".gguf"))}
 
 
-def test_only_weights_that_an_export_reads_are_downloaded(
-    hub: LoopbackHub, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_only_weights_that_are_read_are_downloaded(hub: LoopbackHub, tiny_checkpoint: Path, tmp_path: Path) -> None:
     put(hub, tiny_checkpoint)
     found = find_checkpoint(REPO, cache_dir=tmp_path / "one", **OPTIONS)
     assert weights_in(found.folder) == {"model.safetensors"} and (found.folder / "tokenizer.json").is_file()
@@ -222,9 +218,7 @@ def test_a_repository_without_readable_weights_says_what_it_has(hub: LoopbackHub
         find_checkpoint(REPO, cache_dir=tmp_path / "anew", **OPTIONS)
 
 
-def test_a_gguf_file_of_a_repository_is_exported_alone(
-    hub: LoopbackHub, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_gguf_file_of_a_repository_is_exported(hub: LoopbackHub, tiny_checkpoint: Path, tmp_path: Path) -> None:
     write_gguf(tiny_checkpoint, tmp_path / "m.gguf", "Q8_0")
     card = b"---\nlicense: mit\n---\n"
     hub.commits = [{"README.md": card, "sub/m-Q8_0.gguf": (tmp_path / "m.gguf").read_bytes(), "m-F16.gguf": b"big"}]

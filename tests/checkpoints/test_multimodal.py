@@ -220,9 +220,7 @@ def test_a_language_model_with_other_results_alone_is_refused(tmp_path: Path, mo
         return output
 
     monkeypatch.setattr(type(whole), "forward", scaled)
-    words = (
-        r"the language model of LlavaForConditionalGeneration cannot run alone: on text, its logits differ by 0\.0\d+ "
-    )
+    words = r"the language model of LlavaForConditionalGeneration cannot run alone: on text, its logits differ by 0"
     with pytest.raises(ValueError, match=words):
         export_tiny(tmp_path / "checkpoint", tmp_path / "out" / "artifact")
     assert not (tmp_path / "out").exists()

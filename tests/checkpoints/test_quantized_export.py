@@ -95,9 +95,7 @@ def test_logits_are_those_of_the_dequantized_weights(
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("form", FORMATS)
-def test_cuts_slots_and_neighbours_change_no_bit(
-    form: str, target: str, exported: Callable[[str, str, str], Path]
-) -> None:
+def test_cuts_and_neighbours_change_no_bit(form: str, target: str, exported: Callable[[str, str, str], Path]) -> None:
     runner = artifact_runner(exported("llama", form, target))
     prompt = _prompt(1)
     expected: Tensor | None = None
@@ -135,9 +133,7 @@ def test_the_head_and_undivided_layers_are_int8(
 
 
 @pytest.mark.parametrize(("kind", "target"), [("int8", "eager"), ("int4", "cpu")])
-def test_a_table_that_a_head_shares_stays_shared(
-    kind: str, target: str, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_table_that_a_head_has_stays_one(kind: str, target: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(tiny_checkpoint, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "tied")
@@ -156,8 +152,7 @@ def test_a_table_that_a_head_shares_stays_shared(
 
 
 @pytest.mark.parametrize(
-    ("exclude", "told"),
-    [(["*.qproj"], r"'\*.qproj' is the name of none of"), (["*"], "finds nothing to quantize")],
+    ("exclude", "told"), [(["*.qproj"], r"'\*.qproj' is the name of none of"), (["*"], "finds nothing to quantize")]
 )
 def test_patterns_that_choose_nothing_are_refused_before_anything_is_written(
     exclude: list[str], told: str, tiny_checkpoint: Path, tmp_path: Path

@@ -112,9 +112,7 @@ def load(checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize("target", ["eager", pytest.param("cpu", marks=pytest.mark.slow)])
-def test_trusted_code_is_exported_and_runs_from_the_artifact_alone(
-    target: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_trusted_code_is_exported_and_runs_alone(target: str, checkpoint: Path, tmp_path: Path) -> None:
     prompt = torch.from_numpy(random_tokens(20)).long()[None]
     expected = greedy(checkpoint, prompt, 8)
     config = tiny_config(target=target, mixed_step=False)
@@ -132,7 +130,9 @@ def test_trusted_code_is_exported_and_runs_from_the_artifact_alone(
 def test_code_that_is_not_trusted_is_not_run(checkpoint: Path, tmp_path: Path) -> None:
     code = checkpoint / "modeling_tiny.py"
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + code.read_text(encoding="utf-8"), encoding="utf-8")
-    words = r"checkpoint brings modeling code of its own; read it, then pass --trust-remote-code \(trust_remote_code=True\)"
+    words = (
+        r"checkpoint brings its own modeling code; read it, then pass --trust-remote-code \(trust_remote_code=True\)"
+    )
     with pytest.raises(ValueError, match=words) as caught:
         export_model(checkpoint, tmp_path / "out" / "artifact", config=tiny_config())
     assert "\n" not in str(caught.value)

@@ -97,7 +97,7 @@ def test_logits_are_those_of_rounded_activations(target: str, mixed: Callable[[s
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_cuts_slots_and_neighbours_change_no_bit(target: str, mixed: Callable[[str], Path]) -> None:
+def test_cuts_and_neighbours_change_no_bit(target: str, mixed: Callable[[str], Path]) -> None:
     runner, prompt = artifact_runner(mixed(target)), random_tokens(21, 1)
     expected = prefill_pieces(runner, 0, prompt, [8, 8, 5])
     assert torch.equal(prefill_pieces(runner, 1, prompt, [1, 2, 8, 7, 3]), expected)

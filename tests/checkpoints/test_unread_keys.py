@@ -128,9 +128,7 @@ def test_keys_by_which_any_other_class_computes_are_named_for_llama() -> None:
     assert read({"model_type": "llama"} | dict.fromkeys(computing, 0.37)).keys() == computing
 
 
-def test_what_is_not_read_is_named_once(
-    tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_unread_is_named_once(tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
     document = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(document | {"sliding_window": 8, "logit_scale": 0.5}))

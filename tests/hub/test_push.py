@@ -22,6 +22,7 @@ from transformers import GenerationConfig
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact import find as finding
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
+from optimum_neuron.checkpoints import hub as hub_client
 from optimum_neuron.hub.card import add_mark, is_unchanged
 from optimum_neuron.hub.measurements import Measurements, identity
 from optimum_neuron.hub.push import add_tags, push_artifact
@@ -231,9 +232,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_a_failed_load_is_one_sentence_and_the_next_completes_it(
-    pushed: LoopbackHub, name: str, tmp_path: Path
-) -> None:
+def test_a_failed_load_is_told_and_the_next_completes_it(pushed: LoopbackHub, name: str, tmp_path: Path) -> None:
     fault, kind, told = LOADS[name]
     pushed.faults = [fault]
     with pytest.raises(kind, match=told) as caught:
@@ -248,14 +247,14 @@ def test_a_failed_load_is_one_sentence_and_the_next_completes_it(
 def test_a_branch_that_is_pushed_to_while_it_is_read_is_read_of_one_commit(
     pushed: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    download = finding.download
+    download = hub_client.download
 
     def push_after(*args: Any, **options: Any) -> Path:
         found = download(*args, **options)
         pushed.commits.append(dict.fromkeys(pushed.files, b"other"))
         return found
 
-    monkeypatch.setattr(finding, "download", push_after)
+    monkeypatch.setattr(hub_client, "download", push_after)
     assert find(tmp_path).path.name == f"{len(pushed.commits) - 2:040x}"
 
 

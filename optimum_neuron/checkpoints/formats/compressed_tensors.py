@@ -74,9 +74,7 @@ def _scheme_of(module: str, schemes: Sequence[Scheme], ignore: Sequence[str], so
     """
     ignored = next((target for target in ignore if _is_named_by(target, module)), None)
     if ignored is not None:
-        raise ValueError(
-            f"{source} holds {module} quantized, and its config ignores it by {ignored!r}; correct config.json"
-        )
+        raise ValueError(f"{source} holds {module} quantized, and ignores it by {ignored!r}; correct config.json")
     exact = [scheme for scheme in schemes if module in scheme.targets]
     named = [scheme for scheme in schemes if any(_is_named_by(target, module) for target in scheme.targets)]
     by_class = [scheme for scheme in schemes if any(map(_CLASS.fullmatch, scheme.targets))]
@@ -178,9 +176,7 @@ class CompressedTensors(SafetensorsFormat):
         if any(scheme.quantized_inputs for scheme in self._schemes.values()) or of_inputs:
             notices.append(inputs_notice(files.source))
         if document.get("kv_cache_scheme") or of_cache:
-            notices.append(
-                f"{files.source} also asks for a quantized KV cache, which keeps the type that the export gives it"
-            )
+            notices.append(f"{files.source} also asks for a quantized KV cache, whose type is the export's")
         super().__init__(files, found, left_out=of_inputs + of_cache, notices=tuple(notices))
 
     def _stored_weight(self, name: str) -> FormatWeight:
@@ -261,7 +257,5 @@ class CompressedTensors(SafetensorsFormat):
             return None
         group = check_group(f"{self._files.source}: {tensor}", group, inputs // size)
         if not bool((group.bincount(minlength=inputs // size) == size).all()):
-            raise ValueError(
-                f"{self._files.source}: {tensor} has groups of more or less than {size} inputs; {DOWNLOAD}"
-            )
+            raise ValueError(f"{self._files.source}: {tensor} has groups of other than {size} inputs; {DOWNLOAD}")
         return group

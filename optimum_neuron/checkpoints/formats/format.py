@@ -129,9 +129,7 @@ class SafetensorsFormat(CheckpointFormat):
         for name in self.plain:
             dtype = files.dtype(name)
             if dtype.startswith(("F8", "F4", "F6")) or (name.endswith("weight") and "F" not in dtype):
-                raise ValueError(
-                    f"{files.source} holds {name} as {dtype} without what its codes stand for; {DOWNLOAD}"
-                )
+                raise ValueError(f"{files.source} holds {name} as {dtype} without what codes stand for; {DOWNLOAD}")
         if not parts:
             raise ValueError(
                 f"{files.source} names a quantization in its config and holds no quantized weights; remove quantization_config from "

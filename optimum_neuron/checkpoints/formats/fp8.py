@@ -81,15 +81,12 @@ def spread_scales(
         # One for an expert's gate and one for its projection up are the only scales between these.
         fits = rows.shape[-2] in (1, outputs) or (experts and rows.shape[-2] == 2 and outputs % 2 == 0)
         if list(rows.shape[:-2]) != experts or rows.shape[-1] != 1 or not fits:
-            raise ValueError(
-                f"{name} has the shape {list(scale.shape)}, which fits no weight {list(shape)}; {DOWNLOAD}"
-            )
+            raise ValueError(f"{name} has the shape {list(scale.shape)}, which fits no {list(shape)}; {DOWNLOAD}")
         return rows.repeat_interleave(outputs // rows.shape[-2], -2), None
     wanted = [*experts, -(-outputs // block[0]), -(-inputs // block[1])]
     if list(scale.shape) != wanted:
         raise ValueError(
-            f"{name} has the shape {list(scale.shape)}, and a weight {list(shape)} in blocks of {list(block)} has scales {wanted}; "
-            f"{DOWNLOAD}"
+            f"{name} has the shape {list(scale.shape)}, and a weight {list(shape)} by {list(block)} has scales {wanted}; {DOWNLOAD}"
         )
     return scale.repeat_interleave(block[0], -2)[..., :outputs, :], torch.arange(inputs) // block[1]
 

@@ -99,8 +99,7 @@ class Awq(SafetensorsFormat):
         size = self._group_size or inputs
         if inputs % size:
             raise ValueError(
-                f"{self._files.source}: {parts['qweight']} has {inputs} inputs, which are no groups of {size}; correct group_size "
-                f"in config.json"
+                f"{self._files.source}: {parts['qweight']} has {inputs} inputs, no groups of {size}; correct group_size in config.json"
             )
         scale = self._files.read_tensor(parts["scales"], *FLOATS, shape=(inputs // size, outputs))
         zeros = self._files.read_tensor(parts["qzeros"], torch.int32, shape=(inputs // size, outputs // 8))

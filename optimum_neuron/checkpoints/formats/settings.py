@@ -61,8 +61,7 @@ def group_size(document: Document, default: int | None = None) -> int | None:
     size = take_whole(document, "group_size", default)
     if size != -1 and not 1 <= size <= _LARGEST_GROUP:
         raise ValueError(
-            f"quantization_config names group_size={size}, and a group has 1 to {_LARGEST_GROUP:,} inputs, or all of them (-1); "
-            f"correct config.json"
+            f"quantization_config names group_size={size}, and a group has 1 to {_LARGEST_GROUP:,} inputs, or all (-1); correct config.json"
         )
     return None if size == -1 else size
 
@@ -71,9 +70,7 @@ def block_of(value: object, where: str) -> tuple[int, int]:
     """Return outputs and inputs of a block; raise ValueError that names the setting for another value."""
     sizes = value if isinstance(value, list | tuple) else []
     if len(sizes) != 2 or not all(type(size) is int and 1 <= size <= _LARGEST_GROUP for size in sizes):
-        raise ValueError(
-            f"{where}={value!r}, and a block has outputs and inputs, such as [128, 128]; correct config.json"
-        )
+        raise ValueError(f"{where}={value!r}, and a block is outputs and inputs, such as [128, 128]; correct it")
     return (sizes[0], sizes[1])
 
 

@@ -49,9 +49,7 @@ class FormatWeight:
     def __post_init__(self) -> None:
         largest = self.scale.float().abs().amax().item()
         if not math.isfinite(largest) or largest * _MOST[self.kind] > torch.finfo(torch.float32).max:
-            raise ValueError(
-                f"{self.name} has a scale of {largest}, by which its values are no finite numbers; {DOWNLOAD}"
-            )
+            raise ValueError(f"{self.name} has a scale of {largest}, which leaves no finite values; {DOWNLOAD}")
         if self.kind == "fp8" and bool((self.codes.view(torch.uint8) & 0x7F == 0x7F).any()):
             raise ValueError(f"{self.name} holds NaN; {DOWNLOAD}")
 

@@ -121,19 +121,15 @@ def read_header(path: Path) -> GgufHeader:
     with path.open("rb") as file:
         magic, version = file.read(len(MAGIC)), file.read(4)
         if magic != MAGIC:
-            raise ValueError(
-                f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}; download or copy it again"
-            )
+            raise ValueError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}; download it again")
         if int.from_bytes(version, "big") in _VERSIONS:
-            raise ValueError(
-                f"{path} was written by a machine of the other byte order; convert it again on one like this"
-            )
+            raise ValueError(f"{path} was written by a machine of the other byte order; convert it again here")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 header = _Cursor(data, sizes_of_types).read_header(path)
             except ValueError as error:
                 raise ValueError(
-                    f"{path} is truncated or corrupt ({len(data):,} bytes: {error}); download or copy it again"
+                    f"{path} is truncated or corrupt ({len(data):,} bytes: {error}); download it again"
                 ) from error
     if not header.stored.elements:
         raise ValueError(f"{path} holds no weights; name a file with the whole model")

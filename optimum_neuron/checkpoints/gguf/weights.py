@@ -52,9 +52,7 @@ def recipes(model: PreTrainedModel, architecture: str) -> dict[str, Recipe]:
 
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     if architecture not in kinds:
-        raise RuntimeError(
-            f"the installed gguf does not know the architecture {architecture}; pip install --upgrade gguf"
-        )
+        raise RuntimeError(f"this gguf does not know the architecture {architecture}; pip install --upgrade gguf")
     known = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
     found: dict[str, Recipe] = {}
     for name in stored_names(model):
@@ -217,18 +215,14 @@ class GgufFile(CheckpointFormat):
             )
         places = self._row_places(recipe)
         if places is None:
-            raise NotKeptError(
-                f"{self._path}: {name} is no tensor of the file with its rows reordered; {PLAIN_REMEDY}"
-            )
+            raise NotKeptError(f"{self._path}: {name} is no tensor of the file with rows reordered; {PLAIN_REMEDY}")
         weights = [
             repack(f"{self._path}: {tensor}", kind, torch.from_numpy(np.array(self._header.read_bytes(tensor))))
             for tensor, kind in zip(recipe.tensors, kinds, strict=True)
         ]
         alike = {(weight.kind, weight.scale.dtype, weight.group_size, weight.shift is None) for weight in weights}
         if len(alike) != 1:
-            raise NotKeptError(
-                f"{self._path}: {name} is made of tensors with the types {', '.join(kinds)}; {PLAIN_REMEDY}"
-            )
+            raise NotKeptError(f"{self._path}: {name} is made of tensors of types {', '.join(kinds)}; {PLAIN_REMEDY}")
         if len(weights) == 1 and torch.equal(places.flatten(), torch.arange(places.numel())):
             return weights[0]
 

@@ -120,10 +120,8 @@ def input_importance(model: PreTrainedModel, layers: Mapping[str, nn.Module], id
     """Return `[inputs]` of linear `layers`, `[experts, inputs]` of weights of experts, by name, for `round_int4`.
 
     The model runs the sequences of `ids` one by one by one thread: the same text gives the same bits. A weight that met too few tokens has
-    no importance, and an expert that did has the mean of the others.
-
-    Raises:
-        ValueError: the model cannot run on the text, or a layer's inputs are not finite.
+    no importance, and an expert that did has the mean of the others. Raise ValueError where the model cannot run on the text, or inputs
+    are not finite.
     """
     seen = _InputSquares()
     set_experts(model)

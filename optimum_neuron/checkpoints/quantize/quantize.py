@@ -50,10 +50,8 @@ def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibrat
     """Replace linear layers and experts of a model by quantized ones, if a config asks for it; nearest where inputs are large on a text.
 
     With int4, the head, and layers with inputs that groups do not divide, become int8. A table of embeddings that the head shares stays shared
-    where it becomes int8.
-
-    Raises:
-        ValueError: nothing is left to quantize, a pattern excludes nothing, a weight is not finite, or the model cannot run on the text.
+    where it becomes int8. Raise ValueError where nothing is left to quantize, a pattern excludes nothing, a weight is not
+    finite, or the model cannot run on the text.
     """
     if config.quantization in (None, "checkpoint"):
         return
@@ -185,8 +183,7 @@ def _round_weight(
 def settle_activations(model: nn.Module, config: NeuronConfig, *, by_default: bool) -> NeuronConfig:
     """Return a config with the type that activations are rounded to, or None; "auto" rounds them `by_default`.
 
-    Raises:
-        ValueError: the config asks for rounded activations, and no weight of the model meets them.
+    Raise ValueError where the config asks for rounded activations, and no weight of the model meets them.
     """
     kinds = [layer.kind for layer in model.modules() if isinstance(layer, QuantizedLinear)]
     kinds += [weight.kind for layer in model.modules() for weight in quantized_weights(layer).values()]

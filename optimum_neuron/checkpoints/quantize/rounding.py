@@ -47,15 +47,13 @@ def round_int4(
 ) -> QuantizedWeight:
     """Round `[..., outputs, inputs]` in groups of inputs, each with the float16 scale of the least squared error among a few.
 
-    Without zero points a scale has 5 significant bits, so that it times any code is a number of bfloat16.
+    Without zero points a scale has 5 significant bits, so that it times any code is a number of bfloat16. Raise ValueError where groups do not divide the
+    inputs, or a scale is larger than float16 has.
 
     Args:
         zero_point: values of a group are spread between its least and its largest, and not around zero.
         importance: `[inputs]`, or for a weight `[experts, outputs, inputs]` `[experts, inputs]`: positive factors of the squared errors of an
             input's weights; such as the mean square of the input, by which they reach the output. Default: all alike.
-
-    Raises:
-        ValueError: groups do not divide the inputs, or a scale is larger than float16 has.
     """
     inputs = weight.shape[-1]
     if inputs % group_size:

@@ -33,17 +33,6 @@ _ALWAYS = ("tensor", "constant")
 _MOST_PIECES = 1 << 31
 
 
-class _ByteRange(NamedTuple):
-    """Bytes of one piece of memory from the first that an operand has to its last."""
-
-    memory: tuple[str, str]
-    begin: int
-    end: int
-
-    def meets(self, other: _ByteRange) -> bool:
-        return self.memory == other.memory and self.begin < other.end and other.begin < self.end
-
-
 def check_steps(plan: PlanData, dtypes: Mapping[str, str]) -> None:
     """Check the sizes of buffers, what each step reads and writes, and the order of the steps, as `Plan.check`."""
     for number in (plan.arena, *(size for buffer in plan.buffers for size in (buffer.bytes, buffer.offset))):
@@ -76,8 +65,9 @@ def _check_step(step: Step, buffers: Sequence[Buffer], dtypes: Mapping[str, str]
             continue
         _check_access(each, buffers, dtypes)
         if not isinstance(step, Map):
-            read = _span(each, buffers[each.buffer], each.buffer)
-            require(not any(read.meets(span) for span in spans), f"its {name} writes over what it reads")
+            memory, read = _span(each, buffers[each.buffer], each.buffer)
+            meets = [own.start < read.stop and read.start < own.stop for other, own in spans if other == memory]
+            require(not any(meets), f"its {name} writes over what it reads")
 
 
 def _check_access(operand: Operand, buffers: Sequence[Buffer], dtypes: Mapping[str, str]) -> None:
@@ -98,13 +88,14 @@ def _has_places(operand: Operand) -> bool:
     return True
 
 
-def _span(operand: Operand, buffer: Buffer, number: int) -> _ByteRange:
+def _span(operand: Operand, buffer: Buffer, number: int) -> tuple[tuple[str, str], range]:
+    """Return a piece of memory, and its bytes from the first that an operand has to its last."""
     size = item_size(operand.dtype)
     reach = sum((count - 1) * stride for count, stride in zip(operand.shape, operand.strides, strict=True))
     in_arena = buffer.kind == "arena"
     begin = operand.offset * size + (buffer.offset if in_arena else 0)
     end = begin if 0 in operand.shape else begin + (reach + 1) * size
-    return _ByteRange((buffer.kind, "" if in_arena else buffer.name or str(number)), begin, end)
+    return (buffer.kind, "" if in_arena else buffer.name or str(number)), range(begin, end)
 
 
 class _Access(NamedTuple):

@@ -133,15 +133,13 @@ def test_floats_of_8_bits(strategy: str, shape: tuple[int, ...], more: dict[str,
     assert found.plain == ("model.norm.weight",)
 
 
-def test_a_cache_of_8_bits_keeps_the_type_of_the_export_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_of_8_bits_keeps_the_export_s_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors, exact = packed(4, 2)
     tensors |= {f"model.layers.0.self_attn.{name}_scale": torch.ones(1) for name in "kv"}
     document = config(GROUPED, "pack-quantized", kv_cache_scheme={"num_bits": 8})
     found = opened(tmp_path, tensors, document)
     assert torch.equal(found.dequantize(WEIGHT), exact) and found.plain == ("model.norm.weight",)
-    assert found.notices == ("tiny also asks for a quantized KV cache, which keeps the type that the export gives it",)
+    assert found.notices == ("tiny also asks for a quantized KV cache, whose type is the export's",)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": document}), encoding="utf-8")
     assert Checkpoint(tmp_path, None, "tiny", trust_remote_code=False)._form is not None
     assert caplog.messages == [*found.notices]
@@ -216,7 +214,7 @@ def test_a_zero_point_that_no_code_has_is_refused(bits: int, tmp_path: Path) -> 
         ("weight_shape", torch.tensor([24, -64]), r"it holds \[24, -64\] codes"),
         ("weight_scale", torch.full((24, 2), float("nan")).half(), "a scale of nan"),
         ("weight_zero_point", torch.ones(24, 2, dtype=torch.int8), "is not zero, and its scheme is symmetric"),
-        ("weight_g_idx", torch.zeros(64, dtype=torch.int32), "groups of more or less than 32 inputs"),
+        ("weight_g_idx", torch.zeros(64, dtype=torch.int32), "groups of other than 32 inputs"),
         ("weight_g_idx", torch.full((64,), 7, dtype=torch.int32), "names groups 7 to 7"),
         ("weight_global_scale", torch.ones(1), "belongs to a scheme that is not read"),
     ],

@@ -164,7 +164,7 @@ def test_an_awq_layer_is_codes_less_zero_points_times_scales(groups: int, size: 
     ("settings", "told"),
     [
         ({"version": "gemv"}, "version gemv"), ({"bits": 8}, "of 8 bits"), ({"zero_point": False}, "zero_point=False"),
-        ({"group_size": 32}, "48 inputs, which are no groups of 32"),
+        ({"group_size": 32}, "48 inputs, no groups of 32"),
         ({"group_size": 24}, r"scales has the shape \[3, 24\]"),
     ],
 )  # fmt: skip

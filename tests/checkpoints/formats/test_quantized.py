@@ -63,9 +63,7 @@ def test_tensors_are_read_from_all_files(tmp_path: Path) -> None:
         ("b", ["a", "b", "c"], "tiny lacks c, which model.safetensors.index.json names"),
     ],
 )
-def test_files_that_contradict_an_index_are_refused(
-    second: str, indexed: list[str], told: str, tmp_path: Path
-) -> None:
+def test_files_that_an_index_lacks_are_refused(second: str, indexed: list[str], told: str, tmp_path: Path) -> None:
     _sharded(tmp_path, {second: torch.ones(2)}, indexed)
     with pytest.raises(ValueError, match=told):
         TensorFiles(tmp_path, "tiny")

@@ -33,7 +33,7 @@ from optimum_neuron.targets.neuron.lowering.lower import lower_state_graph, lowe
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.operators.codes import STORED_PRODUCT, blocks_of
-from optimum_neuron.targets.neuron.run.hlo_executor import HloProgram
+from optimum_neuron.targets.neuron.run.executors import HloProgram
 from optimum_neuron.targets.neuron.sharding import ShardPlan
 from optimum_neuron.targets.neuron.sharding.weights import FileWeight
 
