@@ -83,7 +83,7 @@ class SlotScheduler(Scheduler):
     """vLLM's own scheduler, for slots and for state that rows keep next to blocks.
 
     It counts what prompts reuse of slots with the hits of its own prefix cache. Where rows keep state, a hit in blocks ends
-    where a snapshot is, and pieces of prompts end where one is due.
+    where that was kept, and pieces of prompts end where it is due to be.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -152,7 +152,9 @@ class Files:
         return folder
 
     def _template(self, kind: str) -> Path:
-        return self._changed_artifact("chat_template.jinja", TEMPLATES[kind].encode())
+        noted = json.loads((self.artifact / "neuron_text.json").read_text(encoding="utf-8"))
+        content = json.dumps(noted | {"chat_template": TEMPLATES[kind]})
+        return self._changed_artifact("neuron_text.json", content.encode())
 
     def _vocabulary(self, kind: str) -> Path:
         return self._changed_artifact("tokenizer.json", b"[]" if kind == "list" else None)

@@ -144,7 +144,7 @@ CONFIGS: dict[str, tuple[dict[str, object], str]] = {
     "padding outside": ({"pad_token_id": 10**6}, "adding_idx"),
     "unknown model": ({"model_type": "zzz"}, "zzz"), "no model": ({"model_type": None}, "None"),
     "encoder and decoder": ({"model_type": "t5"}, "t5"),
-    "a number for a part": ({"text_config": 5}, "holds 5 in the place"),
+    "a number for a part": ({"text_config": 5}, "holds 5 in place"),
     "a number for quantization": ({"quantization_config": 5}, "quantization_config=5, which is no object"),
     "unknown quantization": ({"quantization_config": {"quant_method": "zzz"}}, "is quantized by zzz"),
     "layers of no kind": ({"layer_types": ["zzz", "zzz"]}, "layer_types"),
@@ -283,16 +283,16 @@ ANSWERS = [
     _line((*GENERATE, "--temperature", "1", "--top-p", "2"), REFUSED, "--top-p 2.0"),
     _line((*GENERATE, "--seed", "-1"), REFUSED, "seed"), _line((*GENERATE, "--seed", HUGE), REFUSED, "seed"),
     _line((*GENERATE, "--no-chat-template", "--system", "Be brief."), REFUSED, "--system needs a chat template"),
-    _line(("neuron", "generate", "{template:syntax}", "--prompt", "Hi"), REFUSED, "the chat template of", "--no-chat-template"),
+    _line(("neuron", "generate", "{template:syntax}", "--prompt", "Hi"), REFUSED, "the chat template of", "fails ("),
     _line(("neuron", "generate", "{template:raises}", "--prompt", "Hi"), REFUSED, "the chat template of", "no such role"),
     _line(("neuron", "generate", "{vocabulary:list}", "--prompt", "Hi"), REFUSED, "tokenizer.json"),
-    _line(("neuron", "generate", "{vocabulary:missing}", "--prompt", "Hi"), REFUSED, "has no tokenizer; add the files of one"),
+    _line(("neuron", "generate", "{vocabulary:missing}", "--prompt", "Hi"), REFUSED, "tokenizer.json cannot be read"),
 ]  # fmt: skip
 CHATS = [
     _line(("neuron", "chat"), USAGE, "MODEL"),
     _line(("neuron", "chat", "{artifact}", "--top-k", "3"), REFUSED, "--top-k shapes sampling"),
     _line(("neuron", "chat", "{artifact}", "--max-new-tokens", "0"), REFUSED, "--max-new-tokens 0"),
-    _line(("neuron", "chat", "{vocabulary:missing}"), REFUSED, "has no tokenizer; add the files of one"),
+    _line(("neuron", "chat", "{vocabulary:missing}"), REFUSED, "tokenizer.json cannot be read"),
 ]
 ESTIMATES = [
     _line(("neuron", "estimate"), USAGE, "-m/--model"),

@@ -133,7 +133,7 @@ def test_experts_of_different_kinds_are_only_dequantized(tmp_path: Path) -> None
     values = write_experts(tmp_path / "x.gguf", {"ffn_gate_exps": "Q8_0", "ffn_up_exps": "Q4_1"})
     found = GgufFile(read_header(tmp_path / "x.gguf"), experts_model())
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(NotKeptError, match=r"gate_up_proj is made of tensors with the types Q8_0, Q4_1; pass --deq"):
+    with pytest.raises(NotKeptError, match=r"gate_up_proj is made of tensors of types Q8_0, Q4_1; pass --deq"):
         found.read_codes(name)
     assert torch.equal(found.dequantize(name), torch.cat((values["ffn_gate_exps"], values["ffn_up_exps"]), 1))
 

@@ -48,7 +48,6 @@ def check_compiler(target: str) -> None:
 
 
 def compiler_call(graph: str, target: str, flags: Sequence[str]) -> CompilerCall:
-    """Return the call that compiles `<graph>.hlo` to `<graph>.neff`."""
     files = (f"--output={graph}{NEFF_SUFFIX}", f"--logfile={COMPILER_LOG}")
     argv = (COMMAND, "compile", graph + HLO_SUFFIX, "--framework=XLA", f"--target={target}", *files, *flags)
     return CompilerCall(argv, str(find_compiler()), _read_environment())

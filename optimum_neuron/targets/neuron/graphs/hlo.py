@@ -137,7 +137,6 @@ def instructions(module: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def parameters(module: Any) -> list[Any]:
-    """Return the parameters of the entry computation by number."""
     found = [each for each in entry(module).instructions if each.opcode == "parameter"]
     return sorted(found, key=lambda each: each.parameter_number)
 

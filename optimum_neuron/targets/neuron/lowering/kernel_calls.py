@@ -30,7 +30,6 @@ class _ReferenceModule(nn.Module):
 
 
 def kernel_calls(module: Any) -> Iterator[tuple[Any, str]]:
-    """Yield every call of a kernel, with the kernel's name."""
     for _, each in hlo.instructions(module):
         if each.opcode == "custom-call" and each.custom_call_target == KERNEL_CALL:
             yield each, each.backend_config.decode()

@@ -156,7 +156,6 @@ class _Recorder(TorchDispatchMode):
 
 
 def empty_copy(model: PreTrainedModel, device: str | None = None) -> PreTrainedModel:
-    """Return the model's modules with tensors of the same shapes, and without values."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
