@@ -136,7 +136,9 @@ def _check(args: Namespace) -> None:
             f"--max-replicas {most} must be larger than --replicas, which is {replicas or 'not given'}; give both, or --replicas alone"
         )
     if target is not None and most is None:
-        raise ValueError(f"--target-ongoing-requests {target:g} is when Ray adds a replica; give --max-replicas, too")
+        raise ValueError(
+            f"--target-ongoing-requests {target:g} says when Ray adds a replica; give --max-replicas, too"
+        )
     if target is not None and not 0 < target < float("inf"):
         raise ValueError(f"--target-ongoing-requests {target:g} must be a number above 0")
     if args.max_queue is not None and args.max_queue < 0:

@@ -256,5 +256,8 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
             "input_ids"
         ]
     except Exception as error:  # a template is a program
-        raise ValueError(f"the chat template of {tokenizer.name_or_path} fails ({first_line(error)})") from error
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path} fails ({first_line(error)}); correct it, or give the prompt as a text "
+            f"(--no-chat-template)"
+        ) from error
     return ids

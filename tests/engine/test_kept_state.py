@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.arrays import to_torch
 from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
@@ -82,7 +83,7 @@ def overwrite(steps: GraphRunner, *, rows: bool) -> None:
     """Leaves what a broken request would: in the states that slots keep as a whole, or in rows of tokens, too."""
     executable: Any = steps.executable
     states = executable._states.values() if rows else [executable._states[name] for name in executable._snapshots]
-    for state in states:
+    for state in map(to_torch, states):
         state.fill_(torch.nan if state.is_floating_point() else 7)
 
 
