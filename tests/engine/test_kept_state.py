@@ -82,7 +82,7 @@ def alone(steps: GraphRunner, number: int, shared: int, own: int, new: int) -> t
 def overwrite(steps: GraphRunner, *, rows: bool) -> None:
     """Leaves what a broken request would: in the states that slots keep as a whole, or in rows of tokens, too."""
     executable: Any = steps.executable
-    states = executable._states.values() if rows else [executable._states[name] for name in executable._snapshots]
+    states = executable._states.values() if rows else [state for state, _ in executable._kept]
     for state in map(to_torch, states):
         state.fill_(torch.nan if state.is_floating_point() else 7)
 
