@@ -78,7 +78,7 @@ def documents(folder: Path) -> Iterator[tuple[Path, str]]:
         pages.append(text)
     yield RESULTS, replaced(RESULTS, {"all": "\n\n".join(pages)})
     blocks: dict[str, str] = {}
-    for path, show in ((SUMMARY, summary), (STALL, show_run), (SERVE, pauses)):
+    for path, show in ((SUMMARY, summary), (STALL, lambda report: {"stall-run": run_line(report)}), (SERVE, pauses)):
         if (folder / path.name).is_file():
             blocks |= show(json.loads((folder / path.name).read_text(encoding="utf-8")))
     yield README, replaced(README, blocks)
@@ -93,11 +93,6 @@ def summary(report: Report) -> dict[str, str]:
     sentence = f"of {len(rows)} rows {won} won, {len(level)} level, {len(lost)} lost: {', '.join(peers.kinds(lost)) or 'none'}"
     lines = "\n".join(f"- {line}" for line in verdict(rows))
     return {"speed": sentence, "peers": f"{run_line(report)}\n\n{table.markdown()}\n\n{lines}"}
-
-
-def show_run(report: Report) -> dict[str, str]:
-    """Return what README.md says of the run that its picture shows."""
-    return {"stall-run": run_line(report)}
 
 
 def pauses(report: Report) -> dict[str, str]:
