@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose tokens the graphs choose, made without transformers.
+"""Requests that leave the choice of tokens to the graphs, made without transformers.
 
 An artifact's generation_config.json may ask for more, logits processors above all. Then, and where a request does, transformers' own
 rules make the request.

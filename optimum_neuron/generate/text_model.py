@@ -181,7 +181,7 @@ class TextModel:
         seed: int | None = None,
         **asked: Any,
     ) -> TextAnswer:
-        """Return the answer to a prompt, whose text comes as it is iterated over.
+        """Return the answer to a prompt; its text comes as a caller iterates over it.
 
         Args:
             prompt: a text that is continued, its token ids, or messages with `role` and `content` for the chat template.

@@ -69,7 +69,7 @@ def lower_step(
 def lower_state_graph(
     graph: StateGraph, vocab_size: int = 0, plan: ShardPlan | None = None, world_size: int = 1
 ) -> LoweredGraph:
-    """Lower a graph that is no step; `plan` shares the logits of one over logits, whose model has `vocab_size` of them."""
+    """Lower a graph that is no step; `plan` shares the `vocab_size` logits of one over logits."""
     if graph.inputs != COPY_INPUTS:
         module: nn.Module = ScoreModule(graph, vocab_size, plan)
     else:

@@ -142,8 +142,8 @@ def _check_operators(program: ExportedProgram) -> None:
         target, where = node.target, _module_path(node) or "the step"
         is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
         if is_aten and not _has_lowering(node, cast(torch._ops.OpOverload, target)):
-            told = "use target='cpu', or express it in other operators"
-            raise ValueError(f"{target} of {where} has no lowering to HLO; {told}")
+            remedy = "use target='cpu', or express it in other operators"
+            raise ValueError(f"{target} of {where} has no lowering to HLO; {remedy}")
 
 
 def _has_lowering(node: torch.fx.Node, target: torch._ops.OpOverload) -> bool:
