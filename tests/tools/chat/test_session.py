@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
+from characters import character_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from optimum_neuron import NeuronModelForCausalLM
@@ -26,10 +26,6 @@ from optimum_neuron.tools.chat.settings import Settings
 
 FEW = Settings(max_new_tokens=4)
 SAID = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
 
 
 def ignore(piece: str) -> None:
@@ -38,14 +34,7 @@ def ignore(piece: str) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Reads each of the tiny models' ids but the special ones as a character of its own, so that answers come back as they were."""
-    characters = [*map(chr, range(32, 127)), "\n", *map(chr, range(0x100, 0x100 + 201))]
-    vocab = {character: index for index, character in enumerate(["<pad>", "<s>", "</s>", *characters])}
-    plain = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    plain.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    return character_tokenizer()
 
 
 @pytest.fixture(scope="module")
