@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 from helpers import Opener, generate, python_process
 
 
@@ -56,7 +55,8 @@ def test_a_request_runs_to_its_end_without_torch(cpu_artifact: Callable[[str], P
     assert tokens["greedy"] == generate(open_runner("llama"), prompt, 5)[0] and len(tokens["drawn"]) == 5
 
 
-@pytest.mark.parametrize("module", ["optimum_neuron", "optimum_neuron.core", "optimum_neuron.targets.cpu"])
-def test_a_module_is_imported_without_torch(module: str) -> None:
-    output, errors = python_process(f"{WATCH}import {module}\nprint('done')").communicate(timeout=60)
+def test_rooms_that_run_are_imported_without_torch() -> None:
+    rooms = ("core", "targets.cpu", "generate.text_model", "tools.chat.session", "tools.serve.server")
+    modules = ["optimum_neuron", *(f"optimum_neuron.{room}" for room in rooms)]
+    output, errors = python_process(f"{WATCH}import {', '.join(modules)}\nprint('done')").communicate(timeout=60)
     assert output == "done\n", errors
