@@ -21,6 +21,7 @@ from helpers import (
     prefill_pieces,
     random_tokens,
     read_states,
+    reuse_prefix,
     same_states,
     tiny_config,
     write_state,
@@ -109,6 +110,16 @@ def test_chunks_neighbors_and_old_contents_change_no_bit(
     results = [prefill_pieces(runner, 1, prompt, (1, 8, 5, 8, 2, 3)), decode_tokens(runner, {0: 9, 1: 5})[1][1]]
     assert all(map(torch.equal, results, expected)) and results[0].isfinite().all()
     assert same_states(read_states(runner, spec), states, [1], stop=len(prompt) + 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copied_prefix_goes_on_with_the_same_bits(open_runner: Opener, kind: str) -> None:
+    runner = open_runner("qwen3", kv_cache_dtype=kind)
+    prompt = random_tokens(30)
+    prefill_pieces(runner, 0, prompt[:21], (8, 8, 5))
+    reuse_prefix(runner, 2, 0, 21)
+    copied = prefill_pieces(runner, 2, prompt[21:], (8, 1))
+    assert torch.equal(copied, prefill_pieces(runner, 1, prompt, (8, 8, 8, 6)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

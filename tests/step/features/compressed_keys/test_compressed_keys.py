@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 from selecting import cut_in_pieces
 from torch import Tensor
 
+from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.errors import UnsupportedModelError
 from optimum_neuron.parity.conditions import few_keys
@@ -222,6 +223,22 @@ def test_what_does_not_go_with_compressed_keys_is_refused() -> None:
         ValueError, match=r"2 layers of DeepseekV4ForCausalLM keep compressed keys, .*kv_block_size=64"
     ):
         check_states(cached(), spec(), tiny_config(target="hlo", **sizes))
+
+
+def test_generated_texts_are_those_of_transformers_and_its_cache(tmp_path: Path) -> None:
+    """Left padding, more requests than slots, and slots that others had before."""
+    reference().save_pretrained(tmp_path / "checkpoint")
+    made = NeuronModelForCausalLM.from_pretrained(export_tiny(tmp_path / "checkpoint", tmp_path / "out"))
+    made.generation_config.eos_token_id = None
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+    prompts = [random_tokens(count, seed=count).tolist() for count in (1, 23, 7, 16)]
+    with few_keys(reference(), SELECTED):
+        expected = [reference().generate(torch.tensor([each]), **options)[0, len(each) :].tolist() for each in prompts]
+    longest = max(map(len, prompts[:3]))
+    ids = torch.tensor([[0] * (longest - len(each)) + each for each in prompts[:3]])
+    found = made.generate(ids, attention_mask=(ids != 0).long(), **options)[:, longest:].tolist()
+    assert found == expected[:3]
+    assert made.generate(torch.tensor([prompts[3]]), **options)[0, len(prompts[3]) :].tolist() == expected[3]
 
 
 @pytest.mark.slow
