@@ -185,7 +185,7 @@ def make_table(title: str, texts: Sequence[str], numbers: Sequence[str] = ()) ->
     """Return a table with columns of texts, which may wrap, and of short values to the right."""
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left")
     for name in texts:
         table.add_column(name, overflow="fold")
     for name in numbers:

@@ -57,11 +57,11 @@ DEFECTS: dict[str, Callable[[OwnedBlocks], dict[str, Any]]] = {
     "name", ["wrong owner", *(pytest.param(each, marks=pytest.mark.full) for each in list(DEFECTS)[1:])]
 )
 def test_a_planted_defect_of_blocks_is_found(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    def owned(original: Any, group: Any) -> OwnedBlocks | None:
-        found = original(group)
-        return None if found is None else dataclasses.replace(found, **DEFECTS[name](found))
+    def owned(original: Any, *args: Any, **kwargs: Any) -> OwnedBlocks:
+        found: OwnedBlocks = original(*args, **kwargs)
+        return dataclasses.replace(found, **DEFECTS[name](found))
 
-    wrap(monkeypatch, step_module, "_owned_blocks", owned)
+    wrap(monkeypatch, step_module, "OwnedBlocks", owned)
     assert places(case.compare(case.lower("mixed", COPY_SLOT)))
 
 
