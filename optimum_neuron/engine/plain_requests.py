@@ -45,7 +45,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_hidden_states": (False,), "return_dict_in_generate": (False,), "remove_invalid_values": (False,),
     "renormalize_logits": (False,), "early_stopping": (False,),
 }  # fmt: skip
-_CHOICES = ("do_sample", "temperature", "top_k", "top_p", "min_p")
+# Keywords of `generate` by which the graphs choose.
+CHOICES = ("do_sample", "temperature", "top_k", "top_p", "min_p")
 
 
 class RequestMaker(Protocol):
@@ -146,7 +147,7 @@ class PlainRequests:
     ) -> None:
         self._config: NeuronConfig = artifact.config
         self._defaults = defaults
-        given = {name: getattr(defaults, name) for name in _CHOICES} | dict(asked)
+        given = {name: getattr(defaults, name) for name in CHOICES} | dict(asked)
         self._values = given | {"top_k": _TOP_K if given["top_k"] is None else given["top_k"]}
         self._by_transformers = by_transformers
         self.eos_token_ids = defaults.eos_token_ids
@@ -186,7 +187,7 @@ class PlainRequests:
         Raises:
             ValueError, TypeError: no request can be made of them.
         """
-        if not sampling.keys() <= set(_CHOICES):
+        if not sampling.keys() <= set(CHOICES):
             maker = self._by_transformers()
             return maker.make_request(
                 request_id, input_ids, max_new_tokens, eos_token_ids, sampling=sampling, seed=seed, logprobs=logprobs

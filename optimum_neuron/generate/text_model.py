@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .. import progress
 from ..artifact.artifact import Artifact, is_graph_file
 from ..artifact.find import find_artifact
-from ..config import ExportOptions
-from ..engine.plain_requests import PlainRequests, RequestMaker, read_plain_defaults
+from ..config import ExportOptions, refuse_unknown
+from ..engine.plain_requests import CHOICES, PlainRequests, RequestMaker, read_plain_defaults
 from ..engine.policy import SchedulerOptions
 from ..errors import first_line
 from ..runtime.lengths import most_new_tokens
@@ -62,6 +62,7 @@ class TextModel:
         self.runner = runner
         self.tokenizer = tokenizer
         self._trust_remote_code = trust_remote_code
+        self._defaults = read_plain_defaults(artifact)
         self._service: EngineService | None = None
         self._numbers = itertools.count()
 
@@ -89,9 +90,11 @@ class TextModel:
             FileNotFoundError: `model_id` names no artifact.
             ArtifactError: the artifact is corrupt.
             ValueError: it has no tokenizer.
+            TypeError: an option is unknown.
         """
-        options = ExportOptions(trust_remote_code=trust_remote_code, **hub).hub
-        found = find_artifact(model_id, export=False, native_code=trust_remote_code, **options)
+        options = ExportOptions().hub
+        refuse_unknown(hub, options)
+        found = find_artifact(model_id, export=False, native_code=trust_remote_code, **options | hub)
         assert found is not None  # export=False raises instead
         artifact, from_hub = found
         artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
@@ -121,11 +124,11 @@ class TextModel:
 
         Raises:
             ValueError: the artifact cannot do what they ask.
+            TypeError: `generate` has no such keyword.
         """
-        defaults = read_plain_defaults(self.artifact)
-        if defaults is None:
+        if self._defaults is None or not asked.keys() <= {*CHOICES}:
             return self._requests_by_transformers(asked)
-        return PlainRequests(self.artifact, defaults, asked, lambda: self._requests_by_transformers(asked))
+        return PlainRequests(self.artifact, self._defaults, asked, lambda: self._requests_by_transformers(asked))
 
     def _requests_by_transformers(self, asked: Mapping[str, Any]) -> RequestMaker:
         from transformers import GenerationConfig
@@ -135,6 +138,7 @@ class TextModel:
         from ..runtime.defaults import Defaults
         from .saving import read_defaults
 
+        refuse_unknown(asked, [name for name in vars(GenerationConfig()) if not name.startswith("_")])
         config = read_config(self.artifact.path, trust_remote_code=self._trust_remote_code)
         rules: Any = Defaults(config, read_defaults(self.artifact, config), self.neuron_config)
         rules.artifact, rules.own_tokenizer = self.artifact, lambda: self.tokenizer
@@ -212,9 +216,9 @@ class TextModel:
         """
         if isinstance(prompt, str):
             return list(_encode_text(self.tokenizer, prompt))
-        if not prompt or not isinstance(prompt[0], Mapping):
-            return list(prompt)  # type: ignore[arg-type]
-        return encode_chat(self.tokenizer, prompt)  # type: ignore[arg-type]
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return encode_chat(self.tokenizer, cast("Sequence[Message]", prompt))
+        return list(cast("Sequence[int]", prompt))
 
     def close(self) -> None:
         """End the answers under way, and the engine's thread."""

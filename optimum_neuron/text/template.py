@@ -56,13 +56,15 @@ def _compile_template(source: str) -> Template:
     return environment.from_string(source)
 
 
-def render_chat(source: str, messages: Sequence[Message], *, continues_last: bool = False, **values: Any) -> str:
+def render_chat(
+    source: str, messages: Sequence[Message], values: Mapping[str, Any], *, continues_last: bool = False
+) -> str:
     """Return the text of a conversation.
 
     Args:
         source: the template.
-        continues_last: end the text where the content of the last message ends.
         values: other names that the template may use.
+        continues_last: end the text where the content of the last message ends.
 
     Raises:
         TemplateError: the template cannot be read, or refuses the messages.

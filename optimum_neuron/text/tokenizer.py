@@ -79,14 +79,12 @@ class TextTokenizer:
             raise ValueError(
                 "continue_final_message continues the last message, and add_generation_prompt begins a new one; give one of them"
             )
+        given = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         text = render_chat(
             self._choose_template(has_tools=tools is not None),
             conversation,
+            {**self.special_tokens_map, **values, **given},
             continues_last=continue_final_message,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            **{**self.special_tokens_map, **values},
         )
         if not tokenize:
             return text

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from characters import character_tokenizer
@@ -94,6 +95,12 @@ def test_defaults_that_need_transformers_hold_too(export: Callable[..., Path]) -
         assert "".join(model.answer(ASKED)) == whole.partition(stop)[0]
 
 
+def test_a_call_may_ask_for_more_than_the_graphs_do(model: TextModel, artifact: Path) -> None:
+    ids = np.asarray(model.encode_prompt(ASKED))
+    expected = by_generate(artifact, ids.tolist(), repetition_penalty=1.7)
+    assert "".join(model.answer(ids, repetition_penalty=1.7)) == expected != "".join(model.answer(ids))
+
+
 def test_what_cannot_be_answered_says_why(model: TextModel, artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"does not fit sequence_length={LENGTH}"):
         model.answer("x" * (LENGTH + 1))
@@ -101,6 +108,10 @@ def test_what_cannot_be_answered_says_why(model: TextModel, artifact: Path, tmp_
         model.answer("")
     with pytest.raises(UnicodeEncodeError):
         model.answer("\udc80")
+    with pytest.raises(TypeError, match=r"unknown option 'temprature' = 0\.5; did you mean 'temperature'"):
+        model.answer(ASKED, temprature=0.5)
+    with pytest.raises(TypeError, match="unknown option 'adapter'"):
+        TextModel.from_pretrained(artifact, adapter="a")
     _ = model.answer(ASKED)
     with pytest.raises(RuntimeError, match="in use by a running service"):
         model.serve()

@@ -129,6 +129,15 @@ def test_conversations_are_rendered_as_by_transformers(tmp_path: Path, name: str
         )
 
 
+def test_a_template_may_use_any_name(tmp_path: Path) -> None:
+    made = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>")
+    made.chat_template = "{{ source }} {{ values }} {{ continues_last }}"
+    theirs, ours = save(made, tmp_path)
+    asked: dict[str, Any] = {"tokenize": False, "source": "a", "values": "b", "continues_last": "c"}
+    assert ours is not None
+    assert ours.apply_chat_template(TURNS, **asked) == theirs.apply_chat_template(TURNS, **asked) == "a b c"
+
+
 def test_one_of_several_templates_is_for_tools(both: tuple[Any, TextTokenizer]) -> None:
     theirs, ours = both
     for tools in (None, [{"name": "f"}]):

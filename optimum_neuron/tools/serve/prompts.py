@@ -48,7 +48,12 @@ class PromptEncoder:
         # No text with more characters has few enough tokens, whatever they are.
         self._most = self._length * max(map(len, tokenizer.get_vocab()), default=1)
         # Values that the server gives to a template itself.
-        self._reserved = {"self", "messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        self._reserved = {
+            "self",
+            "messages",
+            "chat_template",
+            *inspect.signature(tokenizer.apply_chat_template).parameters,
+        }
         self._reserved.update(tokenizer.special_tokens_map)
 
     async def run_long(self, work: Callable[[], T]) -> T:
