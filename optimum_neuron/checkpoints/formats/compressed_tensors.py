@@ -176,7 +176,7 @@ class CompressedTensors(SafetensorsFormat):
         if any(scheme.quantized_inputs for scheme in self._schemes.values()) or of_inputs:
             notices.append(inputs_notice(files.source))
         if document.get("kv_cache_scheme") or of_cache:
-            notices.append(f"{files.source} also asks for a quantized KV cache, whose type is the export's")
+            notices.append(f"{files.source} also asks for a quantized KV cache; the export chooses its type")
         super().__init__(files, found, left_out=of_inputs + of_cache, notices=tuple(notices))
 
     def _stored_weight(self, name: str) -> FormatWeight:
