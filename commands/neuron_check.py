@@ -65,7 +65,7 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
         # Before torch is imported: a wrong folder is reported at once.
         artifact = Artifact.open(args.artifact)
         with profile_to(args.profile) as profile:
-            from optimum_neuron.targets.rank_options import RankOptions
+            from optimum_neuron.targets import RankOptions
             from optimum_neuron.tools.check.checks import check_artifact
 
             report = check_artifact(artifact, args.runs, RankOptions(args.rank_python, args.rank_timeout), profile)

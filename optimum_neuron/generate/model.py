@@ -27,8 +27,7 @@ from ..runtime.arguments import refuse_other_options
 from ..runtime.process import OwnProcess, end_idle_workers
 from ..runtime.profile import Profile
 from ..runtime.timing import open_runner
-from ..targets import Executable, get_target
-from ..targets.rank_options import RankOptions
+from ..targets import Executable, RankOptions, get_target
 from .auto import load_artifacts_by
 from .forward import Forward
 from .generation import Generation

@@ -19,8 +19,7 @@ from ..engine.policy import SchedulerOptions
 from ..errors import first_line
 from ..runtime.lengths import most_new_tokens
 from ..runtime.profile import Profile
-from ..targets import get_target
-from ..targets.rank_options import RankOptions
+from ..targets import RankOptions, get_target
 from ..text.answer import TextAnswer
 from ..text.template import Message
 from ..text.tokenizer import open_tokenizer

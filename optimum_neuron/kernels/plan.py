@@ -41,6 +41,10 @@ class TensorSize:
     dtype: str
     shape: tuple[int, ...]
 
+    @classmethod
+    def of_tensor(cls, tensor: TensorForm) -> TensorSize:
+        return cls(dtype_name(tensor.dtype), tuple(tensor.shape))
+
 
 class Plan(PlanData):
     """A graph's steps over buffers, with all that is done with them."""
@@ -48,8 +52,8 @@ class Plan(PlanData):
     def save(self, path: Path, made_for: Mapping[str, Any], tensors: Mapping[str, TensorForm]) -> None:
         """Write the plan, the JSON values that `load` gives to its check, and the types and shapes of the tensors that it uses."""
         used = sorted({buffer.name for buffer in self.buffers if buffer.kind == "tensor"})
-        forms = {name: asdict(_form_of(tensors[name])) for name in used}
-        content = {"format": FORMAT, **made_for, "tensors": forms, "plan": write_as_json(self)}
+        sizes = {name: asdict(TensorSize.of_tensor(tensors[name])) for name in used}
+        content = {"format": FORMAT, **made_for, "tensors": sizes, "plan": write_as_json(self)}
         path.write_text(_serialize(content | {"sha256": _digest(content)}), encoding="utf-8")
 
     @classmethod
@@ -65,17 +69,17 @@ class Plan(PlanData):
         found = _read_object(path)
         if found.get("format") != FORMAT:
             raise OldPlanError(f"it has the format {shorten(found.get('format'))}, and this version reads {FORMAT}")
-        if not found.keys() >= {*_OWN_FIELDS}:
-            raise ValueError(f"the plan lacks {', '.join(name for name in _OWN_FIELDS if name not in found)}")
+        if missing := [name for name in _OWN_FIELDS if name not in found]:
+            raise ValueError(f"the plan lacks {', '.join(missing)}")
         if found["sha256"] != _digest(found):
             raise ValueError("it is not what was written: its digest is another")
         check_made_for({name: value for name, value in found.items() if name not in _OWN_FIELDS})
         try:
-            forms = build_from_json(dict[str, TensorSize], found["tensors"])
-            for name, made in forms.items():
+            sizes = build_from_json(dict[str, TensorSize], found["tensors"])
+            for name, made in sizes.items():
                 if name not in tensors:
                     raise ValueError(f"it needs {name}, which the artifact lacks")
-                own = _form_of(tensors[name])
+                own = TensorSize.of_tensor(tensors[name])
                 if own != made:
                     raise ValueError(
                         f"it was compiled for {name} as {made.dtype} {list(made.shape)}, and the artifact has {own.dtype} "
@@ -85,17 +89,12 @@ class Plan(PlanData):
         except RecursionError:
             raise ValueError("it is nested too deep") from None
         for buffer in plan.buffers:
-            if buffer.kind == "tensor" and buffer.name not in forms:
+            if buffer.kind == "tensor" and buffer.name not in sizes:
                 raise ValueError(f"it uses {shorten(buffer.name)}, of which it says nothing")
         return plan
 
     def check(self, tensors: Mapping[str, TensorForm]) -> None:
-        """Check what each step reads and writes of weights, states and constants, before any runs.
-
-        Raises:
-            PlanError: a step leaves its buffers, takes a tensor as another type, writes to what is not its own, writes over
-                what it reads, or reads what no earlier step wrote.
-        """
+        """Check what each step reads and writes of weights, states and constants, before any runs, as `steps.check` says; raise PlanError."""
         check_steps(self, {name: dtype_name(each.dtype) for name, each in tensors.items()})
 
     def bind(
@@ -128,10 +127,6 @@ class Plan(PlanData):
         return bound
 
 
-def _form_of(tensor: TensorForm) -> TensorSize:
-    return TensorSize(dtype_name(tensor.dtype), tuple(tensor.shape))
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -142,9 +137,9 @@ def _read_object(path: Path) -> dict[str, Any]:
         found = json.loads(data.decode("utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"it is {shorten(found)}, not an object")
-    return found
+    if isinstance(found, dict):
+        return found
+    raise ValueError(f"it is {shorten(found)}, not an object")
 
 
 def _serialize(content: Mapping[str, Any]) -> str:

@@ -6,10 +6,9 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from ..config import HLO_TARGETS, NeuronConfig
-from .rank_options import IN_ENVIRONMENT, RankOptions
 
 
 if TYPE_CHECKING:
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
 class CompileJob:
     """The input of a target's compiler: a folder with config.json and weights, as an artifact has them.
 
-    Attributes:
-        folder: compiled files go to its `graphs/`.
-        tied_weights: alias to stored name, as in the manifest.
+    Compiled files go to its `graphs/`. `tied_weights` are alias to stored name, as in the manifest.
     """
 
     folder: Path
@@ -43,10 +40,8 @@ class CompileJob:
 class Executable:
     """Loaded graphs. Weights and state are shared by all graphs by name: one copy in memory.
 
-    Attributes:
-        runs_ahead: whether `start` can be called. Where steps are computed by the caller's own process it cannot: there is nothing to
-            wait for, and nothing to copy. Where the device chooses tokens, its graphs keep each slot's last one: an id below 0 in a
-            decode row stands for it.
+    `start` can be called where it `runs_ahead`: not where steps are computed by the caller's own process, which has nothing to wait for.
+    Where the device chooses tokens, its graphs keep each slot's last one: an id below 0 in a decode row stands for it.
     """
 
     runs_ahead = False
@@ -65,11 +60,7 @@ class Executable:
     def run_by_operators(
         self, graph: str, inputs: Sequence[np.ndarray], ended: Callable[[str], None], *, outputs: bool = True
     ) -> Sequence[np.ndarray]:
-        """Do as `run`, or without `outputs` as `run_for_states`: one operator at a time, where that is possible.
-
-        Args:
-            ended: gets each operator's name as it ends.
-        """
+        """Do as `run`, or without `outputs` as `run_for_states`, one operator at a time where possible; `ended` gets the name of each."""
         if outputs:
             return self.run(graph, inputs)
         self.run_for_states(graph, inputs)
@@ -85,7 +76,7 @@ class Executable:
             logits: whether the caller reads the outputs of this name. Else they stay on the device.
 
         Returns:
-            What waits for the step's end, and returns what `run` does, None in place of what stays on the device.
+            A function that waits for the step, and returns what `run` does, None in place of what stays on the device.
         """
         raise NotImplementedError
 
@@ -93,12 +84,12 @@ class Executable:
         """Copy the first `length` cache columns of a slot into another, on the device: keys and values, no other state."""
         raise NotImplementedError
 
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        """Copy the states of a slot, but for keys and values, to a snapshot's place."""
+    def keep_state(self, slot: int, place: int) -> None:
+        """Copy the states of a slot, but for keys and values, to a place for later."""
         raise NotImplementedError
 
-    def restore_state(self, snapshot: int, slot: int) -> None:
-        """Copy a snapshot to a slot."""
+    def restore_state(self, place: int, slot: int) -> None:
+        """Copy what `keep_state` left at a place to a slot."""
         raise NotImplementedError
 
     def read_state(self, name: str) -> np.ndarray:
@@ -117,24 +108,73 @@ class Executable:
         return {}
 
 
-class Target(Protocol):
-    """A compiler of step graphs, and the loader of what it compiled."""
+@dataclass(frozen=True)
+class RankOptions:
+    """Choices for the processes that hold a Neuron device's ranks; None is what the environment says, or the default.
+
+    They are the interpreter of an environment that has numpy and a Neuron runtime, the seconds that one step may take, and an existing
+    folder to which the ranks' runtime writes a profile.
+    """
+
+    python: str | None = None
+    timeout: float | None = None
+    capture: Path | None = None
+
+    def refuse(self, target: str) -> None:
+        """Raise ValueError where something is chosen, for a target that runs in this process."""
+        for option, value in (("rank_python", self.python), ("rank_timeout", self.timeout), ("capture", self.capture)):
+            if value is not None:
+                here = f"an artifact for {target} runs in this one"
+                raise ValueError(
+                    f"{option}={value!r} is for the processes of a Neuron device, and {here}; leave it out"
+                )
+
+
+IN_ENVIRONMENT = RankOptions()
+
+
+@dataclass(frozen=True)
+class CacheKeys:
+    """The keys of an export's graphs in the compile cache, by graph; each entry has a file of code with this suffix."""
+
+    kind: str
+    suffix: str
+    keys: dict[str, str]
+
+
+class Target:
+    """A compiler of step graphs, and the loader of what it compiled; with `keeps_graphs`, it looks for them in the compile cache first."""
+
+    keeps_graphs = False
 
     def check(self, config: NeuronConfig) -> None:
-        """Raise before anything is written where this machine cannot compile `config` for this target."""
+        """Raise before anything is written where this machine, by default one device, cannot compile `config` for this target."""
+        if config.tensor_parallel_size != 1:
+            asked = f"tensor_parallel_size={config.tensor_parallel_size} needs as many devices"
+            raise ValueError(f"{asked}, and target={config.target!r} is one; use tensor_parallel_size=1")
 
     def rounds_activations(self) -> bool:
         """Return whether codes meet activations of int8 faster than plain ones here, so that an export rounds them by default."""
+        return False
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
-        """Write what `load` reads of the model itself, its weights above all, into an artifact's folder.
-
-        Returns:
-            The tied names: alias to stored name.
-        """
+        """Write what `load` reads of the model itself into an artifact's folder; return the tied names, alias to stored name."""
+        raise NotImplementedError
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
-        """Write compiled graphs; return what `load` reads in the manifest's `target_data`."""
+        """Write compiled graphs, if there are any; return what `load` reads in the manifest's `target_data`."""
+        return {}
+
+    def cache_keys(
+        self, model: PreTrainedModel, config: NeuronConfig, folder: Path, *, trust_remote_code: bool
+    ) -> CacheKeys:
+        """Return the keys that `compile` will look for, without weights, of a model on the meta device, which is changed.
+
+        Raises:
+            ValueError: the graphs cannot be compiled for this target.
+            RuntimeError: this machine lacks what decides on keys.
+        """
+        raise NotImplementedError
 
     def load(
         self,
@@ -146,53 +186,9 @@ class Target(Protocol):
     ) -> Executable:
         """Load the graphs of an artifact; native code only where it is trusted, else it is compiled again here.
 
-        Args:
-            ranks: of the processes that hold a device's ranks; a target that has none refuses any choice.
+        The options `ranks` are for a device's processes; a target that has none refuses any choice.
         """
-
-
-@dataclass(frozen=True)
-class CacheKeys:
-    """The keys of an export's graphs in the compile cache.
-
-    Attributes:
-        kind: of the entries.
-        suffix: of the file of code that each must have.
-        keys: by graph.
-    """
-
-    kind: str
-    suffix: str
-    keys: dict[str, str]
-
-
-@runtime_checkable
-class KeepsGraphs(Protocol):
-    """A target that looks for graphs in the compile cache before it compiles them."""
-
-    def cache_keys(
-        self, model: PreTrainedModel, config: NeuronConfig, folder: Path, *, trust_remote_code: bool
-    ) -> CacheKeys:
-        """Return the keys that `compile` will look for, without weights.
-
-        Args:
-            model: as `write_model` gets it, but on the meta device; is changed.
-            config: as in a job.
-            folder: holds config.json, and the model's code where that is trusted.
-
-        Raises:
-            ValueError: the graphs cannot be compiled for this target.
-            RuntimeError: this machine lacks what decides on keys.
-        """
-
-
-def check_one_device(config: NeuronConfig) -> None:
-    """Raise ValueError where a config asks the host, which is one device, for several."""
-    if config.tensor_parallel_size != 1:
-        raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size} needs as many devices, and target={config.target!r} is "
-            f"one; use tensor_parallel_size=1"
-        )
+        raise NotImplementedError
 
 
 _TARGETS = {"cpu": (".cpu", "CpuTarget"), "eager": (".eager", "EagerTarget")} | dict.fromkeys(

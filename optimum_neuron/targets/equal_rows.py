@@ -29,27 +29,20 @@ _KEYS = 512
 _VECTORS, _GRAIN = 64, 1 << 15
 
 
-def _split_words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # Elementwise operators that round once, if at all: the code for vectors and that for single numbers agree.
-_ROUNDED_ONCE = _split_words(
-    """
+_ONCE = """
     abs add equal bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min div eq floor ge gt isfinite isinf isnan le logical_and
     logical_not logical_or lt masked_fill maximum minimum mul ne neg reciprocal relu round sign sqrt sub trunc where
-    """
-)
+"""
 # Functions that move numbers, make them or ask for them. One that is missing here costs time: its operators are looked at.
-_MOVES = _split_words(
-    """
+_MOVING = """
     __contains__ __get__ __getitem__ __len__ __setitem__ _set_grad_enabled all any amax amin arange argmax argmin bool cat chunk clone
     contiguous copy_ detach diff dim dropout embedding expand expand_as fill_ flatten flip float full gather index_copy_ index_put_
     index_select int is_contiguous is_floating_point long masked_fill_ movedim narrow new_empty new_full new_ones new_zeros nonzero
     numel ones ones_like pad permute promote_types repeat repeat_interleave reshape scatter scatter_ select size split squeeze stack
     stride t to tolist topk transpose tril triu type type_as unbind unflatten unique unsqueeze view view_as zero_ zeros zeros_like
-    """
-)
+"""
+_ROUNDED_ONCE, _MOVES = frozenset(_ONCE.split()), frozenset(_MOVING.split())
 
 
 class EqualRows(TorchFunctionMode):
@@ -79,8 +72,7 @@ class _Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and torch would import its compiler at the first step."""
-        return False
+        return False  # nothing is compiled here, and torch would import its compiler at the first step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -96,11 +88,7 @@ def _is_plain(func: Any) -> bool:
 
 @cache
 def _rule_of(func: Any, scaled: bool) -> Callable[..., Any] | None:
-    """Return the rule by which an operator is computed; None where torch's own serves.
-
-    Args:
-        scaled: it multiplies what it adds, which may be rounded once or twice.
-    """
+    """Return the rule by which an operator is computed; one that is `scaled` may round once or twice. None where torch's own serves."""
     name = func.overloadpacket.__name__
     if torch.Tag.pointwise in func.tags and (scaled or name.removesuffix("_") not in _ROUNDED_ONCE):
         return _pad_elementwise
@@ -164,14 +152,6 @@ def _pad_batches(func: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
     return total.to(x.dtype)
 
 
-def _sum_and_batches(func: Any, added: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return added * beta + _pad_batches(torch.bmm, x, y) * alpha
-
-
-def _vector_product(func: Any, x: Tensor, vector: Tensor) -> Tensor:
-    return _pad_product(torch.mm, x, vector[:, None])[:, 0]
-
-
 def _pad_elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim()]
     shape = torch.broadcast_shapes(*(each.shape for each in tensors))
@@ -196,6 +176,10 @@ def _pad_gated(func: Any, x: Tensor, dim: int = -1) -> Tensor:
     return values * _pad_elementwise(torch.ops.aten.sigmoid.default, gates)
 
 
+def _sum_and_batches(func: Any, added: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return added * beta + _pad_batches(torch.bmm, x, y) * alpha
+
+
 def _order_reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Reduce rows of adjacent numbers: else vectors hold several rows."""
     names = [argument.name for argument in func._schema.arguments]
@@ -204,9 +188,8 @@ def _order_reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not dims or not x.dim() or not x.is_floating_point():
         return func(x, *args, **kwargs)
     inner = [each % x.dim() for each in dims]
-    order = [each for each in range(x.dim()) if each not in inner] + inner
-    back = sorted(range(x.dim()), key=order.__getitem__)
-    return func(x.permute(order).contiguous().permute(back), *args, **kwargs)
+    last = range(-len(inner), 0)
+    return func(x.movedim(inner, [*last]).contiguous().movedim([*last], inner), *args, **kwargs)
 
 
 def _order_softmax(func: Any, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
@@ -219,7 +202,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "addmm": _pad_product,
     "bmm": _pad_batches,
     "baddbmm": _sum_and_batches,
-    "mv": _vector_product,
+    "mv": lambda func, x, vector: _pad_product(torch.mm, x, vector[:, None])[:, 0],
     "glu": _pad_gated,
     "log_sigmoid_forward": _pad_elementwise,
     "_softmax": _order_softmax,

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..arrays import as_bits
+from ..artifact.artifact import Artifact
 from ..artifact.pages import touch
+from ..artifact.weights import check_memory
 from ..config import NeuronConfig
 from ..step.model_spec import ModelSpec
 from ..step.state_specs import kept_state_specs, slot_state_specs
@@ -25,25 +27,25 @@ class HostStates(Executable):
 
     Args:
         states: all of them by name, the buffers themselves.
-        snapshots: by the name of a state that a slot has as a whole, `[places, ...]`, a row for each snapshot.
+        places: as `allocate_places` gives them; None where nothing copies states for later.
     """
 
-    def __init__(self, states: Mapping[str, np.ndarray], snapshots: Mapping[str, np.ndarray]) -> None:
-        self._states = states
-        self._columns = [as_bits(state) for name, state in states.items() if name not in snapshots]
-        self._kept = [(as_bits(states[name]), as_bits(kept)) for name, kept in snapshots.items()]
+    def __init__(self, states: Mapping[str, np.ndarray], places: Mapping[str, np.ndarray] | None = None) -> None:
+        self._states, places = states, places or {}
+        self._columns = [as_bits(state) for name, state in states.items() if name not in places]
+        self._kept = [(as_bits(states[name]), as_bits(kept)) for name, kept in places.items()]
 
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         for state in self._columns:
             state[destination, :, :length] = state[source, :, :length]
 
-    def keep_state(self, slot: int, snapshot: int) -> None:
+    def keep_state(self, slot: int, place: int) -> None:
         for state, kept in self._kept:
-            kept[snapshot] = state[slot]
+            kept[place] = state[slot]
 
-    def restore_state(self, snapshot: int, slot: int) -> None:
+    def restore_state(self, place: int, slot: int) -> None:
         for state, kept in self._kept:
-            state[slot] = kept[snapshot]
+            state[slot] = kept[place]
 
     def read_state(self, name: str) -> np.ndarray:
         return self._states[name].copy()
@@ -56,7 +58,12 @@ class HostStates(Executable):
             touch(memory)
 
 
-def empty_snapshots(config: NeuronConfig, model: ModelSpec) -> dict[str, np.ndarray]:
-    """Return zeroed places for the snapshots of an artifact."""
+def allocate_places(config: NeuronConfig, model: ModelSpec) -> dict[str, np.ndarray]:
+    """Return zeroed `[places, ...]` for snapshots, by the name of each state that a slot has as a whole."""
     kept = zip(slot_state_specs(config, model), kept_state_specs(config, model), strict=True)
     return {state.name: np.zeros(spec.shape, spec.dtype) for state, spec in kept}
+
+
+def check_state_memory(artifact: Artifact) -> None:
+    """Raise ValueError where all states of an artifact, and the places for their snapshots, are larger than this machine's memory."""
+    check_memory((*artifact.states(), *artifact.snapshots()))

@@ -34,12 +34,5 @@ def compiled_again(
                 (folder / name).symlink_to(artifact.file(name).absolute())
             elif "/" not in name:
                 shutil.copyfile(artifact.file(name), folder / name)
-        job = CompileJob(
-            folder=folder,
-            config=artifact.config,
-            model=artifact.model,
-            graphs=artifact.graphs,
-            tied_weights=artifact.tied_weights,
-            trust_remote_code=trust_remote_code,
-        )
-        yield folder, compile_graphs(job)
+        described = artifact.config, artifact.model, artifact.graphs, artifact.tied_weights
+        yield folder, compile_graphs(CompileJob(folder, *described, trust_remote_code))

@@ -33,17 +33,10 @@ def fit_threads() -> None:
     import torch
 
     found, usable = torch.get_num_threads(), usable_cores()
-    if found <= usable or any(os.environ.get(name) for name in VARIABLES) or found not in _defaults():
+    # What torch, MKL and OpenMP take by default: all CPUs or cores, of the machine or of the affinity.
+    defaults = {take(cpus) for take in (len, physical_cores) for cpus in (allowed_cpus(), range(os.cpu_count() or 1))}
+    if found <= usable or any(os.environ.get(name) for name in VARIABLES) or found not in defaults:
         return
     torch.set_num_threads(usable)
-    logger.info(
-        "computing with %d threads, not %d: this process may use no more cores; OMP_NUM_THREADS sets another number",
-        usable,
-        found,
-    )
-
-
-def _defaults() -> set[int]:
-    """Return what torch, MKL and OpenMP take by default: all CPUs or cores, of the machine or of the affinity."""
-    allowed, everything = allowed_cpus(), range(os.cpu_count() or 1)
-    return {len(allowed), len(everything), physical_cores(allowed), physical_cores(everything)}
+    reason = "this process may use no more cores; OMP_NUM_THREADS sets another number"
+    logger.info("computing with %d threads, not %d: %s", usable, found, reason)

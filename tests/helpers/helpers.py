@@ -41,7 +41,7 @@ from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule, example_inputs
 from optimum_neuron.targets import Executable, get_target
 from optimum_neuron.targets.eager import EagerExecutable
-from optimum_neuron.targets.host_states import empty_snapshots
+from optimum_neuron.targets.host_states import allocate_places
 from optimum_neuron.tools.certify import certify_export
 
 
@@ -149,7 +149,7 @@ def eager_runner(
     graphs = graph_specs(config)
     steps = {spec.name: StepModule(model, cache, spec, ops).eval() for spec in graphs}
     return GraphRunner(
-        EagerExecutable(steps, cache, empty_snapshots(config, model_spec)),
+        EagerExecutable(steps, cache, allocate_places(config, model_spec)),
         config,
         graphs,
         model_spec,

@@ -53,14 +53,11 @@ class Emulator:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CXX", _COMPILER)
             patch.setattr(platform, "machine", lambda: "aarch64")
-            kernels = fetch_library(folder, chosen)
+            kernels = fetch_library(folder / "kernels.so", chosen)
         driver, source = folder / "driver", Path(__file__).with_name("emulated_driver.cpp")
         subprocess.run([_COMPILER, "-O1", "-std=c++20", source, "-o", driver], check=True)
-        self._process = subprocess.Popen(
-            [_EMULATOR, "-L", _ROOT, "-cpu", _CPUS[name], driver, kernels],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        command = [_EMULATOR, "-L", _ROOT, "-cpu", _CPUS[name], driver, kernels]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin and self._process.stdout
         self._to: IO[bytes] = self._process.stdin
         self._from: IO[bytes] = self._process.stdout

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changed plans of real graphs, loaded and run by kernels that AddressSanitizer watches: refused in a sentence, or run in their memory.
 
-`python tests/kernels/fuzz_plans.py --seconds 3600` tries changes for an hour and prints how many were refused, ran, or refused an
-index while they ran, every two minutes and at the end; it fails on a crash, a report, and any other error. `--seed` names the first
-change, so that `--tries 1 --models NAME --seed N` repeats one. `--plain` leaves the sanitizer out.
+test_plan_safety.py runs it, for as long as FUZZ_SECONDS says. It prints how many changes were refused, ran, or refused an index while they
+ran; it fails on a crash, a report, and any other error. `--tries 1 --models NAME --seed N` repeats one in a folder of artifacts.
 
 Changes run in processes that are forked after all imports, so that a crash is seen as one. g++ has to have its sanitizer (libasan).
 """
@@ -15,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -55,7 +53,6 @@ from optimum_neuron.targets.cpu.native_library import fetch_library, load_kernel
 HANG = 60  # seconds of one change
 BATCH = 25  # changes of a process, unless one ends it
 _MEMORY = 1 << 30  # what a plan may take: what is larger is refused before it is allocated
-_REPORT_SECONDS = 120
 _ASAN_FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address")
 ASAN_OPTIONS = "detect_leaks=0:abort_on_error=0:exitcode=99:allocator_may_return_null=1:max_allocation_size_mb=4096"
 REFUSED, RAN, REFUSED_RUN = "refused", "ran", "refused while running"
@@ -193,74 +190,60 @@ def _in_own_memory() -> Iterator[None]:
         yield
 
 
-def fuzz(
-    folder: Path, names: list[str], seed: int, seconds: float, tries: int
-) -> tuple[Counter[str], list[dict[str, Any]]]:
-    """Tries changes of each model in turn until both the time and as many tries have passed; returns counts and failures."""
+def fuzz(folder: Path, options: argparse.Namespace) -> int:
+    """Try changes of each model in turn until both the time and as many tries have passed; return the number of failures."""
     counts: Counter[str] = Counter()
-    failures: list[dict[str, Any]] = []
-    begin = said = time.monotonic()
+    failed, seed, begin = 0, options.seed, time.monotonic()
     with _in_own_memory():
-        fuzzers = [Fuzzer(folder / name) for name in names]
-        while counts.total() < tries or time.monotonic() - begin < seconds:
+        fuzzers = [Fuzzer(folder / name) for name in options.models.split(",")]
+        while counts.total() < options.tries or time.monotonic() - begin < options.seconds:
+            end = seed + (BATCH if options.seconds else min(BATCH, options.tries))
             for fuzzer in fuzzers:
-                next_seed, end = seed, seed + (BATCH if seconds else min(BATCH, tries))
+                next_seed = seed
                 while next_seed < end:
                     outcomes = fuzzer.attempt(range(next_seed, end))
                     next_seed += len(outcomes)
                     counts.update(each["verdict"] for each in outcomes)
-                    failures += [each for each in outcomes if each["verdict"] not in (REFUSED, RAN, REFUSED_RUN)]
-                    say(*(each for each in outcomes if each in failures))
+                    for each in outcomes:
+                        if each["verdict"] not in (REFUSED, RAN, REFUSED_RUN):
+                            failed += 1
+                            say(each)
             seed = end
-            if time.monotonic() - said > _REPORT_SECONDS:
-                said = time.monotonic()
-                say({"seconds": round(said - begin), "tried": counts.total(), **counts})
-    return counts, failures
+    say({"seconds": round(time.monotonic() - begin), "tried": counts.total(), **counts})
+    return failed
 
 
-def say(*found: dict[str, Any]) -> None:
-    for each in found:
-        sys.stdout.write(json.dumps(each) + "\n")
+def say(found: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
 
 
-def _work(options: argparse.Namespace) -> int:
-    """In the process that has the sanitizer, if it is asked for."""
-    torch.set_num_threads(1)  # a process that computes with several cannot be forked
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if not options.plain:
-        native_build.choose_instruction_set = lambda: sanitized(choose_instruction_set())  # type: ignore[assignment]
-    load_kernels()
-    begin = time.monotonic()
-    counts, failures = fuzz(options.folder, options.models, options.seed, options.seconds, options.tries)
-    say({"seconds": round(time.monotonic() - begin), "tried": counts.total(), **counts, "failures": len(failures)})
-    return 1 if failures else 0
-
-
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Fuzzes the artifacts in a folder in a process of its own; `arguments` as of the script."""
+    """Fuzz the artifacts in a folder in a process of its own; `arguments` as of `main`."""
     environment = dict(os.environ)
     if "--plain" not in arguments:
-        fetch_library(folder, sanitized(choose_instruction_set()))  # built before, where the compiler is not watched
+        fetch_library(
+            folder / "kernels.so", sanitized(choose_instruction_set())
+        )  # before the sanitizer watches the compiler
         environment |= {"LD_PRELOAD": sanitizer() or "", "ASAN_OPTIONS": ASAN_OPTIONS}
     command = [sys.executable, __file__, *arguments, "--folder", str(folder)]
     return subprocess.run(command, env=environment, text=True, check=False)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=0)
-    parser.add_argument("--tries", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--models", type=lambda text: re.split(r",\s*", text), default=list(MODELS))
-    parser.add_argument("--plain", action="store_true")
-    parser.add_argument("--folder", type=Path, help="of artifacts that were made before")
+    parser = argparse.ArgumentParser()
+    for name, kind in (("--seconds", float), ("--tries", int), ("--seed", int)):
+        parser.add_argument(name, type=kind, default=0)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--plain", action="store_true", help="without the sanitizer")
+    parser.add_argument("--folder", type=Path, required=True, help="of artifacts that were made before")
     options = parser.parse_args()
-    if options.folder is not None:
-        return _work(options)
-    with tempfile.TemporaryDirectory() as scratch:
-        make_artifacts(Path(scratch), options.models)
-        return run(sys.argv[1:], Path(scratch)).returncode
+    torch.set_num_threads(1)  # a process that computes with several cannot be forked
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not options.plain:
+        native_build.choose_instruction_set = lambda: sanitized(choose_instruction_set())  # type: ignore[assignment]
+    load_kernels()
+    return 1 if fuzz(options.folder, options) else 0
 
 
 if __name__ == "__main__":

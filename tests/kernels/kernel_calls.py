@@ -29,22 +29,8 @@ from optimum_neuron.kernels.plan import Plan
 from optimum_neuron.kernels.run.encode import encode_step
 from optimum_neuron.kernels.run.memory import allocate_arena
 from optimum_neuron.kernels.run.short_scales import are_short
-from optimum_neuron.kernels.steps.steps import (
-    Attend,
-    Buffer,
-    Codes,
-    Experts,
-    Layer,
-    Linears,
-    Map,
-    Operand,
-    Sample,
-    Select,
-    Step,
-    TorchCall,
-    WriteCache,
-    WriteCodes,
-)
+from optimum_neuron.kernels.steps import steps
+from optimum_neuron.kernels.steps.steps import Buffer, Codes, Layer, Map, Operand, Step, TorchCall
 from optimum_neuron.step.attention.coded_states import CodedStates
 from optimum_neuron.step.features.codes.weight import QuantizedWeight
 from optimum_neuron.step.spec import TensorSpec
@@ -74,11 +60,8 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal to the bit; any NaN is another."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    if not left.is_floating_point():
-        return torch.equal(left, right)
-    return torch.equal(left.isnan(), right.isnan()) and torch.equal(
-        _bits(left.nan_to_num(0)), _bits(right.nan_to_num(0))
-    )
+    numbers = [_bits(each.nan_to_num(0)) if each.is_floating_point() else each for each in (left, right)]
+    return torch.equal(left.isnan(), right.isnan()) and torch.equal(*numbers)
 
 
 def all_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
@@ -132,11 +115,8 @@ class Tensors:
     @property
     def short_scales(self) -> set[str]:
         """Of parts of one tensor all or none: it is to be known of the whole."""
-        return {
-            str(i)
-            for i, each in enumerate(self.held)
-            if each.dtype == torch.float16 and are_short(_whole(each).numpy())
-        }
+        halves = ((str(i), _whole(each)) for i, each in enumerate(self.held) if each.dtype == torch.float16)
+        return {name for name, whole in halves if are_short(whole.numpy())}
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -157,9 +137,7 @@ def guarded(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def check_guards(tensor: Tensor) -> None:
     memory = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
-    assert (memory[:_GUARD] == _GUARD_BYTE).all() and (memory[-_GUARD:] == _GUARD_BYTE).all(), (
-        "it wrote beside its output"
-    )
+    assert (torch.cat([memory[:_GUARD], memory[-_GUARD:]]) == _GUARD_BYTE).all(), "it wrote next to its output"
 
 
 def parts_of(weight: Weight) -> tuple[Tensor, QuantizedWeight | None]:
@@ -193,9 +171,8 @@ class Kernels:
             RefusedError: it met an index that is out of range.
         """
         words = np.array(encode_step(step, tensors.buffers, tensors.short_scales), dtype=np.int64)
-        addresses = (ctypes.c_void_p * len(tensors.held))(
-            *(each.untyped_storage().data_ptr() for each in tensors.held)
-        )
+        places = [each.untyped_storage().data_ptr() for each in tensors.held]
+        addresses = (ctypes.c_void_p * len(places))(*places)
         library = self.library(tensors.buffers)
         plan = library.step_plan(words.ctypes.data, len(words))
         assert plan
@@ -221,7 +198,7 @@ class Kernels:
             plain, codes = parts_of(weight)
             outputs.append(guarded((len(x), plain.shape[-2]), x.dtype))
             layers.append(Layer(*map(tensors.member, (plain, bias, outputs[-1], codes))))
-        self.run(Linears(tensors(x), tuple(layers)), tensors)
+        self.run(steps.Linears(tensors(x), tuple(layers)), tensors)
         for output in outputs:
             check_guards(output)
         return outputs
@@ -234,7 +211,7 @@ class Kernels:
     ) -> Tensor:
         plain, codes = parts_of(weight)
         output = guarded((*index.shape, plain.shape[1]), x.dtype) if output is None else output
-        return self.call(Experts, output, x=x, index=index, weight=plain, bias=bias, codes=codes)
+        return self.call(steps.Experts, output, x=x, index=index, weight=plain, bias=bias, codes=codes)
 
     def attend(
         self,
@@ -252,43 +229,33 @@ class Kernels:
         output: Tensor | None = None,
     ) -> Tensor:
         rows, heads, tokens, dim = query.shape
-        (own_keys, key_scale), (own_values, value_scale) = (
-            (each, None) if isinstance(each, Tensor) else (each.codes, each.scale) for each in (keys, values)
-        )
-        return self.call(
-            Attend,
-            guarded((rows, tokens, heads, dim), query.dtype) if output is None else output,
-            query=query,
-            keys=own_keys,
-            values=own_values,
-            blocks=slots,
-            positions=positions,
-            sinks=sinks,
-            column_bias=column_bias,
-            scaling=scaling,
-            window=window,
-            softcap=softcap,
-            key_scale=key_scale,
-            value_scale=value_scale,
-        )
+        output = guarded((rows, tokens, heads, dim), query.dtype) if output is None else output
+        members: dict[str, Any] = {"query": query, "blocks": slots, "positions": positions, "scaling": scaling}
+        members |= {"window": window, "softcap": softcap, "sinks": sinks, "column_bias": column_bias}
+        for name, each in (("key", keys), ("value", values)):
+            plain = isinstance(each, Tensor)
+            members |= {f"{name}s": each if plain else each.codes, f"{name}_scale": None if plain else each.scale}
+        return self.call(steps.Attend, output, **members)
 
     def select(
         self, source: Tensor, index: Tensor, dim: int = 0, *, wraps: bool = False, output: Tensor | None = None
     ) -> Tensor:
         if output is None:
             output = guarded((*source.shape[:dim], *index.shape, *source.shape[dim + 1 :]), source.dtype)
-        return self.call(Select, output, source=source, index=index, dim=dim, wraps=wraps)
+        return self.call(steps.Select, output, source=source, index=index, dim=dim, wraps=wraps)
 
     def write_cache(self, cache: Tensor, states: Tensor, rows: Tensor, columns: Tensor) -> None:
         tensors = Tensors()
-        self.run(WriteCache(*map(tensors, (cache, states, rows, columns))), tensors)
+        self.run(steps.WriteCache(*map(tensors, (cache, states, rows, columns))), tensors)
 
     def write_codes(self, cache: CodedStates, states: Tensor, rows: Tensor, columns: Tensor) -> None:
         tensors = Tensors()
-        self.run(WriteCodes(*map(tensors, (cache.codes, cache.scale, states, rows, columns))), tensors)
+        self.run(steps.WriteCodes(*map(tensors, (cache.codes, cache.scale, states, rows, columns))), tensors)
 
     def sample(self, logits: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
-        return self.call(Sample, guarded((len(logits),), torch.int32), logits=logits, params=params, uniforms=uniforms)
+        return self.call(
+            steps.Sample, guarded((len(logits),), torch.int32), logits=logits, params=params, uniforms=uniforms
+        )
 
 
 @cache
@@ -307,10 +274,7 @@ def load_kernels(name: str) -> Kernels:
 class _Function(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self._function = function
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self._function(*inputs)
+        self.forward = lambda *inputs: function(*inputs)
 
 
 class Planned:

@@ -9,36 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from optimum_neuron.kernels.steps.access import ALL_SIZES
+
 
 Plan = dict[str, Any]
 # What no plan may call, and what changes memory that is not its own or reads what it does not check.
-UNSAFE = (
-    "aten.set_.source_Tensor",
-    "aten.resize_.default",
-    "aten.as_strided_.default",
-    "aten.from_file.default",
-    "aten._embedding_bag_dense_backward.default",
-    "aten.adaptive_max_pool2d_backward.default",
-    "aten.segment_reduce.default",
-    "aten._ctc_loss.default",
-    "aten._convert_indices_from_csr_to_coo.default",
-    "aten.max_unpool2d.default",
-    "aten.copy_.default",
-    "prims.empty.default",
-)
-_DTYPES = [
-    "float32",
-    "bfloat16",
-    "float16",
-    "float64",
-    "int64",
-    "int32",
-    "int8",
-    "uint8",
-    "bool",
-    "complex64",
-    "float8_e4m3fn",
-]
+_UNSAFE = """
+    aten.set_.source_Tensor aten.resize_.default aten.as_strided_.default aten.from_file.default aten._embedding_bag_dense_backward.default
+    aten.adaptive_max_pool2d_backward.default aten.segment_reduce.default aten._ctc_loss.default aten._convert_indices_from_csr_to_coo.default
+    aten.max_unpool2d.default aten.copy_.default prims.empty.default
+"""
+UNSAFE = tuple(_UNSAFE.split())
+_DTYPES = tuple(ALL_SIZES)
 _KINDS = ("input", "output", "tensor", "constant", "kept", "arena")
 _WRONG: tuple[Any, ...] = (
     None, True, "", "x", -1, 0, 1, 7, 2**31, 2**40, 2**62, 2**63, 10**30, 1.5, [], {}, [1], [[]], {"tensor": None}, {"dtype": "x"},
@@ -174,10 +156,9 @@ def _order(plan: Plan, choice: random.Random) -> None:
         steps[first], steps[second] = steps[second], steps[first]
     elif kind == "repeat":
         steps.insert(second, copy.deepcopy(steps[first]))
-    elif kind != "drop":
-        (plan["once"] if kind == "once" else steps).insert(0, steps.pop(second))
     else:
-        del steps[first]
+        step = steps.pop(second)
+        {"move": steps, "once": plan["once"], "drop": []}[kind].insert(0, step)
 
 
 def _share(plan: Plan, choice: random.Random) -> None:

@@ -173,9 +173,7 @@ def _joint_shape(left: torch.Size, right: torch.Size) -> torch.Size | None:
 
 
 def _fit_together(left: torch.Size, right: torch.Size, dim: int) -> bool:
-    return len(left) == len(right) and all(
-        i == dim or a == b for i, (a, b) in enumerate(zip(left, right, strict=True))
-    )
+    return len(left) == len(right) and all(i == dim or left[i] == right[i] for i in range(len(left)))
 
 
 def _views(shape: torch.Size, *, slices: bool = False) -> Iterator[Callable[[Tensor], Tensor]]:

@@ -87,7 +87,7 @@ esac
 def test_kernels_are_built_and_plans_are_made_kept_checked_and_run_without_the_rest_of_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = fetch_library(tmp_path, choose_instruction_set())
+    library = fetch_library(tmp_path / "kernels.so", choose_instruction_set())
     compiler = tmp_path / "c++"
     compiler.write_text(COMPILER.format(library=library, log=tmp_path / "log"), encoding="ascii")
     compiler.chmod(0o755)

@@ -81,8 +81,7 @@ def test_nothing_behind_weights_and_rows_is_read(amx: Kernels, rows: int, output
 @emulated
 def test_tiles_packed_by_several_threads_do_not_reach_into_each_other(amx: Kernels) -> None:
     x, weight = random(145, 4096, dtype=BF16), random(20, 4096, dtype=BF16)  # 10 tiles, none of 16 rows
-    with amx.with_threads(1):
-        expected = torch.cat([amx.linear(row, weight) for row in x.split(1)])
+    expected = torch.cat([amx.linear(row, weight) for row in x.split(1)])
     for count in (1, 2, 3) * 3:
         with amx.with_threads(count):
             assert same_bits(amx.linear(x, weight), expected)
@@ -106,10 +105,8 @@ def test_subnormal_numbers_count_as_zero(amx: Kernels) -> None:
 def test_a_model_of_bfloat16_gives_the_same_bits_however_it_is_chunked(
     amx: Kernels, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, prompt = (
-        export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu", dtype="bfloat16"),
-        random_tokens(21),
-    )
+    prompt = random_tokens(21)
+    path = export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu", dtype="bfloat16")
     wanted = prefill_pieces(artifact_runner(path), 0, prompt, [16, 5])
     monkeypatch.setattr(loader, "load_kernels", lambda: amx.library([]))
     runner = artifact_runner(path)
@@ -137,31 +134,28 @@ _ROUNDED = {("0", "6", "7")}
 _ATTENTION = {("0", "4", "5"), ("1", "4", "6"), ("2", "4", "5"), ("3", "4", "6")}
 
 
-@pytest.mark.skipif(
-    platform.machine().lower() not in ("x86_64", "amd64") or shutil.which("objdump") is None,
-    reason="needs objdump, on x86-64",
-)
+_SOURCES: dict[str, set[tuple[str, ...]]] = {
+    "linear/linears.cpp": _LINEARS,
+    "linear/experts.cpp": _LINEARS,
+    "codes/coded.cpp": _CODED,
+    "rounded/rounded.cpp": _ROUNDED,
+    "attention/attention.cpp": _ATTENTION,
+}
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="needs x86-64")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
 @pytest.mark.parametrize(
-    ("source", "product", "expected"),
-    [
-        ("linear/linears.cpp", "tdpbf16ps", _LINEARS),
-        pytest.param("linear/experts.cpp", "tdpbf16ps", _LINEARS, marks=pytest.mark.full),
-        pytest.param("codes/coded.cpp", "tdpbf16ps", _CODED, marks=pytest.mark.full),
-        pytest.param("rounded/rounded.cpp", "tdpbssd", _ROUNDED, marks=pytest.mark.full),
-        pytest.param("attention/attention.cpp", "tdpbf16ps", _ATTENTION, marks=pytest.mark.full),
-    ],
+    "source", [pytest.param(each, marks=[pytest.mark.full] * (i > 0)) for i, each in enumerate(_SOURCES)]
 )
-def test_compiled_for_amx_a_thread_configures_multiplies_and_releases_tiles(
-    source: str, product: str, expected: set[tuple[str, str, str]], tmp_path: Path
-) -> None:
+def test_compiled_for_amx_a_thread_configures_multiplies_and_releases_tiles(source: str, tmp_path: Path) -> None:
+    product, expected = "tdpbssd" if source.startswith("rounded") else "tdpbf16ps", _SOURCES[source]
     amx_bf16 = next(each for each in host._X86_64 if each.name == "amx_bf16")
     native_build.check_compiler()
     command = [str(native_build.find_compiler()), *native_build._FLAGS, "-O0", *amx_bf16.flags, "-c"]
     target = tmp_path / "object.o"
     subprocess.run([*command, f"-I{native_build.SOURCES}", native_build.SOURCES / source, "-o", target], check=True)
-    text = subprocess.run(
-        ["objdump", "-d", "-M", "intel", target], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+    text = subprocess.check_output(["objdump", "-d", "-M", "intel", target], text=True)
     products = re.findall(r"\b(tdp\w+) tmm(\d),tmm(\d),tmm(\d)", text)
     assert {tuple(tiles) for name, *tiles in products if name == product} == expected
     assert {name for name, *tiles in products} == {product}

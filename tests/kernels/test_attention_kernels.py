@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from coded_reference import KINDS
-from kernel_calls import Kernels, RefusedError, guarded, int32, random, same_bits, with_dtypes
+from kernel_calls import Kernels, RefusedError, all_same, guarded, int32, random, same_bits, with_dtypes
 from torch import Tensor
 
 from optimum_neuron.kernels.steps.access import PlanError
@@ -29,19 +30,9 @@ def kernels(product_kernels: Kernels) -> Kernels:
     return product_kernels
 
 
-def attend_exactly(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor | None,
-    positions: Tensor,
-    scaling: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    column_bias: Tensor | None = None,
-) -> Tensor:
+def attend_exactly(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor | None, *options: Any) -> Tensor:
     """The contract in float64, as transformers has it; what is not finite in the cache must not be seen."""
+    positions, scaling, window, softcap, sinks, column_bias = (*options, *(0, 0.0, None, None)[len(options) - 2 :])
     rows, heads, tokens = query.shape[:3]
     chosen = torch.arange(rows) if slots is None else slots
     key, value = (
@@ -122,18 +113,12 @@ EXTRAS = [(0.7, False, False), (30.0, False, False), (0.0, True, False), (0.0, F
 
 
 @with_dtypes
-@pytest.mark.parametrize(("softcap", "has_sinks", "is_biased"), EXTRAS)
-@pytest.mark.parametrize(("heads", "kv_heads", "columns"), [(6, 3, 150), (6, 1, 64), (3, 3, 1100)])
+@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+@pytest.mark.parametrize("sizes", [(6, 3, 150), (6, 1, 64), (3, 3, 1100)], ids=str)
 def test_softcap_sinks_and_biases_are_those_of_transformers(
-    kernels: Kernels,
-    dtype: torch.dtype,
-    softcap: float,
-    has_sinks: bool,
-    is_biased: bool,
-    heads: int,
-    kv_heads: int,
-    columns: int,
+    kernels: Kernels, dtype: torch.dtype, extras: tuple[float, bool, bool], sizes: tuple[int, int, int]
 ) -> None:
+    (softcap, has_sinks, is_biased), (heads, kv_heads, columns) = extras, sizes
     sinks = torch.tensor([0.0, -3.0, 2.5, 40.0, -100.0, 9.0])[:heads] if has_sinks else None
     table = table_of(heads, columns) if is_biased else None
     positions = torch.randint(-1, columns, (2, 19), dtype=torch.int32)
@@ -148,7 +133,12 @@ def test_softcap_sinks_and_biases_are_those_of_transformers(
 
 
 @with_dtypes
-def test_scores_of_any_size_and_sinks_without_weight_are_taken(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_heads_and_scores_of_any_size_and_sinks_without_weight_are_taken(kernels: Kernels, dtype: torch.dtype) -> None:
+    for dim in range(16, 257, 16):
+        query, (keys, values) = random(2, 3, 2, dim, dtype=dtype), make_cache(2, 1, 70, dim, {0: 69, 1: 65}, dtype)
+        inputs: Any = (query, keys, values, None, int32([[3, 69], [65, 40]]), dim**-0.5)
+        error = (kernels.attend(*inputs).double() - attend_exactly(*inputs)).abs().max()
+        assert error < ATTEND_ERROR[dtype], dim
     keys, values = random(1, 1, 100, 16, dtype=dtype), random(1, 1, 100, 16, dtype=dtype)
     query, positions = random(1, 2, 1, 16, dtype=dtype), int32([[99]])
     for scaling in (0.0, 1e-3, 300.0, -300.0):
@@ -159,16 +149,6 @@ def test_scores_of_any_size_and_sinks_without_weight_are_taken(kernels: Kernels,
     plain = kernels.attend(*inputs)
     nothing = kernels.attend(*inputs, sinks=torch.tensor([-INFINITY, -1e30]))
     assert (nothing.double() - plain.double()).abs().max() <= ATTEND_ERROR[dtype]
-
-
-@with_dtypes
-def test_head_dimensions_are_multiples_of_16_up_to_256(kernels: Kernels, dtype: torch.dtype) -> None:
-    for dim in range(16, 257, 16):
-        keys, values = make_cache(2, 1, 70, dim, {0: 69, 1: 65}, dtype)
-        query = random(2, 3, 2, dim, dtype=dtype)
-        inputs = (query, keys, values, None, int32([[3, 69], [65, 40]]), dim**-0.5)
-        error = (kernels.attend(*inputs).double() - attend_exactly(*inputs)).abs().max()
-        assert error < ATTEND_ERROR[dtype], dim
 
 
 @with_dtypes
@@ -223,7 +203,7 @@ def test_the_number_of_threads_changes_no_bit_of_attend(kernels: Kernels, dtype:
         for count in (1, 2, 3, 5):
             with kernels.with_threads(count):
                 results.append(kernels.attend(query, keys, values, None, positions, 0.125, sinks=torch.ones(6)))
-        assert all(same_bits(each, results[0]) for each in results[1:])
+        assert all_same(results[1:], results[:1] * 3)
 
 
 @with_dtypes
@@ -256,8 +236,8 @@ def test_attention_of_another_form_is_refused(best_kernels: Kernels) -> None:
     positions, coded = int32([[3], [4]]), round_states(keys, torch.int8)
     assert best_kernels.attend(query, keys, keys, None, positions, 0.25).isfinite().all()
     short = CodedStates(coded.codes, coded.scale[:, :1].contiguous())
-    whole: dict[str, object] = {"query": query, "keys": keys, "values": keys, "slots": None, "positions": positions}
-    refused: list[dict[str, object]] = [
+    whole: dict[str, Any] = {"query": query, "keys": keys, "values": keys, "slots": None, "positions": positions}
+    refused: list[dict[str, Any]] = [
         {"query": query[..., :24].contiguous(), "keys": keys[..., :24].contiguous()},
         {"query": query[:, :3]},
         {"keys": keys[:1]},
@@ -278,7 +258,7 @@ def test_attention_of_another_form_is_refused(best_kernels: Kernels) -> None:
     for changes in refused:
         members = whole | ({"values": changes["keys"]} if "keys" in changes else {}) | changes
         with pytest.raises(PlanError):
-            best_kernels.attend(**members, scaling=0.25)  # type: ignore[arg-type]
+            best_kernels.attend(**members, scaling=0.25)
 
 
 def test_attention_within_blocks_of_positions_is_left_to_the_reference() -> None:

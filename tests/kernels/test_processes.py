@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from helpers import python_process
@@ -79,10 +79,6 @@ def pids(tmp_path: Path) -> Path:
     return tmp_path / "pids"
 
 
-def compiler(pids: Path) -> list[str]:
-    return [sys.executable, "-S", "-c", COMPILER, str(pids)]
-
-
 @pytest.mark.parametrize(
     ("start", "number"), [*((start, signal.SIGKILL) for start in STARTS), ("another thread", signal.SIGTERM)]
 )
@@ -100,19 +96,10 @@ def test_a_killed_parent_leaves_nothing_running(pids: Path, start: str, number: 
     parent.stderr.close()
 
 
-def test_ending_a_process_ends_what_it_started(pids: Path) -> None:
-    process = TiedProcess(compiler(pids))
-    running = read_pids(pids)
-    process.end()
-    process.end()
-    assert process.returncode == -signal.SIGKILL
-    wait_for(lambda: not any(map(is_running, running)))
-
-
 def test_what_a_command_leaves_running_ends_with_it_and_is_not_signalled_again(
     pids: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its number may be somebody else's by then."""
+    """Its number may be another's by then."""
     process = TiedProcess(["sh", "-c", f"sleep 600 & echo $! > {pids}"])
     assert process.wait() == 0
     wait_for(lambda: not any(map(is_running, read_pids(pids))))
@@ -137,38 +124,26 @@ def test_no_descriptor_is_left(tmp_path: Path) -> None:
     assert descriptors() == before
 
 
-@pytest.mark.parametrize(
-    ("script", "status"),
-    [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", -9), ("kill -TERM $$", -15), ("kill -SEGV $$", -11)],
-)
-def test_the_status_is_the_commands(script: str, status: int) -> None:
-    process = TiedProcess(["sh", "-c", script])
-    assert process.wait() == status
-    process.end()
+def test_the_status_is_the_commands() -> None:
+    for script, status in (("exit 0", 0), ("exit 3", 3), *((f"kill -{number} $$", -number) for number in (9, 15, 11))):
+        process = TiedProcess(["sh", "-c", script])
+        assert process.wait() == status
+        process.end()
+    process = TiedProcess(["no-such-compiler"], stderr=subprocess.PIPE, text=True)
+    assert "no-such-compiler cannot be started: No such file" in process.communicate()[1]
+    assert process.returncode == 127
 
 
 def test_streams_environment_folder_and_descriptors_reach_the_command(tmp_path: Path) -> None:
     reading, writing = os.pipe()
-    process = TiedProcess(
-        ["sh", "-c", f'read line; echo "$line $NAME $(pwd)"; echo passed > /dev/fd/{writing}'],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "NAME": "value"},
-        pass_fds=(writing,),
-    )
+    script = f'read line; echo "$line $NAME $(pwd)"; echo passed > /dev/fd/{writing}'
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "NAME": "value"}
+    process = TiedProcess(["sh", "-c", script], **streams, cwd=tmp_path, env=environment, pass_fds=(writing,))
     os.close(writing)
     assert process.communicate("line\n")[0] == f"line value {tmp_path}\n"
     assert os.read(reading, 10) == b"passed\n"
     os.close(reading)
-    process.end()
-
-
-def test_a_command_that_does_not_exist_is_told() -> None:
-    process = TiedProcess(["no-such-compiler"], stderr=subprocess.PIPE, text=True)
-    assert "no-such-compiler cannot be started: No such file" in process.communicate()[1]
-    assert process.returncode == 127
     process.end()
 
 
@@ -191,7 +166,7 @@ def test_a_failed_job_ends_the_others_and_those_that_wait_never_start(tmp_path: 
     processes, hanging = Processes(), threading.Event()
 
     def hang(number: int) -> None:
-        with processes.start(compiler(tmp_path / f"{number}")) as process:
+        with processes.start([sys.executable, "-S", "-c", COMPILER, str(tmp_path / f"{number}")]) as process:
             hanging.set()
             process.wait()
 

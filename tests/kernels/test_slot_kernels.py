@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kernel_calls import (
     DTYPES,
     Kernels,
-    Planned,
     RefusedError,
     Tensors,
     guarded,
@@ -26,9 +25,8 @@ from kernel_calls import (
 )
 from torch import Tensor
 
-from optimum_neuron.kernels.operators import NAMESPACE
 from optimum_neuron.kernels.steps.access import PlanError
-from optimum_neuron.kernels.steps.steps import Convolve, Map, Step, Walk
+from optimum_neuron.kernels.steps.steps import Convolve, Step, Walk
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")
@@ -203,15 +201,6 @@ def test_cuts_neighbours_slots_and_threads_change_no_bit(
     assert state[[slot for slot in range(SLOTS + 1) if slot not in slots]].isnan().all()
 
 
-def test_a_broken_token_harms_no_later_owner_of_its_slot(kernels: Kernels) -> None:
-    text = recurrence("delta", 6, 2, 1, 16, 24)
-    rows, kept = text.alone(kernels, 6)
-    state = text.state
-    text.at([None] * 6).run(kernels, state, [2] * 6, range(6))
-    assert state[2].isnan().all()
-    assert same_bits(text.run(kernels, state, [2] * 6, range(6)), rows) and same_bits(state[2], kept)
-
-
 @pytest.mark.parametrize("slots", [[0, -1, 1], [0, SLOTS + 1, 1], [0, 1, 0], [3, SLOTS, 1, 3]], ids=str)
 def test_slots_that_are_out_of_range_or_come_twice_are_refused(kernels: Kernels, slots: list[int]) -> None:
     for text in (recurrence("scan", len(slots), 1, 1, 4, 4), convolution(len(slots), 4, 3, torch.float32)):
@@ -243,64 +232,3 @@ def test_operands_that_do_not_fit_are_refused(best_kernels: Kernels) -> None:
         if text.make is Walk:
             with pytest.raises(PlanError, match="shares and rates"):
                 run({"share": torch.rand(3, 4), "rates": torch.rand(8, 6), "decay": torch.rand(3, 4, 6)})
-
-
-class _Stateful(torch.nn.Module):
-    """A function of a state and of inputs."""
-
-    def __init__(self, function: Callable[..., Tensor], state: Tensor) -> None:
-        super().__init__()
-        self._function = function
-        self.register_buffer("state", state)
-
-    def forward(self, *inputs: Tensor) -> list[Tensor]:
-        return [self._function(self.state, *inputs)]
-
-
-def check_live(kernels: Kernels, module: _Stateful, inputs: Sequence[Tensor]) -> Planned:
-    """Runs a function of 8 tokens of slot 1: whole, then the first 5, then the others; returns the plan."""
-    places = int32([1] * 8), int32(range(8))
-    plan = Planned(kernels, module, (*inputs, *places), tokens=8)
-    assert not plan.calls_torch
-    [whole] = plan(*inputs, *places)
-    kept = module.state[1].clone()
-    [part] = plan(*inputs, *places, live=5)
-    assert same_bits(part[:5], whole[:5]) and not torch.equal(module.state[1], kept)
-    rest = [each[5:].contiguous() for each in (*inputs, *places)]
-    [end] = Planned(kernels, module, rest)(*rest)
-    assert same_bits(end, whole[5:]) and same_bits(module.state[1], kept)
-    return plan
-
-
-def test_a_plan_walks_the_live_tokens_alone(kernels: Kernels) -> None:
-    """In an exported graph, between elementwise operators, of which a run leaves out what follows the last live token."""
-    text = recurrence("delta", 8, 2, 1, 16, 24)
-
-    def step(state: Tensor, query: Tensor, value: Tensor, decay: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
-        walk, share = getattr(torch.ops, NAMESPACE).walk, torch.sigmoid(decay[..., 0])
-        output = walk(query, query * 2, value, torch.exp(decay), share, None, state, slots, columns)
-        return output.to(torch.bfloat16) + 1
-
-    query, _, value, decay, _ = text.by_token.values()
-    assert query is not None and value is not None and decay is not None
-    check_live(kernels, _Stateful(step, text.state), (query, value, -decay))
-
-
-def test_a_plan_convolves_the_live_tokens_alone(kernels: Kernels) -> None:
-    """In an exported graph, behind other operators; what it hands on in channels is read as it lies."""
-    text = convolution(8, 24, 3, torch.bfloat16)
-
-    def step(state: Tensor, inputs: Tensor, slots: Tensor, columns: Tensor) -> Tensor:
-        convolve = getattr(torch.ops, NAMESPACE).convolve
-        output = convolve(inputs * 2, *text.layer.values(), state, slots, columns)
-        by_channel = torch.nn.functional.silu(output.to(torch.bfloat16).transpose(0, 1)[None])
-        return by_channel.transpose(1, 2)[0] + 1
-
-    inputs = text.by_token["inputs"]
-    assert inputs is not None
-    steps = check_live(kernels, _Stateful(step, text.state), [inputs]).plan.steps
-    assert all(each.tokens is not None for each in steps)
-    for each in steps:
-        if isinstance(each, Map):  # none that only copies, none that steps from token to token
-            assert any(item.op not in ("load", "store") for item in each.items)
-            assert all(item.access.strides[-1] == 1 for item in each.items if item.access is not None)

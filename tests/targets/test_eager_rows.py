@@ -12,6 +12,7 @@ from helpers import eager_runner, examples, prefill_pieces, random_tokens, tiny_
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from optimum_neuron.step.model_spec import ModelSpec
@@ -20,6 +21,7 @@ from optimum_neuron.targets.equal_rows import EqualRows
 
 KEYS, VALUES, WEIGHT = (torch.randn(*sizes) for sizes in ((1, 2, 64, 24), (1, 2, 64, 12), (24, 40)))
 FEW = torch.randn(2, 96)
+ACTIVATIONS = (torch.sigmoid, functional.silu, functional.gelu, functional.softplus, functional.logsigmoid)
 # From rows `[1, 2, rows, 24]` to `[1, 2, rows, n]`: each by itself.
 COMPUTE: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: linear(x, WEIGHT.t()),
@@ -30,19 +32,13 @@ COMPUTE: dict[str, Callable[[Tensor], Tensor]] = {
     "with a bias": lambda x: torch.addmm(FEW[0, :40], x.flatten(0, 2), WEIGHT).view(*x.shape[:3], 40),
     "batches": lambda x: torch.matmul(x, KEYS.transpose(2, 3)),
     "attention": lambda x: scaled_dot_product_attention(x, KEYS, VALUES, attn_mask=torch.zeros(x.shape[-2], 64)),
-    "norm": lambda x: nn.functional.rms_norm(x, (24,)) + nn.functional.layer_norm(x, (24,)),
+    "norm": lambda x: functional.rms_norm(x, (24,)) + functional.layer_norm(x, (24,)),
     "elementwise": lambda x: (
         x.exp() + x.sin() * x.cos() + x.tanh() + (x.abs() + 1).log() + x.erf() + x.pow(2.5).nan_to_num()
     ),
-    "activations": lambda x: sum(
-        (
-            each(x)
-            for each in (nn.functional.silu, nn.functional.gelu, nn.functional.softplus, nn.functional.logsigmoid)
-        ),
-        torch.sigmoid(x),
-    ),
+    "activations": lambda x: sum(each(x) for each in ACTIVATIONS),
     "in place": lambda x: x.clone().exp_().sub_(1).sigmoid_(),
-    "gates": lambda x: nn.functional.glu(x),
+    "gates": lambda x: functional.glu(x),
     "a turned sum": lambda x: (
         x.transpose(2, 3).contiguous().sum(2)[..., None] + x.transpose(2, 3).contiguous().mean(2)[..., None]
     ),

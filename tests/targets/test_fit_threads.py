@@ -53,30 +53,20 @@ def test_torchs_own_number_is_lowered_once_with_a_line(
     ]
 
 
-@pytest.mark.parametrize(
-    ("found", "usable"), [(2, 3), (6, 7), (5, 3), (20, 3), (1, 1)], ids=["fewer", "fits", "chosen", "many", "one"]
-)
-def test_a_number_that_fits_or_was_chosen_stays(found: int, usable: int, machine: Machine) -> None:
-    told = machine(found, usable)
-    fit_threads()
-    assert told == []
-
-
-@pytest.mark.parametrize("name", threads.VARIABLES)
-def test_a_variable_is_a_choice(name: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = machine(16, 3)
-    monkeypatch.setenv(name, "16")
-    fit_threads()
-    assert told == []
-    fit_threads.cache_clear()
-    monkeypatch.setenv(name, "")
-    fit_threads()
-    assert told == [3]
-
-
-def test_torch_that_is_imported_after_a_load_is_fitted_before_it_counts(machine: Machine) -> None:
-    told = machine(16, 3)
-    assert count_fitted() == 16 and told == [3]  # the played torch answers as before
+def test_a_number_that_fits_or_was_chosen_stays(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, usable in ((2, 3), (6, 7), (5, 3), (20, 3), (1, 1)):  # fewer, fitting, chosen, more than there are, one
+        given = machine(found, usable)
+        fit_threads()
+        assert given == []
+    for name in threads.VARIABLES:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "16")
+            given = machine(16, 3)
+            fit_threads()
+            assert given == []
+        monkeypatch.setenv(name, "")  # is no choice
+    machine(16, 3)
+    assert count_fitted() == 16 and given == [3]  # the played torch answers as before
 
 
 CHOOSES_LATER = """

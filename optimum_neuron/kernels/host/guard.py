@@ -38,8 +38,7 @@ def main(lifeline: int, parent: int, grace: float, command: list[str]) -> None:
     _end(child)
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has left its own
-        number = os.WTERMSIG(status)
-        if number != signal.SIGKILL:
+        if (number := os.WTERMSIG(status)) != signal.SIGKILL:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     sys.exit(os.WEXITSTATUS(status))

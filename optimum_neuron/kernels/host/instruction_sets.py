@@ -17,14 +17,11 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """An instruction set that kernels can be compiled for.
+    """An instruction set that kernels can be compiled for, with these `flags` of the compiler.
 
-    Attributes:
-        flags: of the compiler.
-        needs: what a machine must have, by Linux's names in /proc/cpuinfo.
-        torch: variables that hold torch's own operators to it, for processes that play such a machine.
-        rounded_is_faster: whether codes of weights meet activations of int8 faster than plain ones. False for sets where no whole model
-            was measured both ways.
+    A machine `needs` these features, by Linux's names in /proc/cpuinfo. The variables `torch` hold torch's own operators to the set, for
+    processes that play such a machine. With `rounded_is_faster`, codes of weights meet activations of int8 faster than plain ones; it is
+    False for sets where no whole model was measured both ways.
     """
 
     name: str
@@ -51,16 +48,10 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 _X86_64 = (
     InstructionSet("amx_bf16", (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), _AVX512_BF16 | _AMX),
     InstructionSet(
-        "avx512_bf16",
-        _AVX512_BF16_FLAGS,
-        _AVX512_BF16,
-        _torch("avx512", "AVX512_CORE_BF16", "AVX512"),
-        rounded_is_faster=True,
+        "avx512_bf16", _AVX512_BF16_FLAGS, _AVX512_BF16, _torch("avx512", "AVX512_CORE_BF16", "AVX512"), True
     ),
-    InstructionSet(
-        "avx512", ("-march=x86-64-v4",), _AVX512, _torch("avx512", "AVX512_CORE", "AVX512"), rounded_is_faster=True
-    ),
-    InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2, _torch("avx2", "AVX2", "AVX2"), rounded_is_faster=True),
+    InstructionSet("avx512", ("-march=x86-64-v4",), _AVX512, _torch("avx512", "AVX512_CORE", "AVX512"), True),
+    InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2, _torch("avx2", "AVX2", "AVX2"), True),
     InstructionSet("baseline", (), frozenset(), _torch("default", "SSE41", "SSE4_2")),
 )
 _ARMV8_2 = frozenset({"asimd", "asimdrdm", "atomics", "crc32", "dcpop"})

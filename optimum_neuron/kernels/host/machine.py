@@ -96,30 +96,21 @@ def _groups() -> Iterator[Path]:
         controllers, _, own = rest.partition(":")
         if "cpu" in controllers.split(",") or (number == "0" and not controllers):
             paths[bool(controllers)] = own
-    for mounted, mount_point, version_1 in _mounts():
-        if version_1 not in paths:
+    # What is mounted where, as proc(5) has it; hierarchies of version 1 that do not limit the CPU have none of the files that are read.
+    for line in _text(_ROOT / "proc/self/mountinfo").splitlines():
+        fields, _, kind = (part.split() for part in line.partition(" - "))
+        if len(fields) < 5 or kind[:1] not in (["cgroup"], ["cgroup2"]) or (kind[0] == "cgroup") not in paths:
             continue
-        path = PurePosixPath(paths[version_1])
+        mounted, place = (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), each) for each in fields[3:5])
+        path = PurePosixPath(paths[kind[0] == "cgroup"])
+        top = group = _ROOT / place.lstrip("/")
         # A container may see its own group as the top, whatever the group is called outside.
-        inside = path.is_relative_to(mounted)
-        top = _ROOT / mount_point.lstrip("/")
-        group = top / path.relative_to(mounted) if inside else top
+        if path.is_relative_to(mounted):
+            group = top / path.relative_to(mounted)
         yield group
         while group != top:
             group = group.parent
             yield group
-
-
-def _mounts() -> Iterator[tuple[str, str, bool]]:
-    """Yield the part of a hierarchy that is mounted, the place, and whether it has version 1: see proc(5).
-
-    Those of version 1 that do not limit the CPU are among them; they have none of the files that are read.
-    """
-    for line in _text(_ROOT / "proc/self/mountinfo").splitlines():
-        fields, _, kind = (part.split() for part in line.partition(" - "))
-        if len(fields) >= 5 and kind[:1] in (["cgroup"], ["cgroup2"]):
-            part, place = (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), each) for each in fields[3:5])
-            yield part, place, kind[0] == "cgroup"
 
 
 def _text(path: Path) -> str:

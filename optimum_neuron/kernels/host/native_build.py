@@ -59,10 +59,8 @@ def check_compiler() -> None:
 
 def digest_sources(chosen: InstructionSet) -> str:
     """Return a digest of all that decides what a library computes, but for the compiler."""
-    files = {
-        path.relative_to(SOURCES).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(SOURCES.rglob("*.*"))
-    }
+    paths = sorted(SOURCES.rglob("*.*"))
+    files = {each.relative_to(SOURCES).as_posix(): hashlib.sha256(each.read_bytes()).hexdigest() for each in paths}
     facts = [files, sys.platform, platform.machine(), chosen.name, chosen.flags, _FLAGS]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -83,10 +81,7 @@ def build(
     link_flags: Sequence[str] = (),
     compiled: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Compile the library.
-
-    Args:
-        compiled: gets each source file that is done, in threads of its own.
+    """Compile the library; `compiled` gets each source file that is done, in threads of its own.
 
     Raises:
         RuntimeError: there is no compiler, or it failed; then its message is included.
@@ -113,22 +108,8 @@ def _run_command(processes: Processes, command: list[str]) -> None:
         raise RuntimeError(f"{command[0]} failed on the CPU kernels:\n{output.strip()[-2000:]}")
 
 
-def build_library(folder: Path, chosen: InstructionSet) -> Path:
-    """Build the library in a folder, and return its path.
-
-    Raises:
-        RuntimeError: it cannot be built.
-    """
-    path = folder / "kernels.so"
-    build(path, chosen)
-    return path
-
-
-def load_library(fetch: Callable[[Path, InstructionSet], Path] = build_library) -> ctypes.CDLL:
-    """Return the kernels for this machine's instruction set.
-
-    Args:
-        fetch: puts the library into a folder where the wheel has none, and returns its path.
+def load_library(fetch: Callable[[Path, InstructionSet], object] = build) -> ctypes.CDLL:
+    """Return the kernels for this machine's instruction set; `fetch` makes the file of the library where the wheel has none.
 
     Raises:
         RuntimeError: the library cannot be built, or belongs to another version.
@@ -139,7 +120,9 @@ def load_library(fetch: Callable[[Path, InstructionSet], Path] = build_library) 
     if prebuilt.is_file():
         return _load_file(prebuilt)
     with tempfile.TemporaryDirectory() as folder:
-        return _load_file(fetch(Path(folder), chosen))
+        path = Path(folder, "kernels.so")
+        fetch(path, chosen)
+        return _load_file(path)
 
 
 def _load_file(path: Path) -> ctypes.CDLL:
@@ -147,9 +130,8 @@ def _load_file(path: Path) -> ctypes.CDLL:
     library.step_interface.restype = ctypes.c_int64
     found = library.step_interface()
     if found != INTERFACE:
-        raise RuntimeError(
-            f"the kernels have the interface {found}, and this version calls {INTERFACE}; install it again"
-        )
+        differ = f"the kernels have the interface {found}, and this version calls {INTERFACE}"
+        raise RuntimeError(f"{differ}; install it again")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.step_plan.argtypes, library.step_plan.restype = [pointer, number], pointer
     library.step_free.argtypes, library.step_free.restype = [pointer], None

@@ -29,12 +29,7 @@ class TiedProcess(subprocess.Popen[Any]):
     def __init__(
         self, command: Sequence[str], *, grace: float = 0.0, pass_fds: Sequence[int] = (), **options: Any
     ) -> None:
-        """Start it.
-
-        Args:
-            grace: seconds that the command has to end by itself, once this process has ended.
-            options: of subprocess.Popen.
-        """
+        """Start it; the command has `grace` seconds to end by itself, once this process has ended."""
         lifeline, own_end = os.pipe()
         self._cut = weakref.finalize(self, os.close, own_end)
         guard = [sys.executable, "-I", "-S", str(_GUARD), str(lifeline), str(os.getpid()), str(grace)]
@@ -105,7 +100,6 @@ def run_jobs(jobs: Iterable[Callable[[], None]], threads: int, end_processes: Ca
 
 def parallel_jobs(jobs: int, memory_per_job: int) -> int:
     """Return how many of `jobs` may run at once, by usable CPUs and free memory; at least one."""
-    cpus = usable_cpus()
     memory = available_memory()
-    fitting = cpus if memory is None else memory // memory_per_job
-    return max(1, min(jobs, cpus, fitting))
+    fitting = jobs if memory is None else memory // memory_per_job
+    return max(1, min(jobs, usable_cpus(), fitting))

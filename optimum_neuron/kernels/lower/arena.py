@@ -53,20 +53,15 @@ def _find_offsets(builder: PlanBuilder, first: dict[int, int], last: dict[int, i
             if each in offsets and each not in replaced
         ]
         replaced.update(left[:1])
-        start = offsets[left[0]] if left else _free_place(taken, needed)
+        start = offsets[left[0]] if left else 0
+        for begin, end, _ in () if left else sorted(taken):
+            if begin - start >= needed:
+                break
+            start = max(start, end)
         offsets[index] = start
         taken.append((start, start + needed, last[index]))
         size = max(size, start + needed)
     return offsets, size
-
-
-def _free_place(taken: list[tuple[int, int, int]], needed: int) -> int:
-    start = 0
-    for begin, end, _ in sorted(taken):
-        if begin - start >= needed:
-            break
-        start = max(start, end)
-    return start
 
 
 def buffers_of(step: Step) -> set[int]:
@@ -85,20 +80,16 @@ def list_replaceable(step: Step, buffer: int) -> list[int]:
     return [
         item.access.buffer
         for index, item in enumerate(step.items[: stores[0]])
-        if item.access
-        and item.op == "load"
-        and own is not None
-        and _size_in_order(item) == own
-        and accessed.count(item.access.buffer) == 1
-        and _find_last_read(step.items, index) < stores[0]
+        if item.access and item.op == "load" and own and _size_in_order(item) == own
+        if accessed.count(item.access.buffer) == 1 and _find_last_read(step.items, index) < stores[0]
     ]
 
 
 def _size_in_order(item: Item) -> int | None:
     """Return the bytes of an element, where all elements lie in order from the buffer's begin."""
     access = item.access
-    in_order = access is not None and not item.rows and not access.offset and is_contiguous(access)
-    return SIZES.get(access.dtype) if access is not None and in_order else None
+    in_order = access and not item.rows and not access.offset and is_contiguous(access)
+    return SIZES.get(access.dtype) if access and in_order else None
 
 
 def _find_last_read(items: tuple[Item, ...], load: int) -> int:

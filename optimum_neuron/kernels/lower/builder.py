@@ -8,6 +8,7 @@ torch takes it. So what is rounded does not depend on which operators share a Ma
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from .pointwise import ALIASES, JOINING, VIEWS
 
 
 _FEWER_BITS = (torch.bfloat16, torch.float16)
+_PASSING = VIEWS | ALIASES | JOINING | {operator.getitem}
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
@@ -33,7 +35,6 @@ class PlanBuilder:
 
     Attributes:
         values: of nodes; of a node with several results, a list.
-        steps: in order.
         live: nodes with results that are needed; the others are left out.
         of_live: holds which tokens reach the model's head: of live rows, live ones.
         written: nodes with memory that an operator of torch writes to: they have their own type there, and are rounded to it in
@@ -41,12 +42,7 @@ class PlanBuilder:
     """
 
     def __init__(self, live: set[Node], writers: Iterable[Node], mapped: Collection[Any]) -> None:
-        """Begin an empty plan.
-
-        Args:
-            writers: operators of torch that write to their first operand.
-            mapped: operators that become operators of a Map.
-        """
+        """Begin an empty plan; `writers` of torch write to their first operand, and `mapped` operators become operators of a Map."""
         self.memories: list[PlannedBuffer] = []
         self.values: dict[Node, Any] = {}
         self.steps: list[Step] = []
@@ -73,9 +69,8 @@ class PlanBuilder:
 
     def allocate(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> StoredValue:
         """Return a new contiguous tensor."""
-        return StoredValue(
-            self.memory(self.temporary, "", math.prod(shape) * dtype.itemsize), contiguous(tuple(shape), dtype)
-        )
+        memory = self.memory(self.temporary, "", math.prod(shape) * dtype.itemsize)
+        return StoredValue(memory, contiguous(tuple(shape), dtype))
 
     def allocate_like(self, node: Node) -> StoredValue:
         """Return new memory for a node's result."""
@@ -90,18 +85,12 @@ class PlanBuilder:
         value = self.fake_or_none(node)
         if value is None or value.dtype not in _FEWER_BITS or node in self.written:
             return False
-        later = (user for user in node.users if user in self.live and user not in self.values)
-        return any(self._is_for_maps(user) for user in later)
+        return any(self._is_for_maps(user) for user in node.users if self._is_to_come(user))
 
     def _is_for_maps(self, user: Node) -> bool:
         if user.op == "output" or user.target in self._mapped:
             return True
-        is_item = getattr(user.target, "__name__", "") == "getitem"
-        passes = is_item or user.target in VIEWS or user.target in ALIASES or user.target in JOINING
-        return passes and any(self._is_for_maps(each) for each in user.users if each in self.live)
-
-    def emit(self, step: Step) -> None:
-        self.steps.append(step)
+        return user.target in _PASSING and any(self._is_for_maps(each) for each in user.users if each in self.live)
 
     def fake(self, node: Node) -> Tensor:
         value: Tensor = node.meta["val"]
@@ -149,18 +138,17 @@ class PlanBuilder:
         if isinstance(value, KnownValue):
             return self._constant(value.tensor)
         fake = self.fake(node)
-        if value.home is None:
-            assert not value.group.closed, node
-            self._give_home(value, fake)
-        assert value.home is not None
-        return StoredValue(value.home, contiguous(fake.shape, value.dtype))
+        home = value.home or self._give_home(value, fake)
+        return StoredValue(home, contiguous(fake.shape, value.dtype))
 
-    def _give_home(self, value: Pending, fake: Tensor) -> None:
+    def _give_home(self, value: Pending, fake: Tensor) -> PlannedBuffer:
+        assert not value.group.closed, value
         if any(map(self.is_wide, value.nodes)):
             value.dtype = torch.float32
         place = self.allocate(fake.shape, value.dtype)
         value.home = place.memory
         value.group.store_register(value.register, place, rows=value.rows)
+        return place.memory
 
     def contiguous_copy(self, value: StoredValue, dtype: torch.dtype | None = None) -> StoredValue:
         """Return a contiguous copy, of a type that a Map has."""
@@ -196,16 +184,15 @@ class PlanBuilder:
             return
         self._open.remove(group)
         for value in group.pending:
-            read_later = (
-                node
-                for node in value.nodes
-                if any(user in self.live and user not in self.values for user in node.users)
-            )
+            read_later = (node for node in value.nodes if any(map(self._is_to_come, node.users)))
             if value.home is None and (node := next(read_later, None)) is not None:
                 self._give_home(value, self.fake(node))
         step = group.finish_map()
         if step is not None:
-            self.emit(step)
+            self.steps.append(step)
+
+    def _is_to_come(self, node: Node) -> bool:
+        return node in self.live and node not in self.values
 
     def before_writing(self, memory: PlannedBuffer) -> None:
         """Emit the groups that have yet to read a buffer, or to write to it."""
@@ -218,13 +205,9 @@ class PlanBuilder:
             self.close_group(group)
 
     def group_of(self, shape: torch.Size, operands: list[Node], *, inner: int | None = None) -> tuple[Group, bool]:
-        """Return the group that an operator joins, and whether it computes per row there.
+        """Return the group that an operator joins, and whether it computes per row there; emit operands that are pending in others.
 
-        Operands that are pending in other groups are emitted.
-
-        Args:
-            shape: of the operator's result; of a reduction, of its operand.
-            inner: how many of the last dimensions it reduces.
+        The shape is that of the operator's result; of a reduction of the last `inner` dimensions, that of its operand.
         """
         own = squeezed(shape)
         pending = [(node, value) for node in operands if isinstance(value := self.values.get(node), Pending)]

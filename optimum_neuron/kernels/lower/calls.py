@@ -11,19 +11,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..operators import NAMESPACE
-from ..steps.steps import (
-    Attend,
-    Codes,
-    Convolve,
-    Experts,
-    Layer,
-    Linears,
-    Operand,
-    Sample,
-    Walk,
-    WriteCache,
-    WriteCodes,
-)
+from ..steps import steps
+from ..steps.steps import Codes, Experts, Layer, Linears, Operand
 from .builder import PlanBuilder, arguments
 from .fusion import FLOATS, StoredValue
 from .pointwise import aten
@@ -46,10 +35,6 @@ def _take_adjacent(builder: PlanBuilder, node: Node) -> Operand:
     """Return a node's value with adjacent elements in its last dimension."""
     value = builder.stored(node)
     return (value if value.layout.stride(-1) == 1 else builder.contiguous_copy(value)).as_operand()
-
-
-def _take_rows(builder: PlanBuilder, node: Node) -> Operand:
-    return _as_rows(builder, builder.stored(node))
 
 
 def _take_to_write(builder: PlanBuilder, node: Node) -> Operand:
@@ -93,21 +78,21 @@ _WAYS: dict[str, Callable[[PlanBuilder, Node], Operand]] = {
     "": _take_contiguous,
     "adjacent": _take_adjacent,
     "new": _take_new,
-    "rows": _take_rows,
+    "rows": lambda builder, node: _as_rows(builder, builder.stored(node)),
     "stored": _take_stored,
     "written": _take_to_write,
 }
 # The step of each operator, with its operands in the order in which they come to be in memory; `output` is the node's own.
 _KERNELS: dict[Any, tuple[type[Any], str]] = {
     _OWN.attend.default: (
-        Attend,
+        steps.Attend,
         "query:adjacent keys:stored values:stored blocks positions sinks column_bias key_scale:stored value_scale:stored output:new",
     ),
-    _OWN.write_cache.default: (WriteCache, "states:adjacent blocks columns cache:written"),
-    _OWN.write_codes.default: (WriteCodes, "states:adjacent blocks columns codes:written scale:written"),
-    _OWN.convolve.default: (Convolve, "inputs:rows weight bias slots positions output:new state:written"),
-    _OWN.walk.default: (Walk, "query key value decay share rates slots positions output:new state:written"),
-    _OWN.sample.default: (Sample, "logits:rows output:new params uniforms"),
+    _OWN.write_cache.default: (steps.WriteCache, "states:adjacent blocks columns cache:written"),
+    _OWN.write_codes.default: (steps.WriteCodes, "states:adjacent blocks columns codes:written scale:written"),
+    _OWN.convolve.default: (steps.Convolve, "inputs:rows weight bias slots positions output:new state:written"),
+    _OWN.walk.default: (steps.Walk, "query key value decay share rates slots positions output:new state:written"),
+    _OWN.sample.default: (steps.Sample, "logits:rows output:new params uniforms"),
     _OWN.expert_linear.default: (Experts, "output:new x index weight bias"),
 }
 
@@ -123,7 +108,7 @@ def _lower_kernel(builder: PlanBuilder, node: Node) -> bool:
         name, _, way = each.partition(":")
         source = members.get(name, node)
         members[name] = None if source is None else _WAYS[way](builder, source)
-    builder.emit(make(**members))
+    builder.steps.append(make(**members))
     return True
 
 
@@ -167,13 +152,13 @@ def _lower_layers(
     x = arguments(node)[0]
     users = (user for user in x.users if user not in builder.values and user in builder.live)
     alike = [user for user in users if user.target is node.target and arguments(user)[0] is x and is_alike(user)]
-    rows = _take_rows(builder, x)
+    rows = _as_rows(builder, builder.stored(x))
     layers = []
     for each in alike:
         output = builder.allocate_like(each)
         layers.append(make_layer(each, _as_rows(builder, output)))
         builder.values[each] = output
-    builder.emit(Linears(rows, tuple(layers)))
+    builder.steps.append(Linears(rows, tuple(layers)))
     return True
 
 
@@ -206,7 +191,7 @@ def _lower_matmul(builder: PlanBuilder, node: Node) -> bool:
     x = StoredValue(value.memory, value.layout.transpose(-1, -2))
     rows = _as_rows(builder, x)
     output = builder.allocate((*x.layout.shape[:-1], weight.layout.shape[0]), fake.dtype)
-    builder.emit(Linears(rows, (Layer(weight.as_operand(), None, _as_rows(builder, output)),)))
+    builder.steps.append(Linears(rows, (Layer(weight.as_operand(), None, _as_rows(builder, output)),)))
     builder.values[node] = StoredValue(output.memory, output.layout.transpose(-1, -2))
     return True
 
@@ -215,9 +200,8 @@ def _lower_quantized_experts(builder: PlanBuilder, node: Node) -> bool:
     x, index, kind, codes, scale, shift, bias, activations = arguments(node)
     rows, places, scales = (_take_contiguous(builder, each) for each in (x, index, scale))
     shifts, own_bias = (None if each is None else _take_contiguous(builder, each) for each in (shift, bias))
-    output = _take_new(builder, node)
-    form = Codes(kind, scales, shifts, activations)
-    builder.emit(Experts(rows, places, _take_stored(builder, codes), own_bias, output, form))
+    output, form = _take_new(builder, node), Codes(kind, scales, shifts, activations)
+    builder.steps.append(Experts(rows, places, _take_stored(builder, codes), own_bias, output, form))
     return True
 
 

@@ -13,18 +13,7 @@ from .builder import PlanBuilder, arguments
 from .fusion import FLOATS, REGISTER_DTYPES, StoredValue
 from .join import Join, constant, lower_layer_norm, lower_reduction, lower_softmax, read_numbers, reduced_dims
 from .moves import lower_clone, lower_conversion
-from .pointwise import (
-    ARITHMETIC,
-    COMPARISONS,
-    CONVERSIONS,
-    COPIES,
-    KEEPS_CONSTANT,
-    LOGICAL,
-    REDUCING,
-    ROTATE_HALF,
-    UNARY,
-    aten,
-)
+from .pointwise import ARITHMETIC, COMPARISONS, CONVERSIONS, COPIES, KEEPS_CONSTANT, LOGICAL, REDUCING, UNARY, aten
 
 
 def lower_elementwise(builder: PlanBuilder, node: Node) -> bool:
@@ -51,8 +40,7 @@ def lower_elementwise(builder: PlanBuilder, node: Node) -> bool:
         if reduced_dims(builder, node):
             return lower_reduction(builder, node)
         return target not in (aten.any.dim, aten.all.dim) and lower_conversion(builder, node)  # of one element each
-    special = _SPECIAL.get(target)
-    return special is not None and special(builder, node)
+    return target in _SPECIAL and _SPECIAL[target](builder, node)
 
 
 def _lower_operator(
@@ -69,25 +57,19 @@ def _lower_operator(
 def _lower_arithmetic(builder: PlanBuilder, node: Node) -> bool:
     if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("rounding_mode") or len(arguments(node)) > 2:
         return False
-    op, integer_op = ARITHMETIC[node.target]
-    dtype = builder.fake(node).dtype
-    if dtype not in FLOATS:
-        if dtype != torch.int32 or integer_op is None:
-            return False
-        op = integer_op
-    return _lower_operator(
-        builder, node, op, arguments(node), dtype, exact=[1] if node.target in KEEPS_CONSTANT else []
-    )
+    dtype, exact = builder.fake(node).dtype, [1] if node.target in KEEPS_CONSTANT else []
+    if dtype not in (*FLOATS, torch.int32):
+        return False
+    op = ARITHMETIC[node.target][0 if dtype in FLOATS else 1]
+    return op is not None and _lower_operator(builder, node, op, arguments(node), dtype, exact)
 
 
 def _lower_compare(builder: PlanBuilder, node: Node) -> bool:
     sources = arguments(node)[:2]
     typed = [builder.fake(each).to("meta") if isinstance(each, Node) else each for each in sources]
     common = torch.result_type(*typed)
-    op = COMPARISONS[node.target]
-    return common in REGISTER_DTYPES and _lower_operator(
-        builder, node, op if common in FLOATS else "i" + op, sources, common
-    )
+    op = COMPARISONS[node.target] if common in FLOATS else "i" + COMPARISONS[node.target]
+    return common in REGISTER_DTYPES and _lower_operator(builder, node, op, sources, common)
 
 
 def _lower_logical(builder: PlanBuilder, node: Node) -> bool:
@@ -174,9 +156,9 @@ def _lower_pow(builder: PlanBuilder, node: Node) -> bool:
 
 
 def _lower_rsub(builder: PlanBuilder, node: Node) -> bool:
-    dtype = builder.fake(node).dtype
-    plain = len(arguments(node)) == 2 and not node.kwargs and dtype in FLOATS
-    return plain and _lower_operator(builder, node, "sub", arguments(node)[::-1], dtype)
+    dtype, operands = builder.fake(node).dtype, arguments(node)[::-1]
+    plain = len(operands) == 2 and not node.kwargs and dtype in FLOATS
+    return plain and _lower_operator(builder, node, "sub", operands, dtype)
 
 
 def _lower_clamp(builder: PlanBuilder, node: Node) -> bool:
@@ -197,11 +179,9 @@ def _lower_clamp(builder: PlanBuilder, node: Node) -> bool:
     return join.finish(register)
 
 
-def _lower_gelu(builder: PlanBuilder, node: Node) -> bool:
-    return _lower_unary(builder, node, "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu")
-
-
-def _lower_softplus(builder: PlanBuilder, node: Node) -> bool:
+def _lower_activation(builder: PlanBuilder, node: Node) -> bool:
+    if node.target is aten.gelu.default:
+        return _lower_unary(builder, node, "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu")
     return len(arguments(node)) == 1 and not node.kwargs and _lower_unary(builder, node, "softplus")
 
 
@@ -214,13 +194,12 @@ _SPECIAL: dict[Any, Callable[[PlanBuilder, Node], bool]] = {
     **dict.fromkeys((aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default), _lower_clamp),
     **dict.fromkeys((aten.softmax.int, aten._softmax.default), lower_softmax),
     **dict.fromkeys((aten.pow.Tensor_Scalar, aten.square.default), _lower_pow),
-    aten.gelu.default: _lower_gelu,
+    **dict.fromkeys((aten.gelu.default, aten.softplus.default), _lower_activation),
     aten.rsub.Scalar: _lower_rsub,
     aten.layer_norm.default: lower_layer_norm,
-    aten.softplus.default: _lower_softplus,
 }
 # What becomes operators of a Map.
 MAPPED: frozenset[Any] = frozenset(
-    {ROTATE_HALF, *ARITHMETIC, *COMPARISONS, *LOGICAL, *UNARY, *REDUCING, *CONVERSIONS, *COPIES, *_SPECIAL}
+    {*ARITHMETIC, *COMPARISONS, *LOGICAL, *UNARY, *REDUCING, *CONVERSIONS, *COPIES, *_SPECIAL}
     | {aten.contiguous.default, aten.copy_.default}
 )

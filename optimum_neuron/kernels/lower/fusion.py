@@ -59,12 +59,9 @@ class KnownValue:
 
 @dataclass(eq=False)
 class Pending:
-    """A register of a group that has yet to be emitted.
+    """A register of a group that has yet to be emitted, with one element per row of the group where `rows` says so.
 
-    Attributes:
-        rows: whether it has one element per row of the group.
-        home: where it will be stored, if it will.
-        nodes: that have this value: views that change no element's place share it.
+    `home` is where it will be stored, if it will. All `nodes` have this value: views that change no element's place share it.
     """
 
     group: Group
@@ -128,7 +125,7 @@ class Group:
         layout = value.layout.view(shape) if fewer else value.layout.expand(shape)
         access = _squeezed_access(StoredValue(value.memory, layout))
         if (access, rows) not in self._loads:
-            self._loads[access, rows] = self._append("load", rows=rows, access=access)
+            self._loads[access, rows] = self.compute("load", rows=rows, access=access)
             self.read.add(value.memory)
         return self._loads[access, rows]
 
@@ -137,12 +134,9 @@ class Group:
         self._items.append(Item("store", -1, (register,), (False,), rows, _squeezed_access(place)))
         self.written.add(place.memory)
 
-    def compute(self, op: str, *operands: int | Constant, rows: bool = False) -> int:
-        return self._append(op, *operands, rows=rows)
-
     def reduce(self, op: str, register: int, inner: int) -> int:
         self.inner = inner
-        return self._append(op, register, rows=True)
+        return self.compute(op, register, rows=True)
 
     def rotate(self, register: int) -> int:
         """Return a register with each row's second half negated, and then its first."""
@@ -159,13 +153,13 @@ class Group:
         """Return a register of float32 numbers rounded to another type."""
         return self.compute(_ROUNDING[dtype], register, rows=rows) if dtype in _ROUNDING else register
 
-    def _append(self, op: str, *operands: int | Constant, rows: bool, access: Operand | None = None) -> int:
-        register = self._count
-        self._count += 1
+    def compute(self, op: str, *operands: int | Constant, rows: bool = False, access: Operand | None = None) -> int:
+        """Return the register of an operator's result."""
         numbers = tuple(each.number if isinstance(each, Constant) else each for each in operands)
         constants = tuple(isinstance(each, Constant) for each in operands)
-        self._items.append(Item(op, register, numbers, constants, rows, access))
-        return register
+        self._items.append(Item(op, self._count, numbers, constants, rows, access))
+        self._count += 1
+        return self._count - 1
 
     def finish_map(self) -> Map | None:
         """Return the Map; None where none of its results is needed, or has elements."""
@@ -206,14 +200,10 @@ def _assign_registers(items: list[Item]) -> tuple[int, tuple[Item, ...]]:
             value if constant else place[int(value)]
             for value, constant in zip(item.operands, item.constants, strict=True)
         )
-        target = -1
         if item.op != "store":
-            if free:
-                target = free.pop()
-            else:
-                target, count = count, count + 1
-            place[item.to] = target
-        assigned.append(replace(item, to=target, operands=operands))
+            place[item.to] = free.pop() if free else count
+            count = max(count, place[item.to] + 1)
+        assigned.append(replace(item, to=-1 if item.op == "store" else place[item.to], operands=operands))
         for register in {*_registers_of(item)}:
             if last_use[register] == index:
                 free.append(place[register])

@@ -35,9 +35,7 @@ class Join:
     ) -> None:
         """Find the group.
 
-        Args:
-            inner: how many dimensions of more than one element a reduction of the first operand takes.
-            order: of its dimensions, where those that it takes are not the last.
+        A reduction of the first operand takes `inner` dimensions of more than one element, in this `order` the last.
         """
         self.builder, self.node, self.order = builder, node, order
         self.shape = builder.fake(node if inner is None else operands[0]).shape
@@ -85,19 +83,16 @@ def constant(builder: PlanBuilder, source: Any) -> float | None:
     if not isinstance(source, Node):
         return source if isinstance(source, int | float) else None
     value = builder.values.get(source)
-    if isinstance(value, KnownValue) and value.tensor.numel() == 1 and value.tensor.dtype != torch.float64:
-        number: float = value.tensor.item()
-        return number
-    return None
+    is_number = isinstance(value, KnownValue) and value.tensor.numel() == 1 and value.tensor.dtype != torch.float64
+    return value.tensor.item() if is_number else None
 
 
 def read_numbers(
     builder: PlanBuilder, sources: Sequence[Any], dtype: torch.dtype, exact: Collection[int] = ()
 ) -> list[Constant | None] | None:
-    """Return the numbers among operands, as operators on a type take them; None where one is no number of int32.
+    """Return the numbers among operands, as operators on a type take them, or None where one is no number of int32.
 
-    Args:
-        exact: places of the numbers that torch does not round to the type.
+    Torch does not round those at the places `exact` to the type.
     """
     numbers = [constant(builder, source) for source in sources]
     if dtype not in FLOATS:

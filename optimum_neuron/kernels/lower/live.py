@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..plan import Plan
-from ..steps.access import BY_TOKEN, SIZES, find_operands
-from ..steps.steps import Attend, Buffer, Linears, Map, Operand, Select, Step, Tokens, TorchCall
+from ..steps.access import SIZES, find_operands, list_outputs
+from ..steps.steps import Attend, Buffer, Map, Operand, Select, Step, Tokens, TorchCall
 from ..steps.torch_operators import COMPUTED_WHOLE, row_operands
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The layout of tokens in a buffer.
-
-    Attributes:
-        stride: bytes from a token to the next.
-        count: tokens in a row of them, where there are several rows: a head's, say.
-        base: the first one.
-    """
+    """The layout of tokens in a buffer, `base` first: `stride` bytes apart, `count` in a row where there are several rows, as a head's."""
 
     stride: int
     count: int | None
@@ -63,18 +57,20 @@ class _Demands:
     def follow_step(self, step: Step) -> Step:
         """Return a step with what it can leave out, and add what it needs to the demands."""
         form = _find_form(step, self._count)
-        tokens = None if form is None else self._find_tokens(form)
-        live = [] if form is None else form.live
-        if form is None or tokens is None:
-            spared = [access for access, _ in live]
-            self._need_all(each for each in find_operands(step) if each not in spared)
+        tokens = self._find_tokens(form)
+        parts = [(access, _find_layout(access, dim, 0)) for access, dim in form.live]
+        if tokens is None:
+            spared = [access for access, _ in parts]
+            whole: Iterable[Operand] = (each for each in find_operands(step) if each not in spared)
         else:
-            self._need_all(form.whole)
-            for access, dim in form.reads:
-                self._need_part(access, _find_layout(access, dim, tokens.first))
+            whole = form.whole
+            parts += [(access, _find_layout(access, dim, tokens.first)) for access, dim in form.reads]
             step = form.limit_step(tokens)
-        for access, dim in live:
-            self._need_part(access, _find_layout(access, dim, 0))
+        for each in whole:
+            self._of[each.buffer] = None
+        for access, layout in parts:
+            alike = self._of.get(access.buffer, layout) == layout
+            self._of[access.buffer] = layout if alike else None
         return step
 
     def _find_tokens(self, form: _Form) -> Tokens | None:
@@ -84,7 +80,11 @@ class _Demands:
             if self._buffers[access.buffer].kind not in ("arena", "output"):
                 return None
             if access.buffer in self._of:
-                fitting = _match_tokens(access, dims, self._of[access.buffer])
+                demand, fitting = self._of[access.buffer], []
+                for dim in dims:
+                    own = _find_layout(access, dim, 0)
+                    if own and demand and replace(own, base=demand.base) == demand and demand.base >= own.base:
+                        fitting.append((dim, Tokens(demand.base - own.base, access.shape[dim])))
                 if len(fitting) != 1:
                     return None
                 found.add(fitting[0])
@@ -97,17 +97,9 @@ class _Demands:
         dim, tokens = found.pop()
         return tokens if form.choose_dim(dim) else None
 
-    def _need_part(self, access: Operand, layout: _Layout | None) -> None:
-        alike = self._of.get(access.buffer, layout) == layout
-        self._of[access.buffer] = layout if alike else None
-
-    def _need_all(self, operands: Iterable[Operand]) -> None:
-        for each in operands:
-            self._of[each.buffer] = None
-
 
 def _find_layout(access: Operand, dim: int, first: int) -> _Layout | None:
-    """Return the layout of an access's tokens in its buffer; None where the elements of two tokens mix.
+    """Return the layout of tokens in the buffer of an access; None where the elements of two tokens mix.
 
     Args:
         dim: counts tokens.
@@ -132,43 +124,26 @@ def _find_layout(access: Operand, dim: int, first: int) -> _Layout | None:
     return _Layout(stride * size, count, first - index)
 
 
-def _match_tokens(access: Operand, dims: Iterable[int], demand: _Layout | None) -> list[tuple[int, Tokens]]:
-    """List the dimensions that may count the tokens that are needed of what an access writes, with those tokens."""
-    found = []
-    for dim in dims:
-        own = _find_layout(access, dim, 0)
-        if own and demand and replace(own, base=demand.base) == demand and demand.base >= own.base:
-            found.append((dim, Tokens(demand.base - own.base, access.shape[dim])))
-    return found
-
-
+@dataclass
 class _Form:
     """A step, as far as it concerns tokens.
 
-    Attributes:
-        writes: its outputs, each with the dimensions that may count tokens.
-        reads: its operands of a token each, with the dimension that counts them.
-        whole: its other operands.
-        live: operands of which it reads live tokens alone, whatever is needed of it, with their dimension of tokens.
+    It `writes` outputs, each with the dimensions that may count tokens. It `reads` operands of a token each, with the dimension that counts
+    them, and others `whole`. Of those in `live` it reads live tokens alone, whatever is needed of it.
     """
 
-    def __init__(
-        self,
-        step: Any,
-        writes: Iterable[tuple[Operand, Iterable[int]]],
-        reads: Iterable[tuple[Operand, int]] = (),
-        whole: Iterable[Operand] = (),
-        live: Iterable[tuple[Operand, int]] = (),
-    ) -> None:
-        self.writes, self.reads, self.whole, self.live = list(writes), list(reads), list(whole), list(live)
-        self._step = step
+    step: Any
+    writes: Sequence[tuple[Operand, Iterable[int]]] = ()
+    reads: Sequence[tuple[Operand, int]] = ()
+    whole: Sequence[Operand] = ()
+    live: Sequence[tuple[Operand, int]] = ()
 
     def choose_dim(self, dim: int) -> bool:
         """Choose the dimension that counts tokens; return False where tokens meet along it."""
         return True
 
     def limit_step(self, tokens: Tokens) -> Step:
-        step: Step = replace(self._step, tokens=tokens)
+        step: Step = replace(self.step, tokens=tokens)
         return step
 
 
@@ -198,7 +173,7 @@ class _MapForm(_Form):
     def choose_dim(self, dim: int) -> bool:
         if not self._is_plain:
             return False
-        loads = [item.access for item in self._step.items if item.op == "load"]
+        loads = [item.access for item in self.step.items if item.op == "load"]
         self.reads = [(access, dim) for access in loads if access.strides[dim]]
         self.whole = [access for access in loads if not access.strides[dim]]
 
@@ -207,7 +182,7 @@ class _MapForm(_Form):
             shape, strides = (tuple(values[place] for place in order) for values in (access.shape, access.strides))
             return replace(access, shape=shape, strides=strides)
 
-        self._step = _change_accesses(self._step, move_to_front)
+        self.step = _change_accesses(self.step, move_to_front)
         return True
 
 
@@ -220,25 +195,22 @@ class _CallForm(_Form):
     """A call of torch that computes row by row, and can take fewer rows."""
 
     def choose_dim(self, dim: int) -> bool:
-        taken = row_operands(self._step, dim)
+        taken = row_operands(self.step, dim)
         self.reads = [(operand, dim) for operand in taken]
-        self.whole = [each for each in find_operands(self._step.arguments) if each not in taken]
-        self._step = replace(self._step, dim=dim)
+        self.whole = [each for each in find_operands(self.step.arguments) if each not in taken]
+        self.step = replace(self.step, dim=dim)
         return True
 
     def limit_step(self, tokens: Tokens) -> Step:
-        step: Step = self._step
+        step: Step = self.step
         # Of some, the bits of a row depend on how many there are: rows of any are computed always.
-        return step if self._step.operator in COMPUTED_WHOLE else super().limit_step(tokens)
+        return step if self.step.operator in COMPUTED_WHOLE else super().limit_step(tokens)
 
 
-def _find_form(step: Step, count: int) -> _Form | None:
-    """Return None where a step computes none of `count` tokens by itself."""
+def _find_form(step: Step, count: int) -> _Form:
+    """Return the form of a step, which is empty where it computes none of `count` tokens by itself."""
     if isinstance(step, Map):
         return _MapForm(step, count)
-    if isinstance(step, Linears):
-        parts = ((layer.weight, layer.bias, layer.codes) for layer in step.layers)
-        return _Form(step, [(layer.output, (0,)) for layer in step.layers], [(step.x, 0)], find_operands([*parts]))
     if isinstance(step, Attend):
         return _find_attend_form(step)
     if isinstance(step, Select):
@@ -246,34 +218,29 @@ def _find_form(step: Step, count: int) -> _Form | None:
     if isinstance(step, TorchCall):
         first = step.outputs[0] if step.outputs else None
         dims = [] if first is None else [dim for dim in range(len(first.shape)) if row_operands(step, dim)]
-        return _CallForm(step, [(each, dims) for each in step.outputs if each is not None]) if dims else None
-    names = BY_TOKEN[type(step)]
-    output = getattr(step, "output", None)
-    reads = [(each, 0) for name in names if (each := getattr(step, name)) is not None]
-    return _Form(step, [] if output is None else [(output, (0,))], reads, _list_others(step, *names, "output"))
+        return _CallForm(step, [(each, dims) for each in step.outputs if each is not None] if dims else ())
+    outputs = list_outputs(step)
+    reads = [each for name in step.by_token if (each := getattr(step, name)) is not None]
+    whole = [each for each in find_operands(step) if not any(each is other for other in (*outputs, *reads))]
+    return _Form(step, [(each, (0,)) for each in outputs], [(each, 0) for each in reads], whole)
 
 
-def _list_others(step: Any, *names: str) -> list[Operand]:
-    """List the operands in a step's other members."""
-    members = [getattr(step, member.name) for member in fields(step) if member.name not in names]
-    return list(find_operands(members))
-
-
-def _find_attend_form(step: Attend) -> _Form | None:
+def _find_attend_form(step: Attend) -> _Form:
     rows, heads, tokens, dim = step.query.shape
     by_row, by_head, by_token, by_element = step.query.strides
     if rows > 1 and tokens > 1 and by_row != tokens * by_token:
-        return None
+        return _Form(step)
     stride = by_token if tokens > 1 else by_row
     query = replace(step.query, shape=(rows * tokens, heads, dim), strides=(stride, by_head, by_element))
     output = replace(step.output, shape=(rows * tokens, heads * dim), strides=(heads * dim, 1))
-    return _Form(step, [(output, (0,))], [(query, 0)], _list_others(step, "query", "output"))
+    whole = [each for each in find_operands(step) if each is not step.query and each is not step.output]
+    return _Form(step, [(output, (0,))], [(query, 0)], whole)
 
 
-def _find_select_form(step: Select) -> _Form | None:
+def _find_select_form(step: Select) -> _Form:
     """Return the form of a lookup of rows of a table, or of tokens."""
     if math.prod(step.source.shape[: step.dim]) != 1:
-        return None
+        return _Form(step)
     row = math.prod(step.source.shape[step.dim + 1 :])
     count = math.prod(step.index.shape)
     output = replace(step.output, shape=(count, row), strides=(row, 1))

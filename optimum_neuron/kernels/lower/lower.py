@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from ..operators import NAMESPACE
 from ..plan import Plan
@@ -60,7 +61,7 @@ def lower(program: ExportedProgram, tokens: int = 1, by_token: Collection[str] =
     graph = program.graph_module.graph
     writers = [node for node in graph.nodes if node.op == "call_function" and writes(node) and not _is_own(node)]
     live = _find_live(graph.nodes)
-    builder = PlanBuilder(live, writers, MAPPED)
+    builder = PlanBuilder(live, writers, MAPPED | {ROTATE_HALF})
     fixed = _add_inputs(builder, program)
     begin = _lower_fixed(builder, graph.nodes, fixed)
     once = tuple(step for step in builder.steps if isinstance(step, TorchCall))
@@ -73,7 +74,7 @@ def lower(program: ExportedProgram, tokens: int = 1, by_token: Collection[str] =
             value = builder.stored(node)
             output = builder.allocate_like(node)
             source = {"tensor": value.as_operand()}  # of any type, so by torch
-            builder.emit(TorchCall(str(aten.clone.default), [source], {}, (output.as_operand(),)))
+            builder.steps.append(TorchCall(str(aten.clone.default), [source], {}, (output.as_operand(),)))
             builder.values[node] = output
         elif node not in builder.values:
             _lower_node(builder, node)
@@ -139,20 +140,18 @@ def _lower_fixed(builder: PlanBuilder, nodes: Iterable[Node], fixed: set[Node]) 
             continue
         if writes(node) or _is_own(node):
             continue
-        if node in builder.written:  # not known for longer than the first write
-            if shaped and fake is not None:
-                begin[node] = KnownValue(_fill_constant(node, fake))
-            elif not node.all_input_nodes:
-                _evaluate_node(builder, node)
-                begin[node] = builder.values.pop(node)
-        elif shaped and fake is not None:
-            builder.values[node] = KnownValue(_fill_constant(node, fake))
-        elif all(isinstance(builder.values.get(source), KnownValue) for source in node.all_input_nodes):
-            _evaluate_node(builder, node)
-        elif fake is None or fake.numel() > _MAX_KEPT or not fixed.issuperset(node.all_input_nodes):
+        changes, sources = node in builder.written, node.all_input_nodes
+        known = None
+        if shaped and fake is not None:
+            known = KnownValue(_fill_constant(node, fake))
+        elif all(isinstance(builder.values.get(source), KnownValue) and not changes for source in sources):
+            known = _evaluate_node(builder, node)
+        if known is not None:  # of what is written to, for no longer than the first write
+            (begin if changes else builder.values)[node] = known
+        elif changes or fake is None or fake.numel() > _MAX_KEPT or not fixed.issuperset(sources):
             continue
-        elif node.target in CONVERSIONS and fake.dtype == builder.fake(node.all_input_nodes[0]).dtype:
-            builder.share(node, node.all_input_nodes[0])
+        elif node.target in CONVERSIONS and fake.dtype == builder.fake(sources[0]).dtype:
+            builder.share(node, sources[0])
         elif not (node.target in VIEWS and _lower_view(builder, node)):
             lower_torch_call(builder, node)
         if node in builder.values:
@@ -167,19 +166,14 @@ def _fill_constant(node: Node, fake: Tensor) -> Tensor:
     return SHAPED[node.target](fake.shape, dtype=fake.dtype)
 
 
-def _evaluate_node(builder: PlanBuilder, node: Node) -> None:
-    """Compute a node from known operands."""
-
-    def known(source: Node) -> Any:
-        return builder.values[source].tensor
-
-    args, kwargs = torch.fx.node.map_arg((arguments(node), node.kwargs), known)
+def _evaluate_node(builder: PlanBuilder, node: Node) -> Any:
+    """Return the known values of a node, computed from known operands; None where it gives no tensors."""
+    args, kwargs = map_arg((arguments(node), node.kwargs), lambda source: builder.values[source].tensor)
     assert callable(node.target)
     result = node.target(*args, **{name: value for name, value in kwargs.items() if name != "device"})
-    if isinstance(result, Tensor):
-        builder.values[node] = KnownValue(result)
-    elif isinstance(result, list | tuple):
-        builder.values[node] = [KnownValue(each) for each in result]
+    if isinstance(result, list | tuple):
+        return [KnownValue(each) for each in result]
+    return KnownValue(result) if isinstance(result, Tensor) else None
 
 
 def _is_own(node: Node) -> bool:
@@ -235,10 +229,8 @@ def _lower_view(builder: PlanBuilder, node: Node) -> bool:
         result = _on_layout(builder, node, base.layout)
         if result is None:
             return False
-    if isinstance(result, Tensor):
-        builder.values[node] = StoredValue(base.memory, result)
-    else:
-        builder.values[node] = [StoredValue(base.memory, each) for each in result]
+    stored = [StoredValue(base.memory, each) for each in ([result] if isinstance(result, Tensor) else result)]
+    builder.values[node] = stored[0] if isinstance(result, Tensor) else stored
     return True
 
 
@@ -248,7 +240,7 @@ def _on_layout(builder: PlanBuilder, node: Node, layout: Tensor) -> Any:
     def meta(source: Node) -> Tensor:
         return layout if source is arguments(node)[0] else builder.fake(source).to("meta")
 
-    args, kwargs = torch.fx.node.map_arg((arguments(node), node.kwargs), meta)
+    args, kwargs = map_arg((arguments(node), node.kwargs), meta)
     assert callable(node.target)
     try:
         result = node.target(*args, **kwargs)

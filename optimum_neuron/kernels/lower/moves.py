@@ -42,16 +42,9 @@ def lower_select(builder: PlanBuilder, node: Node) -> bool:
             return False
         table = builder.contiguous_copy(table)
     output = builder.allocate_like(node)
-    builder.emit(
-        Select(
-            table.as_operand(),
-            numbers.as_operand(),
-            output.as_operand(),
-            dim % builder.fake(source).dim(),
-            wraps=node.target is aten.index.Tensor,
-            of_live=numbers.memory in builder.of_live,
-        )
-    )
+    operands = (table.as_operand(), numbers.as_operand(), output.as_operand())
+    wraps, of_live = node.target is aten.index.Tensor, numbers.memory in builder.of_live
+    builder.steps.append(Select(*operands, dim % builder.fake(source).dim(), wraps, of_live))
     builder.values[node] = output
     return True
 
@@ -138,12 +131,10 @@ def lower_conversion(builder: PlanBuilder, node: Node) -> bool:
         return True
     join = Join(builder, node, [source])
     register = join.register(source)
-    if after in FLOATS:
-        op = None if before in FLOATS else "to_float"
-    elif after == torch.bool:
-        op = "to_bool" if before in FLOATS else "ito_bool"
+    if after == torch.bool:
+        op: str | None = "to_bool" if before in FLOATS else "ito_bool"
     else:
-        op = "to_int" if before in FLOATS else None
+        op = None if (before in FLOATS) == (after in FLOATS) else "to_float" if after in FLOATS else "to_int"
     return join.finish(join.compute(op, register) if op else register)
 
 

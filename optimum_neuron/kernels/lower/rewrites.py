@@ -60,8 +60,7 @@ def _call(graph: Graph, operator: Callable[..., Any], *args: Any) -> Node:
 
 def find_rotations(program: ExportedProgram) -> None:
     """Replace `cat([-x[..., half:], x[..., :half]], -1)`, of an x with twice as many columns."""
-    graph = program.graph_module.graph
-    for node in list(graph.nodes):
+    for node in list(program.graph_module.graph.nodes):
         source = _rotated(node)
         if source is not None:
             node.target, node.args, node.kwargs = ROTATE_HALF, (source,), {}

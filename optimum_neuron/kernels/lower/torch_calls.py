@@ -45,29 +45,26 @@ def lower_torch_call(builder: PlanBuilder, node: Node) -> None:
     if writes(node):
         builder.close_groups()
         target = builder.stored(arguments(node)[0])
-        builder.emit(_call(builder, node, ()))
+        builder.steps.append(_call(builder, node, ()))
         builder.values[node] = target
         return
     fakes = node.meta["val"]
-    results = [fakes] if isinstance(fakes, Tensor) else list(fakes)
+    is_single = isinstance(fakes, Tensor)
     for source in node.all_input_nodes:
         builder.stored(source)
+    results = [fakes] if is_single else fakes
     outputs = [builder.allocate(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in results]
     places = tuple(None if each is None else each.as_operand() for each in outputs)
-    builder.emit(_call(builder, node, places))
-    builder.values[node] = outputs[0] if isinstance(fakes, Tensor) else outputs
+    builder.steps.append(_call(builder, node, places))
+    builder.values[node] = outputs[0] if is_single else outputs
 
 
 def _call(builder: PlanBuilder, node: Node, outputs: tuple[Operand | None, ...]) -> TorchCall:
     if node.target in CONVERSIONS:  # whatever else it says of where to
-        dtype = {"dtype": dtype_name(builder.fake(node).dtype)}
-        return TorchCall(str(aten.to.dtype), [_argument(builder, arguments(node)[0]), dtype], {}, outputs)
-    return TorchCall(
-        str(node.target),
-        [_argument(builder, each) for each in arguments(node)],
-        {name: _argument(builder, each) for name, each in node.kwargs.items() if name not in _PLACEMENT},
-        outputs,
-    )
+        taken = [arguments(node)[0], builder.fake(node).dtype]
+        return TorchCall(str(aten.to.dtype), _argument(builder, taken), {}, outputs)
+    keywords = {name: _argument(builder, each) for name, each in node.kwargs.items() if name not in _PLACEMENT}
+    return TorchCall(str(node.target), _argument(builder, arguments(node)), keywords, outputs)
 
 
 def _argument(builder: PlanBuilder, value: Any) -> Any:

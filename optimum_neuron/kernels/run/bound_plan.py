@@ -6,11 +6,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import count
 
 import numpy as np
 
 from ..steps.access import PlanError, find_operands, list_written
-from ..steps.steps import Buffer, PlanData, Step, TorchCall
+from ..steps.steps import Buffer, Linears, PlanData, Step, TorchCall
 from .encode import encode_step
 from .memory import PlanMemory, TensorForm
 
@@ -44,10 +45,19 @@ class BoundPlan:
         self._plan = plan
         self._memory = PlanMemory(plan.buffers, inputs, outputs, tensors, arena)
         self.outputs = self._memory.outputs
-        words, calls = self._encode_steps(short_scales)
-        self._segments = list(self._group_calls(calls))
+        words: list[int] = []
+        self._calls: list[_Run | None] = []  # for each step the call of torch that it is
+        for step in plan.steps:
+            if isinstance(step, TorchCall):
+                from .torch_call import bind_call  # imports torch, which most plans do without
+
+                self._calls.append(bind_call(step, self._memory))
+            else:
+                words += encode_step(step, plan.buffers, short_scales)
+                self._calls.append(None)
+        self._segments = list(self._group_calls(self._calls))
         self._state_steps = count_state_steps(plan)
-        self._state_segments = list(self._group_calls(calls[: self._state_steps]))
+        self._state_segments = list(self._group_calls(self._calls[: self._state_steps]))
         array = np.array(words, dtype=np.int64)
         self._handle = library.step_plan(array.ctypes.data, len(words))
         if not self._handle:
@@ -61,23 +71,6 @@ class BoundPlan:
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.step_free(self._handle)
-
-    def _bind_call(self, step: TorchCall) -> _Run:
-        from .torch_call import bind_call  # imports torch, which most plans do without
-
-        return bind_call(step, self._memory)
-
-    def _encode_steps(self, short_scales: Collection[str]) -> tuple[list[int], list[_Run | None]]:
-        """Return the words of all kernel steps, and for each step the call of torch that it is, if it is one."""
-        words: list[int] = []
-        calls: list[_Run | None] = []
-        for step in self._plan.steps:
-            if isinstance(step, TorchCall):
-                calls.append(self._bind_call(step))
-            else:
-                words += encode_step(step, self._plan.buffers, short_scales)
-                calls.append(None)
-        return words, calls
 
     def _group_calls(self, calls: Sequence[_Run | None]) -> Iterator[_Run]:
         """Yield what runs the first steps in order: adjacent kernels as one, and the calls of torch between them."""
@@ -131,16 +124,10 @@ class BoundPlan:
 
     @cached_property
     def _operators(self) -> list[tuple[str, _Run]]:
-        operators: list[tuple[str, _Run]] = []
-        native = 0
-        for step in self._plan.steps:
-            if isinstance(step, TorchCall):
-                run = self._bind_call(step)
-            else:
-                run = self._bind_kernels(native, native + 1)
-                native += 1
-            operators.append((name_step(step, self._plan.buffers), run))
-        return operators
+        names = [name_step(step, self._plan.buffers) for step in self._plan.steps]
+        native = count()
+        runs = [call or self._bind_kernels(number := next(native), number + 1) for call in self._calls]
+        return list(zip(names, runs, strict=True))
 
 
 def count_state_steps(plan: PlanData) -> int:
@@ -151,28 +138,13 @@ def count_state_steps(plan: PlanData) -> int:
     return 0
 
 
-# The operands that name a step, by its kind; of other kinds none.
-_NAMING = {
-    "Linears": ("layers", "weight"),
-    "Experts": ("weight",),
-    "Attend": ("keys",),
-    "Select": ("source",),
-    "WriteCache": ("cache",),
-    "WriteCodes": ("codes",),
-    "Convolve": ("state",),
-    "Walk": ("state",),
-    "Map": ("items",),
-}
-
-
 def name_step(step: Step, buffers: Sequence[Buffer]) -> str:
     """Return a name as "Linears model.model.layers.0.self_attn.q_proj.weight + 2", of three that share their input."""
     kind = step.operator if isinstance(step, TorchCall) else type(step).__name__
-    member, *inner = _NAMING.get(type(step).__name__, ("",))
-    parts = getattr(step, member, ())
-    operands = find_operands([getattr(each, inner[0]) for each in parts] if inner else parts)
-    named = list(
-        dict.fromkeys(buffers[each.buffer].name for each in operands if buffers[each.buffer].kind == "tensor")
-    )
+    layers = [layer.weight for layer in step.layers] if isinstance(step, Linears) else []
+    members = ("state", "weight", "keys", "source", "cache", "codes", "items")  # the first that it has names it
+    naming = next((getattr(step, each) for each in members if hasattr(step, each)), layers)
+    held = [buffers[each.buffer] for each in find_operands(naming)]
+    named = list(dict.fromkeys(each.name for each in held if each.kind == "tensor"))
     more = f" + {len(named) - 1}" if len(named) > 1 else ""
     return f"{kind} {named[0]}{more}" if named else kind

@@ -10,21 +10,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from ..steps import steps as kinds
 from ..steps.access import COLUMN_BLOCK, HEAD_DIM_LIMIT, HEAD_DIM_STEP, SIZES, TYPES, float_bits, require
-from ..steps.steps import (
-    Attend,
-    Buffer,
-    Convolve,
-    Experts,
-    Linears,
-    Map,
-    Sample,
-    Select,
-    Step,
-    Walk,
-    WriteCache,
-    WriteCodes,
-)
+from ..steps.steps import Attend, Buffer, Convolve, Map, Sample, Select, Step, Walk, WriteCache, WriteCodes
 from .encode_map import count_map_tokens, encode_map
 from .encode_products import FLOATS, OperandWords, encode_experts, encode_linears
 
@@ -36,17 +24,13 @@ _SAMPLING_PARAMS = 4
 
 
 def encode_step(step: Step, buffers: Sequence[Buffer], short_scales: Collection[str] = ()) -> list[int]:
-    """Return the words of a step.
-
-    Args:
-        short_scales: names of the tensors in which all scales are short (short_scales.py).
+    """Return the words of a step, where all scales of the tensors that `short_scales` names are short (short_scales.py).
 
     Raises:
         PlanError: it would read or write outside of its buffers, or its operands do not fit each other.
     """
-    kinds = list(_ENCODERS)
     own = _ENCODERS[type(step)](OperandWords(buffers, short_scales), step)
-    words = [kinds.index(type(step)), *_encode_tokens(step), *own]
+    words = [list(_ENCODERS).index(type(step)), *_encode_tokens(step), *own]
     require(all(-(1 << 63) <= word < 1 << 63 for word in words), "it has a number of more than 64 bits")
     return words
 
@@ -55,8 +39,7 @@ def _encode_tokens(step: Any) -> tuple[int, int]:
     """Return the first of the tokens of which a step can leave out the last, and their number; 0 where it computes all."""
     if step.tokens is None:
         return 0, 0
-    first, count = step.tokens.first, step.tokens.count
-    own = _count_tokens(step)
+    first, count, own = step.tokens.first, step.tokens.count, _count_tokens(step)
     require(first >= 0 and 0 < count == own, f"it has a step for {count} tokens from {first} on that computes {own}")
     return first, count
 
@@ -69,16 +52,8 @@ def _count_tokens(step: Any) -> int:
         return step.positions.shape[0] * step.positions.shape[1] if len(step.positions.shape) == 2 else 0
     if isinstance(step, Select):
         return math.prod(step.index.shape) if math.prod(step.source.shape[: step.dim]) == 1 else 0
-    if isinstance(step, Convolve | Walk):
-        return step.slots.shape[0] if step.slots.shape else 0
-    if isinstance(step, Sample):
-        return step.logits.shape[0] if step.logits.shape else 0
-    rows = step.x if isinstance(step, Linears) else step.index if isinstance(step, Experts) else step.states
+    rows = getattr(step, step.by_token[-1])
     return int(rows.shape[0]) if rows.shape else 0
-
-
-def _encode_map(words: OperandWords, step: Map) -> Iterator[int]:
-    return encode_map(step, words.buffers)
 
 
 def _encode_attend(words: OperandWords, step: Attend) -> Iterator[int]:
@@ -86,13 +61,8 @@ def _encode_attend(words: OperandWords, step: Attend) -> Iterator[int]:
     require(query.dtype in FLOATS and len(query.shape) == len(keys.shape) == 4, "its attention has no form")
     rows, heads, tokens, dim = query.shape
     blocks, kv_heads, columns, _ = keys.shape
-    fits = (
-        kv_heads > 0
-        and heads % kv_heads == 0
-        and dim % HEAD_DIM_STEP == 0
-        and dim <= HEAD_DIM_LIMIT
-        and query.strides[3] == 1
-    )
+    fits = kv_heads > 0 and heads % kv_heads == 0 and query.strides[3] == 1
+    fits = fits and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
     require(fits, f"its attention has {heads} heads, {kv_heads} of keys, of dimension {dim}")
     require(step.blocks is not None or rows <= blocks, "its attention has more rows than blocks")
     table = (rows,) if step.blocks is None else tuple(step.blocks.shape)
@@ -115,21 +85,8 @@ def _encode_attend(words: OperandWords, step: Attend) -> Iterator[int]:
     yield from words.contiguous(step.column_bias, "float32", (heads, width))
     for scale in (step.key_scale, step.value_scale):
         yield from words.contiguous(scale, "float32", (blocks, kv_heads, columns, 1))
-    yield from (
-        coding,
-        rows,
-        heads,
-        tokens,
-        dim,
-        kv_heads,
-        columns,
-        blocks,
-        per_row,
-        width,
-        step.window,
-        *query.strides[:3],
-    )
-    yield from (float_bits(step.scaling), float_bits(step.softcap))
+    yield from (coding, rows, heads, tokens, dim, kv_heads, columns, blocks, per_row, width)
+    yield from (step.window, *query.strides[:3], float_bits(step.scaling), float_bits(step.softcap))
 
 
 def _encode_select(words: OperandWords, step: Select) -> Iterator[int]:
@@ -223,9 +180,9 @@ def _encode_convolve(words: OperandWords, step: Convolve) -> Iterator[int]:
 
 # In the order in which native/plan/plan.cpp numbers the kinds of steps.
 _ENCODERS: dict[type[Any], Callable[[OperandWords, Any], Iterator[int]]] = {
-    Map: _encode_map,
-    Linears: encode_linears,
-    Experts: encode_experts,
+    Map: encode_map,
+    kinds.Linears: encode_linears,
+    kinds.Experts: encode_experts,
     Attend: _encode_attend,
     Select: _encode_select,
     WriteCache: _encode_write,

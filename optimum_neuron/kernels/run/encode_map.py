@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
-from ..steps.access import TYPES, check_operand, float_bits, require
-from ..steps.steps import OPS, REDUCTIONS, Buffer, Item, Map
+from ..steps.access import TYPES, PlanError, check_operand, float_bits, require
+from ..steps.steps import OPS, REDUCTIONS, Buffer, Item, Map, Operand
+from .encode_products import OperandWords
 
 
 _LOADED = TYPES | {"int8": 6}  # codes that were looked up
@@ -21,11 +23,10 @@ _MAX_WORK = 1 << 48
 _MOVES = ("load", "store")  # what has an access
 _OF_TWO = frozenset(OPS[OPS.index("add") : OPS.index("where")])
 _OPERANDS = {"load": 0, "where": 3}  # of others that are not of two, one
-_MODES = {(False, False): 0, (False, True): 1, (True, False): 2, (True, True): 3}
 _EXTENT = {False: "whole rows", True: "an element of each row"}
 
 
-def encode_map(step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
+def encode_map(words: OperandWords, step: Map) -> Iterator[int]:
     """Yield the words of a Map.
 
     Raises:
@@ -43,7 +44,7 @@ def encode_map(step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
     for item in step.items:
         yield from _encode_item(item, step, registers)
         if item.access is not None:
-            yield from _encode_access(item, step, buffers)
+            yield from _encode_access(item, item.access, step, words.buffers)
         if item.op != "store":
             registers[item.to] = item.rows
 
@@ -55,27 +56,25 @@ def count_map_tokens(step: Map) -> int:
 
 
 def _encode_item(item: Item, step: Map, registers: dict[int, bool]) -> Iterator[int]:
-    """Yield the words of an item but for its access.
-
-    Args:
-        registers: those that are written, and whether each holds an element of each row.
-    """
+    """Yield the words of an item but for its access; `registers` are written, with an element of each row where they say so."""
     _check_form(item, step)
     takes, leaves = _find_extents(item)
     require(item.rows == leaves, f"it has {item.op!r} that gives {_EXTENT[item.rows]} instead of {_EXTENT[leaves]}")
     places, constants = [0, 0, 0], [0, 0]
     for index, (value, is_constant) in enumerate(zip(item.operands, item.constants, strict=True)):
         if is_constant:
-            constants[index] = _constant_bits(item.op, value)
+            of_integers = (item.op.startswith("i") and item.op != "isnan") or item.op == "where"
+            is_whole = of_integers and isinstance(value, int)
+            constants[index] = int(value) & 0xFFFFFFFF if is_whole else float_bits(value)
             continue
-        require(isinstance(value, int) and value in registers, "it reads a register before it is written")
-        assert isinstance(value, int)
+        holds = registers.get(value) if isinstance(value, int) else None
+        if holds is None:
+            raise PlanError("it reads a register before it is written")
         require(value != item.to, "it overwrites an operand")
-        holds = registers[value]
         require(holds == takes, f"it has {item.op!r} of {_EXTENT[holds]} instead of {_EXTENT[takes]}")
-        places[index] = value
+        places[index] = int(value)
     first, second, *_ = *item.constants, False, False
-    yield from (OPS.index(item.op), _MODES[first, second], item.rows, item.to, *places, *constants)
+    yield from (OPS.index(item.op), 2 * first + second, item.rows, item.to, *places, *constants)
 
 
 def _check_form(item: Item, step: Map) -> None:
@@ -102,15 +101,7 @@ def _find_extents(item: Item) -> tuple[bool, bool]:
     return item.rows, item.rows
 
 
-def _constant_bits(op: str, value: int | float | None) -> int:
-    """Return the bits of a constant: of an int32 or a float32."""
-    of_integers = (op.startswith("i") and op != "isnan") or op == "where"
-    return value & 0xFFFFFFFF if of_integers and isinstance(value, int) else float_bits(value)
-
-
-def _encode_access(item: Item, step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
-    access = item.access
-    assert access is not None
+def _encode_access(item: Item, access: Operand, step: Map, buffers: Sequence[Buffer]) -> Iterator[int]:
     check_operand(access, buffers)
     types = _LOADED if item.op == "load" else TYPES
     require(access.dtype in types, "it has an operand that no kernel takes")
@@ -118,9 +109,7 @@ def _encode_access(item: Item, step: Map, buffers: Sequence[Buffer]) -> Iterator
     require(math.prod(access.shape) == count, "it has an access of another size")
     dims = _collapse_dims(access.shape, access.strides)
     require(len(dims) <= _MAX_DIMS, "it has an access with too many dimensions")
-    yield from (access.buffer, types[access.dtype], access.offset, len(dims))
-    for size, stride in dims:
-        yield from (size, stride)
+    yield from (access.buffer, types[access.dtype], access.offset, len(dims), *chain(*dims))
 
 
 def _collapse_dims(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,11 +15,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class OperandWords:
-    """A writer of operands over a plan's buffers.
-
-    Attributes:
-        short_scales: names of the tensors in which all scales are short (short_scales.py).
-    """
+    """A writer of operands over a plan's buffers; `short_scales` names tensors (short_scales.py)."""
 
     buffers: Sequence[Buffer]
     short_scales: Collection[str]
@@ -55,9 +51,7 @@ def is_contiguous(operand: Operand) -> bool:
 
 # Kinds of codes, as numbered in native/common/kernels.h: each with its number and the type that holds codes, of 4 bits two at a time.
 _CODINGS = {"int8": (1, "int8"), "int4": (2, "uint8"), "fp8": (3, "float8_e4m3fn"), "fp4": (4, "uint8")}
-# What rows of x are rounded to before they meet codes, and the kinds that such rows meet.
-_ACTIVATIONS = {None: 0, "int8": 1}
-MEET_CODED = ("int8", "int4")
+MEET_CODED = ("int8", "int4")  # what rows of x that are rounded to int8 meet
 _TWO_TO_A_BYTE = ("int4", "fp4")
 
 
@@ -88,10 +82,8 @@ def _encode_layer(words: OperandWords, layer: Layer, x: Operand) -> Iterator[int
 
 def encode_experts(words: OperandWords, step: Experts) -> Iterator[int]:
     x, weight = step.x, step.weight
-    require(
-        x.dtype in FLOATS and x.shape != () and len(weight.shape) == 3 and len(step.index.shape) == 2,
-        "its experts have no form",
-    )
+    fits = x.dtype in FLOATS and x.shape != () and len(weight.shape) == 3 and len(step.index.shape) == 2
+    require(fits, "its experts have no form")
     tokens, k = step.index.shape
     experts, outputs = weight.shape[:2]
     columns = x.shape[-1]
@@ -115,9 +107,10 @@ def _read_form(codes: Codes | None, columns: int) -> tuple[int, int, int]:
     least = 2 if codes.kind in _TWO_TO_A_BYTE else 1
     fits = codes.kind in _CODINGS and groups > 0 and columns % (groups * least) == 0
     require(fits, f"it has a weight of {codes.kind} with {groups} scales for {columns} columns")
-    known = codes.activations is None or (codes.activations in _ACTIVATIONS and codes.kind in MEET_CODED)
+    rounds = codes.activations == "int8"  # rows of x, before they meet codes
+    known = codes.activations is None or (rounds and codes.kind in MEET_CODED)
     require(known, f"it has activations of {codes.activations} with a weight of {codes.kind}")
-    return _CODINGS[codes.kind][0], columns // groups, _ACTIVATIONS[codes.activations]
+    return _CODINGS[codes.kind][0], columns // groups, int(rounds)
 
 
 def _encode_weight(
@@ -126,12 +119,9 @@ def _encode_weight(
     if codes is None:
         yield from words.contiguous(weight, dtype, shape)
         return
-    packed = codes.kind in _TWO_TO_A_BYTE
-    own, held = (*shape[:-1], shape[-1] // 2 if packed else shape[-1]), _CODINGS[codes.kind][1]
-    fits = weight.dtype == held and tuple(weight.shape) == own and is_contiguous(weight)
-    require(fits, f"it takes {weight.dtype} {list(weight.shape)} where {held} {list(own)} belongs")
-    check_operand(weight, words.buffers)
-    yield from (weight.buffer, weight.offset)
+    columns = shape[-1] // 2 if codes.kind in _TWO_TO_A_BYTE else shape[-1]
+    held = _CODINGS[codes.kind][1]
+    yield from words.contiguous(weight, held, (*shape[:-1], columns), {held: 1})
 
 
 def _encode_scales(words: OperandWords, codes: Codes | None, shape: tuple[int, ...]) -> Iterator[int]:
@@ -143,9 +133,6 @@ def _encode_scales(words: OperandWords, codes: Codes | None, shape: tuple[int, .
     shape = (*shape, codes.scale.shape[-1])
     yield from words.contiguous(codes.scale, codes.scale.dtype, shape)
     yield from words.contiguous(codes.shift, "float32", shape)
-    yield from (TYPES[codes.scale.dtype], _are_short(words, codes))
-
-
-def _are_short(words: OperandWords, codes: Codes) -> bool:
     buffer = words.buffers[codes.scale.buffer]
-    return codes.can_be_short and buffer.kind == "tensor" and buffer.name in words.short_scales
+    is_short = codes.can_be_short and buffer.kind == "tensor" and buffer.name in words.short_scales
+    yield from (TYPES[codes.scale.dtype], is_short)

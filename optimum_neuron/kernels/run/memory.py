@@ -29,9 +29,7 @@ class TensorForm(Protocol):
 class PlanMemory:
     """The memory of one plan's buffers: weights and states where they are, and new memory for the rest.
 
-    Attributes:
-        addresses: of an array with the address of each buffer.
-        outputs: what the graph returns, in order: in each run the same memory, which other plans use, too.
+    `addresses` is that of an array with the address of each buffer. `outputs` are in the same memory in each run, which other plans use, too.
     """
 
     def __init__(
@@ -51,8 +49,7 @@ class PlanMemory:
         self._buffers = buffers
         self._forms = {"input": inputs, "output": outputs}
         self._memory: dict[int, np.ndarray] = {}
-        self._inputs: list[tuple[int, np.ndarray]] = []
-        found: dict[int, np.ndarray] = {}
+        views: dict[str, dict[int, np.ndarray]] = {"input": {}, "output": {}}
         place = len(arena) - _count_output_bytes(buffers)
         self._array = (ctypes.c_void_p * max(len(buffers), 1))()
         self.addresses = ctypes.addressof(self._array)
@@ -62,14 +59,15 @@ class PlanMemory:
             if buffer.kind == "output":
                 memory = arena[place : place + buffer.bytes]
                 place += _align(buffer.bytes)
-                found[int(buffer.name)] = _view_as(memory, outputs[int(buffer.name)])
             else:
                 memory = self._memory[index] = _find_memory(buffer, tensors, arena)
             self._array[index] = memory.ctypes.data
-            if buffer.kind == "input":
+            if buffer.kind in views:
                 number = int(buffer.name)
-                self._inputs.append((number, _view_as(memory, inputs[number])))
-        self.outputs = tuple(found[number] for number in sorted(found))
+                form = self._forms[buffer.kind][number]
+                views[buffer.kind][number] = memory.view(dtype_name(form.dtype)).reshape(form.shape)
+        self._inputs = tuple(views["input"].items())
+        self.outputs = tuple(view for _, view in sorted(views["output"].items()))
 
     def _check_size(self, buffer: Buffer, tensors: Mapping[str, np.ndarray], arena: np.ndarray) -> None:
         if buffer.kind in ("input", "output"):
@@ -119,8 +117,8 @@ def allocate_arena(plans: Iterable[PlanData]) -> np.ndarray:
     Raises:
         ValueError: the machine has less memory.
     """
-    sizes = [(_align(plan.arena), _count_output_bytes(plan.buffers)) for plan in plans]
-    size = max((arena for arena, _ in sizes), default=0) + max((outputs for _, outputs in sizes), default=0)
+    sizes = [(0, 0), *((_align(plan.arena), _count_output_bytes(plan.buffers)) for plan in plans)]
+    size = sum(map(max, zip(*sizes, strict=True)))
     check_bytes(size)
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
@@ -142,10 +140,6 @@ def _align(size: int) -> int:
 
 def _count_output_bytes(buffers: Sequence[Buffer]) -> int:
     return sum(_align(buffer.bytes) for buffer in buffers if buffer.kind == "output")
-
-
-def _view_as(memory: np.ndarray, form: TensorForm) -> np.ndarray:
-    return memory.view(dtype_name(form.dtype)).reshape(form.shape)
 
 
 def dtype_name(dtype: object) -> str:

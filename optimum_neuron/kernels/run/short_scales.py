@@ -26,13 +26,13 @@ def find_short_scales(plans: Iterable[PlanData], tensors: Mapping[str, np.ndarra
 
     All plans share them: the products that a plan takes depend on weights alone.
     """
-    names = set()
-    for plan in plans:
-        for step in plan.steps:
-            if not isinstance(step, Linears | Experts) or step.x.dtype != "bfloat16":
-                continue
-            for layer in step.layers if isinstance(step, Linears) else (step,):
-                if layer.codes is not None and layer.codes.can_be_short:
-                    buffer = plan.buffers[layer.codes.scale.buffer]
-                    names |= {buffer.name} if buffer.kind == "tensor" else set()
+    scales = (
+        plan.buffers[layer.codes.scale.buffer]
+        for plan in plans
+        for step in plan.steps
+        if isinstance(step, Linears | Experts) and step.x.dtype == "bfloat16"
+        for layer in (step.layers if isinstance(step, Linears) else (step,))
+        if layer.codes is not None and layer.codes.can_be_short
+    )
+    names = {each.name for each in scales if each.kind == "tensor"}
     return frozenset(name for name in names if name in tensors and are_short(tensors[name]))

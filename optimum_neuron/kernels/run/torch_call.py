@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..steps.access import PlanError, require, writes_in_place
 from ..steps.steps import Operand, TorchCall
@@ -55,13 +56,9 @@ def _find_row_arguments(step: TorchCall) -> set[int]:
     assert step.tokens is not None
     dims = {len(each.shape) for each in step.outputs if each is not None}
     operands = row_operands(step, step.dim) if len(dims) == 1 and 0 <= step.dim < dims.pop() else []
-    if not operands or any(each.shape[step.dim] != step.tokens.count for each in operands):
-        raise PlanError(f"its call of {step.operator} does not compute {step.tokens.count} tokens one by one")
-    return {i for i, each in enumerate(step.arguments) if _operand_of(each) in operands}
-
-
-def _operand_of(argument: Any) -> Operand | None:
-    return argument.get("tensor") if isinstance(argument, dict) else None
+    fits = operands and all(each.shape[step.dim] == step.tokens.count for each in operands)
+    require(bool(fits), f"its call of {step.operator} does not compute {step.tokens.count} tokens one by one")
+    return {i for i, each in enumerate(step.arguments) if isinstance(each, dict) and each.get("tensor") in operands}
 
 
 def call_once(step: TorchCall, memory: PlanMemory) -> None:
@@ -81,44 +78,29 @@ def _check_call(
     step: TorchCall, operator: Any, arguments: list[Any], keywords: dict[str, Any], outputs: Sequence[Tensor | None]
 ) -> None:
     """Raise PlanError where a call's results do not fit their places, found by shapes alone."""
+    name = f"its call of {step.operator}"
     try:
-        results = _list_tensors(operator(*_without_memory(arguments), **_without_memory(keywords)))
+        given = pytree.tree_map_only(Tensor, lambda each: each.to("meta"), [arguments, keywords])
+        results = _list_tensors(operator(*given[0], **given[1]))
     except Exception as error:  # of whatever arguments it was given
-        raise PlanError(f"its call of {step.operator} fails: {_first_line(error)}") from error
-    require(all(isinstance(each, Tensor) for each in results), f"its call of {step.operator} gives no tensor")
-    known = list(_find_tensors([arguments, keywords]))
-    check_bytes(sum(each.numel() * each.itemsize for each in (*known, *results)) + _count_work(step, known, results))
+        raise PlanError(f"{name} fails: {_first_line(error)}") from error
+    require(all(isinstance(each, Tensor) for each in results), f"{name} gives no tensor")
+    known = [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
+    work = sum(each.numel() * each.itemsize for each in (*known, *results))
+    if step.operator.startswith("aten.matmul") and len(known) == 2:  # of each batch torch may copy the operands
+        batches = math.prod(results[0].shape[:-2])
+        work += batches * sum(math.prod(each.shape[-2:]) * each.itemsize for each in known)
+    check_bytes(work)
     if writes_in_place(step):
         return
-    require(
-        len(results) == len(outputs), f"its call of {step.operator} gives {len(results)} results, not {len(outputs)}"
-    )
+    require(len(results) == len(outputs), f"{name} gives {len(results)} results, not {len(outputs)}")
     for output, result in zip(outputs, results, strict=True):
         if output is not None and (output.shape != result.shape or output.dtype != result.dtype):
-            raise PlanError(
-                f"its call of {step.operator} gives {result.dtype} {list(result.shape)}, which has no place"
-            )
-
-
-def _count_work(step: TorchCall, operands: Sequence[Tensor], results: Sequence[Tensor]) -> int:
-    """Return the most bytes that torch may copy of a product's operands: for each batch its own."""
-    if not step.operator.startswith("aten.matmul") or len(operands) != 2:
-        return 0
-    batches = math.prod(results[0].shape[:-2])
-    return batches * sum(math.prod(each.shape[-2:]) * each.itemsize for each in operands)
+            raise PlanError(f"{name} gives {result.dtype} {list(result.shape)}, which has no place")
 
 
 def _list_tensors(results: Any) -> Sequence[Tensor]:
     return results if isinstance(results, list | tuple) else (results,)
-
-
-def _find_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors among arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _find_tensors(each)
 
 
 def _bind_argument(value: Any, memory: PlanMemory) -> Any:
@@ -137,14 +119,6 @@ def _view_operand(operand: Operand, memory: PlanMemory) -> Tensor:
     found, dtype = torch.from_numpy(memory.find_bytes(operand)), getattr(torch, operand.dtype)
     whole = found[: len(found) // dtype.itemsize * dtype.itemsize].view(dtype)
     return whole.as_strided(operand.shape, operand.strides, operand.offset)
-
-
-def _without_memory(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, list):
-        return [_without_memory(each) for each in value]
-    return {name: _without_memory(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _first_line(error: Exception) -> str:

@@ -9,56 +9,20 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from .steps import (
-    Buffer,
-    Convolve,
-    Experts,
-    Linears,
-    Map,
-    Operand,
-    Sample,
-    Step,
-    TorchCall,
-    Walk,
-    WriteCache,
-    WriteCodes,
-)
+from .steps import Buffer, Linears, Map, Operand, Step, TorchCall
 
 
 # As in native/common/kernels.h.
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "bool": 5}
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
 # Also the types that calls of torch and quantized weights have.
-ALL_SIZES = SIZES | {
-    "complex64": 8,
-    "complex128": 16,
-    "float64": 8,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "float8_e4m3fn": 1,
-}
+ALL_SIZES = SIZES | dict.fromkeys(("int8", "uint8", "float8_e4m3fn"), 1)
+ALL_SIZES |= {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2}
 ALIGNMENT = 64  # bytes of a cache line
 # What the kernel of attention takes: dimensions of heads, and columns at a time, which lie in one block. kBlock of
 # native/attention/attention_call.h is the latter.
 HEAD_DIM_STEP, HEAD_DIM_LIMIT, COLUMN_BLOCK = 16, 256, 64
 LARGEST = 1 << 48  # bytes or elements that native code can count
-# Operands of kernels with a row per token, where a token's results depend on those rows alone.
-BY_TOKEN: dict[type[Any], tuple[str, ...]] = {
-    Experts: ("x", "index"),
-    WriteCache: ("states", "blocks", "columns"),
-    WriteCodes: ("states", "blocks", "columns"),
-    Convolve: ("inputs", "slots", "positions"),
-    Walk: ("query", "key", "value", "decay", "share", "slots", "positions"),
-    Sample: ("logits", "params", "uniforms"),
-}
-# What kernels change in place: the rest of it stays as it was. Kernels write to their `output` too.
-_CHANGED: dict[type[Any], tuple[str, ...]] = {
-    WriteCache: ("cache",),
-    WriteCodes: ("codes", "scale"),
-    Convolve: ("state",),
-    Walk: ("state",),
-}
 _OVERWRITING = ("aten.copy_.default", "aten.fill_.Scalar", "aten.zero_.default")
 
 
@@ -74,31 +38,31 @@ def require(holds: bool, otherwise: str) -> None:
 
 def item_size(dtype: str) -> int:
     """Return the bytes of an element; raise PlanError for a type that plans do not have."""
-    size = ALL_SIZES.get(dtype)
-    if size is None:
-        raise PlanError(f"it uses the type {dtype}")
-    return size
+    require(dtype in ALL_SIZES, f"it uses the type {dtype}")
+    return ALL_SIZES[dtype]
 
 
 def check_operand(operand: Operand, buffers: Sequence[Buffer]) -> None:
     """Raise PlanError where an operand leaves its buffer."""
+    shape, strides = operand.shape, operand.strides
     if not 0 <= operand.buffer < len(buffers):
         raise PlanError(f"it has {len(buffers)} buffers, and uses number {operand.buffer}")
-    size = item_size(operand.dtype)
-    if len(operand.shape) != len(operand.strides):
-        raise PlanError(f"it has an operand of {len(operand.shape)} dimensions with {len(operand.strides)} strides")
-    numbers = (operand.offset, *operand.shape, *operand.strides)
+    if len(shape) != len(strides):
+        raise PlanError(f"it has an operand of {len(shape)} dimensions with {len(strides)} strides")
+    numbers = (operand.offset, *shape, *strides)
     if min(numbers) < 0 or max(numbers) > LARGEST:
-        raise PlanError(
-            f"it has an operand of shape {list(operand.shape)} at {operand.offset}, by {list(operand.strides)}"
-        )
-    if 0 in operand.shape:
-        return
+        raise PlanError(f"it has an operand of shape {list(shape)} at {operand.offset}, by {list(strides)}")
+    end, held = find_bytes(operand).stop, buffers[operand.buffer].bytes
+    if end > held and 0 not in shape:
+        raise PlanError(f"it reads or writes up to byte {end} of a buffer of {held} bytes")
+
+
+def find_bytes(operand: Operand) -> range:
+    """Return the bytes in its buffer from the first that an operand has to its last."""
+    size = item_size(operand.dtype)
     reach = sum((count - 1) * stride for count, stride in zip(operand.shape, operand.strides, strict=True))
-    end = (operand.offset + reach + 1) * size
-    buffer = buffers[operand.buffer]
-    if end > buffer.bytes:
-        raise PlanError(f"it reads or writes up to byte {end} of a buffer of {buffer.bytes} bytes")
+    begin = operand.offset * size
+    return range(begin, begin if 0 in operand.shape else begin + (reach + 1) * size)
 
 
 def float_bits(number: Any) -> int:
@@ -136,18 +100,11 @@ def writes_in_place(call: TorchCall) -> bool:
 
 
 def list_written(step: Step) -> list[Operand]:
-    """Return the operands that a step writes to.
-
-    Raises:
-        PlanError: a call of torch has no tensor to write to.
-    """
+    """Return the operands that a step writes to; raise PlanError where a call of torch has no tensor to write to."""
     if isinstance(step, Map):
         return [item.access for item in step.items if item.op == "store" and item.access is not None]
-    if isinstance(step, Linears):
-        return [layer.output for layer in step.layers]
     if not isinstance(step, TorchCall):
-        changed = _list_changed(step)
-        return [*changed, step.output] if hasattr(step, "output") else changed
+        return [*_list_changed(step), *list_outputs(step)]
     if not writes_in_place(step):
         return [each for each in step.outputs if each is not None]
     first = step.arguments[0] if step.arguments else None
@@ -156,16 +113,19 @@ def list_written(step: Step) -> list[Operand]:
     return [first["tensor"]]
 
 
+def list_outputs(step: Any) -> list[Operand]:
+    """Return what a step of kernels other than a Map writes whole."""
+    if isinstance(step, Linears):
+        return [layer.output for layer in step.layers]
+    return [step.output] if hasattr(step, "output") else []
+
+
 def _list_changed(step: Step) -> list[Operand]:
-    return [getattr(step, name) for name in _CHANGED.get(type(step), ())]
+    return [getattr(step, name) for name in getattr(step, "changed", ())]
 
 
 def list_accesses(step: Step) -> Iterator[tuple[Operand, bool]]:
-    """Yield each operand in the order in which a step takes it, and whether it writes there.
-
-    Raises:
-        PlanError: as `list_written`.
-    """
+    """Yield each operand in the order in which a step takes it, and whether it writes there; raise as `list_written`."""
     if isinstance(step, Map):
         yield from ((item.access, item.op == "store") for item in step.items if item.access is not None)
         return

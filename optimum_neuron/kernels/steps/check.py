@@ -19,6 +19,7 @@ from .access import (
     LARGEST,
     PlanError,
     check_operand,
+    find_bytes,
     find_operands,
     item_size,
     list_accesses,
@@ -38,10 +39,10 @@ def check_steps(plan: PlanData, dtypes: Mapping[str, str]) -> None:
     for number in (plan.arena, *(size for buffer in plan.buffers for size in (buffer.bytes, buffer.offset))):
         require(0 <= number <= LARGEST, f"it has the size {number}, which is not within 0 and {LARGEST}")
     for buffer in plan.buffers:
-        fits = buffer.kind != "arena" or buffer.offset + buffer.bytes <= plan.arena
-        require(
-            fits and buffer.offset % ALIGNMENT == 0, f"it has a buffer at {buffer.offset} of an arena of {plan.arena}"
+        fits = buffer.offset % ALIGNMENT == 0 and (
+            buffer.kind != "arena" or buffer.offset + buffer.bytes <= plan.arena
         )
+        require(fits, f"it has a buffer at {buffer.offset} of an arena of {plan.arena}")
     for call in plan.once:
         _check_step(call, plan.buffers, dtypes, ("kept",))
     for step in plan.steps:
@@ -51,31 +52,29 @@ def check_steps(plan: PlanData, dtypes: Mapping[str, str]) -> None:
 
 def _check_step(step: Step, buffers: Sequence[Buffer], dtypes: Mapping[str, str], own: Collection[str]) -> None:
     name = f"call of {step.operator}" if isinstance(step, TorchCall) else type(step).__name__
-    spans = []
-    targets = list_written(step)
+    spans, targets = [], list_written(step)
     for target in targets:
         _check_access(target, buffers, dtypes)
         buffer = buffers[target.buffer]
         is_state = buffer.kind == "tensor" and buffer.name.startswith(STATES) and "kept" not in own
         require(buffer.kind in own or is_state, f"its {name} writes to the {buffer.kind} {buffer.name!r}")
         require(_has_places(target), f"its {name} writes several elements to one place")
-        spans.append(_span(target, buffer, target.buffer))
+        spans.append(_find_span(target, buffer))
     for each in find_operands(step):
         if any(each is target for target in targets):
             continue
         _check_access(each, buffers, dtypes)
         if not isinstance(step, Map):
-            memory, read = _span(each, buffers[each.buffer], each.buffer)
-            meets = [own.start < read.stop and read.start < own.stop for other, own in spans if other == memory]
+            memory, begin, end = _find_span(each, buffers[each.buffer])
+            meets = (other == memory and first < end and begin < last for other, first, last in spans)
             require(not any(meets), f"its {name} writes over what it reads")
 
 
 def _check_access(operand: Operand, buffers: Sequence[Buffer], dtypes: Mapping[str, str]) -> None:
     check_operand(operand, buffers)
     buffer = buffers[operand.buffer]
-    if buffer.kind in ("tensor", "constant") and dtypes.get(buffer.name) != operand.dtype:
-        found = dtypes.get(buffer.name)
-        raise PlanError(f"it takes the {buffer.kind} {buffer.name!r}, of type {found}, as {operand.dtype}")
+    found = dtypes.get(buffer.name) if buffer.kind in _ALWAYS else operand.dtype
+    require(found == operand.dtype, f"it takes the {buffer.kind} {buffer.name!r}, of type {found}, as {operand.dtype}")
 
 
 def _has_places(operand: Operand) -> bool:
@@ -88,18 +87,16 @@ def _has_places(operand: Operand) -> bool:
     return True
 
 
-def _span(operand: Operand, buffer: Buffer, number: int) -> tuple[tuple[str, str], range]:
-    """Return a piece of memory, and its bytes from the first that an operand has to its last."""
-    size = item_size(operand.dtype)
-    reach = sum((count - 1) * stride for count, stride in zip(operand.shape, operand.strides, strict=True))
-    in_arena = buffer.kind == "arena"
-    begin = operand.offset * size + (buffer.offset if in_arena else 0)
-    end = begin if 0 in operand.shape else begin + (reach + 1) * size
-    return (buffer.kind, "" if in_arena else buffer.name or str(number)), range(begin, end)
+def _find_span(operand: Operand, buffer: Buffer) -> tuple[tuple[str, str], int, int]:
+    """Return a piece of memory, and the bytes of an operand there."""
+    own, in_arena = find_bytes(operand), buffer.kind == "arena"
+    begin = buffer.offset if in_arena else 0
+    memory = "" if in_arena else buffer.name or str(operand.buffer)
+    return (buffer.kind, memory), begin + own.start, begin + own.stop
 
 
 class _Access(NamedTuple):
-    """Bytes of an operand in its buffer: a run from `begin` on, and its repetitions, each a count and a distance."""
+    """Bytes of an operand: a run from `begin` on, and its repetitions, each a count and a distance."""
 
     buffer: int
     writes: bool
@@ -109,13 +106,9 @@ class _Access(NamedTuple):
 
 
 def check_order(plan: PlanData) -> None:
-    """Check that each step reads what is there, and that the steps write all outputs.
+    """Raise PlanError where a step reads what no earlier step wrote or a later buffer replaced, or an output is not written whole.
 
-    Args:
-        plan: its operands lie in their buffers.
-
-    Raises:
-        PlanError: a step reads what no earlier step wrote or a later buffer replaced, or an output is not written whole.
+    The operands of the plan must lie in their buffers.
     """
     once, steps = (
         [_find_access(*each) for step in part for each in list_accesses(step)] for part in (plan.once, plan.steps)
@@ -123,11 +116,14 @@ def check_order(plan: PlanData) -> None:
     contents = _Contents(plan.buffers, [*once, *steps])
     for each in once:
         contents.take_access(each)
-    contents.fill_inputs()
+    for index, buffer in enumerate(plan.buffers):
+        if buffer.kind == "input":
+            contents.held[index] = contents.fill_buffer(index)
     for each in steps:
         contents.take_access(each)
     for index, buffer in enumerate(plan.buffers):
-        require(buffer.kind != "output" or contents.is_whole(index), f"it does not write all of output {buffer.name}")
+        whole = buffer.kind != "output" or contents.held.get(index, 0) == contents.fill_buffer(index)
+        require(whole, f"it does not write all of output {buffer.name}")
 
 
 def _find_access(operand: Operand, writes: bool) -> _Access:
@@ -154,43 +150,34 @@ class _Contents:
             self._units[each.buffer] = math.gcd(self._units[each.buffer], each.begin, each.run, *distances)
         pieces = sum(self._count_pieces(index) for index, buffer in enumerate(buffers) if buffer.kind not in _ALWAYS)
         require(pieces <= _MOST_PIECES, f"it takes its memory in {pieces} pieces, and may in {_MOST_PIECES}")
-        self._held: dict[int, int] = {}
+        self.held: dict[int, int] = {}
 
     def _count_pieces(self, index: int) -> int:
         return self._buffers[index].bytes // max(self._units[index], 1)
 
-    def fill_inputs(self) -> None:
-        for index, buffer in enumerate(self._buffers):
-            if buffer.kind == "input":
-                self._held[index] = (1 << self._count_pieces(index)) - 1
-
-    def is_whole(self, index: int) -> bool:
-        """Return whether all of a buffer is written."""
-        return self._held.get(index, 0) == (1 << self._count_pieces(index)) - 1
+    def fill_buffer(self, index: int) -> int:
+        """Return the bits of all pieces of a buffer."""
+        return (1 << self._count_pieces(index)) - 1
 
     def take_access(self, access: _Access) -> None:
-        """Check that what is read is there, or hold what is written.
-
-        Raises:
-            PlanError: it is not there.
-        """
+        """Hold what is written, or raise PlanError where what is read is not there."""
         index = access.buffer
-        own = self._buffers[index]
+        own, there = self._buffers[index], self.held.get(index, 0)
         if own.kind in _ALWAYS:
             return
         bits = self._set_bits(access)
         if not access.writes:
-            if bits & ~self._held.get(index, 0):
+            if bits & ~there:
                 raise PlanError(
                     f"it reads {access.run} bytes at {access.begin} of its {own.kind} buffer {index}, which no step wrote before"
                 )
             return
-        for other in list(self._held) if own.kind == "arena" else ():  # it ends what they held in its place
+        for other in list(self.held) if own.kind == "arena" else ():  # it ends what they held in its place
             each = self._buffers[other]
             meets = each.offset < own.offset + own.bytes and own.offset < each.offset + each.bytes
             if other != index and each.kind == "arena" and meets:
-                del self._held[other]
-        self._held[index] = self._held.get(index, 0) | bits
+                del self.held[other]
+        self.held[index] = there | bits
 
     def _set_bits(self, access: _Access) -> int:
         size = max(self._units[access.buffer], 1)

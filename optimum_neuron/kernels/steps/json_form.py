@@ -46,71 +46,64 @@ def build_from_json(kind: Any, value: Any) -> Any:
     Raises:
         ValueError: the JSON has another type.
     """
-    return _builder_of(kind)(value)
+    return _find_builder(kind)(value)
 
 
 _Builder = Callable[[Any], Any]
 
 
 @cache
-def _builder_of(kind: Any) -> _Builder:
+def _find_builder(kind: Any) -> _Builder:
     """Return what builds values of a type: a plan has many thousands of few types."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return _build_argument
     if kind is Step or kind in get_args(Step):
-        return _step_builder(kind)
+        return _make_step_builder(kind)
+    if is_dataclass(kind):
+        return _make_members_builder(kind)
     if origin in (Union, types.UnionType):
-        return _choice_builder(arguments)
+        if arguments == (int, float):
+            return _build_number
+        (own,) = (each for each in arguments if each is not type(None))
+        build_own = _find_builder(own)
+        return lambda value: None if value is None else build_own(value)
     if origin is Literal:
         return lambda value: value if value in arguments else _refuse(kind, value)
     if origin is tuple and arguments[0] is int:  # shapes and strides, most of all
-        return _build_whole_numbers
-    if origin is tuple:
-        each = _builder_of(arguments[0])
-        return lambda value: tuple(map(each, value)) if type(value) is list else _refuse(kind, value)
-    if origin is list:
-        return lambda value: list(map(_build_argument, value)) if type(value) is list else _refuse(kind, value)
-    if origin is dict:
-        inner = _builder_of(arguments[1])
         return lambda value: (
-            {name: inner(each) for name, each in value.items()} if type(value) is dict else _refuse(kind, value)
+            tuple(value) if type(value) is list and {*map(type, value)} <= {int} else _refuse(kind, value)
         )
-    if is_dataclass(kind):
-        return _members_builder(kind)
-    if kind is float:
-        return lambda value: value if type(value) in (int, float) else _refuse(kind, value)
-    return lambda value: value if type(value) is kind else _refuse(kind, value)
+    if origin in (tuple, list):
+        build_each = _find_builder(arguments[0])
+        return lambda value: origin(map(build_each, value)) if type(value) is list else _refuse(kind, value)
+    if origin is dict:
+        build_inner = _find_builder(arguments[1])
+        return lambda value: (
+            {name: build_inner(each) for name, each in value.items()} if type(value) is dict else _refuse(kind, value)
+        )
+    allowed = (int, float) if kind is float else (kind,)
+    return lambda value: value if type(value) in allowed else _refuse(kind, value)
 
 
 def _refuse(kind: Any, value: Any) -> NoReturn:
     raise ValueError(f"it has {shorten(value)} where {getattr(kind, '__name__', kind)} belongs")
 
 
-def _build_whole_numbers(value: Any) -> tuple[int, ...]:
-    if type(value) is not list:
-        _refuse(tuple, value)
-    for each in value:
-        if type(each) is not int:
-            _refuse(tuple, value)
-    return tuple(value)
-
-
-def _members_builder(make: Any) -> _Builder:
+def _make_members_builder(make: Any) -> _Builder:
     hints = get_type_hints(make)
-    members = [(field.name, _builder_of(hints[field.name])) for field in fields(make)]
-    names = {name for name, _ in members}
+    members = {field.name: _find_builder(hints[field.name]) for field in fields(make)}
 
     def build(value: Any) -> Any:
-        if type(value) is not dict or value.keys() != names:
+        if type(value) is not dict or value.keys() != members.keys():
             _refuse(make, value)
-        return make(*[build_member(value[name]) for name, build_member in members])
+        return make(*[build_member(value[name]) for name, build_member in members.items()])
 
     return build
 
 
-def _step_builder(kind: Any) -> _Builder:
-    builders = {each.__name__: _members_builder(each) for each in get_args(Step) if kind in (Step, each)}
+def _make_step_builder(kind: Any) -> _Builder:
+    builders = {each.__name__: _make_members_builder(each) for each in get_args(Step) if kind in (Step, each)}
 
     def build(value: Any) -> Any:
         name = value.get("kind") if type(value) is dict else None
@@ -122,26 +115,12 @@ def _step_builder(kind: Any) -> _Builder:
     return build
 
 
-def _choice_builder(kinds: tuple[Any, ...]) -> _Builder:
-    has_none, numbers = type(None) in kinds, tuple(kind for kind in (int, float) if kind in kinds)
-    rest = [kind for kind in kinds if kind not in (int, float, type(None))]
-    build_rest = _builder_of(rest[0]) if len(rest) == 1 else None
-    takes_names = float in kinds and str not in kinds
-
-    def build(value: Any) -> Any:
-        if value is None and has_none:
-            return None
-        if type(value) in numbers:
-            return value
-        if takes_names and type(value) is str:
-            if value not in _NUMBERS:
-                raise ValueError(f"it has {shorten(value)} where a number belongs")
-            return float(value)
-        if build_rest is None:
-            raise ValueError(f"it has {shorten(value)} where a number belongs")
-        return build_rest(value)
-
-    return build
+def _build_number(value: Any) -> int | float:
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        return value
+    if isinstance(value, str) and value in _NUMBERS:
+        return float(value)
+    raise ValueError(f"it has {shorten(value)} where a number belongs")
 
 
 def _build_argument(value: Any) -> Any:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers, and steps over them, as plain data that is written as JSON. Imports no torch."""
+"""Buffers, and steps over them, as plain data that is written as JSON. Imports no torch.
+
+A step's `by_token` names the operands with a row per token, where a token's results depend on those rows alone. `changed` names those
+that it changes in place, of which the rest stays as it was. A step writes to its `output` too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 
 BufferKind = Literal["input", "output", "tensor", "constant", "kept", "arena"]
@@ -25,10 +29,8 @@ REDUCTIONS = frozenset(["sum", "row_max", "row_min", "isum", "irow_max", "irow_m
 class Buffer:
     """A piece of memory, at `offset` in the arena where it lives there.
 
-    Attributes:
-        kind: an input or output of the graph; a tensor of the artifact, weight or state; a constant of the graph; what is
-            computed once, when the plan is bound ("kept"); what lives within a step ("arena").
-        name: of a tensor or constant; of inputs and outputs, their number.
+    A "tensor" is a weight or state of the artifact. What is "kept" is computed once, when the plan is bound. What lives within a step is
+    in the "arena". The name of an input or output is its number.
     """
 
     kind: BufferKind
@@ -58,12 +60,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Item:
-    """An operator of a Map on registers.
+    """An operator of a Map on registers, or numbers where it takes a constant; `access` is what `load` reads or `store` writes.
 
-    Attributes:
-        operands: registers, or numbers where the operator takes a constant.
-        rows: whether it has one element per row, not per column.
-        access: what `load` reads or `store` writes.
+    With `rows` it has one element per row, not per column.
     """
 
     op: str
@@ -92,13 +91,10 @@ class Map:
 
 @dataclass(frozen=True)
 class Codes:
-    """Scales and shifts of a quantized weight: a code stands for code * scale + shift, of its group.
+    """Scales and shifts of a quantized weight of a kind of step/features/codes/weight.py: a code stands for code * scale + shift.
 
-    Attributes:
-        kind: of step/features/codes/weight.py.
-        scale: `[..., outputs, groups]` in float32, float16 or bfloat16.
-        shift: the same in float32; without one, codes of int4 stand for themselves less 8.
-        activations: "int8" where rows of x are rounded to it before (step/features/codes/activations.py).
+    `scale [..., outputs, groups]` is float32, float16 or bfloat16, `shift` the same in float32. Without one, codes of int4 stand for
+    themselves less 8. With `activations="int8"` rows of x are rounded to it before (step/features/codes/activations.py).
     """
 
     kind: str
@@ -130,6 +126,7 @@ class Linears:
     x: Operand
     layers: tuple[Layer, ...]
     tokens: Tokens | None = None
+    by_token: ClassVar = ("x",)
 
 
 @dataclass(frozen=True)
@@ -143,6 +140,7 @@ class Experts:
     output: Operand
     codes: Codes | None = None
     tokens: Tokens | None = None
+    by_token: ClassVar = ("x", "index")
 
 
 @dataclass(frozen=True)
@@ -174,9 +172,8 @@ class Attend:
 class Select:
     """`output[o, i] = source[o, index[i]]`, of contiguous tensors; `index` chooses along dimension `dim`.
 
-    Attributes:
-        wraps: whether a negative index counts from the end; else it is refused.
-        of_live: whether its source has a row per token, of which a live row of the output has a live one.
+    A negative index counts from the end where it `wraps`; else it is refused. With `of_live` the source has a row per token, and a live
+    row of the output has a live one.
     """
 
     source: Operand
@@ -197,6 +194,8 @@ class WriteCache:
     blocks: Operand
     columns: Operand
     tokens: Tokens | None = None
+    by_token: ClassVar = ("states", "blocks", "columns")
+    changed: ClassVar = ("cache",)
 
 
 @dataclass(frozen=True)
@@ -211,6 +210,8 @@ class WriteCodes:
     blocks: Operand
     columns: Operand
     tokens: Tokens | None = None
+    by_token: ClassVar = ("states", "blocks", "columns")
+    changed: ClassVar = ("codes", "scale")
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,8 @@ class Convolve:
     positions: Operand
     output: Operand
     tokens: Tokens | None = None
+    by_token: ClassVar = ("inputs", "slots", "positions")
+    changed: ClassVar = ("state",)
 
 
 @dataclass(frozen=True)
@@ -251,6 +254,8 @@ class Walk:
     positions: Operand
     output: Operand
     tokens: Tokens | None = None
+    by_token: ClassVar = ("query", "key", "value", "decay", "share", "slots", "positions")
+    changed: ClassVar = ("state",)
 
 
 @dataclass(frozen=True)
@@ -262,16 +267,15 @@ class Sample:
     uniforms: Operand
     output: Operand
     tokens: Tokens | None = None
+    by_token: ClassVar = ("logits", "params", "uniforms")
 
 
 @dataclass(frozen=True)
 class TorchCall:
     """An operator of torch: its results are copied to the outputs, unless it writes to its first argument.
 
-    Arguments are JSON values, with {"tensor": operand}, {"dtype": name} and lists of them.
-
-    Attributes:
-        dim: the dimension that counts `tokens`, in its results and in what torch_operators.py names.
+    Arguments are JSON values, with {"tensor": operand}, {"dtype": name} and lists of them. `dim` counts `tokens`, in its results and in
+    what torch_operators.py names.
     """
 
     operator: str
@@ -287,10 +291,7 @@ Step = Map | Linears | Experts | Attend | Select | WriteCache | WriteCodes | Con
 
 @dataclass(frozen=True)
 class PlanData:
-    """A graph's steps over buffers.
-
-    `once` is called when the plan is bound, before the first step; `arena` are bytes of the memory that lives within a step.
-    """
+    """A graph's steps over buffers; `once` is called when it is bound, and `arena` are bytes of what lives within a step."""
 
     buffers: tuple[Buffer, ...]
     once: tuple[TorchCall, ...]

@@ -67,14 +67,9 @@ _OTHERS = f"{_ELEMENTWISE} {_SHAPES} {_ROWS} {_PRODUCTS} {_IN_PLACE}"
 OPERATORS = frozenset([*INDEXED, *(f"aten.{name}" for name in _OTHERS.split())])
 _WHOLE_NUMBERS = (torch.int32, torch.int64)
 # The least number of a type divided by -1 stops a process.
-_DIVISIONS = [
-    "div.Scalar_mode",
-    "div.Tensor_mode",
-    "floor_divide.Scalar",
-    "floor_divide.default",
-    "remainder.Scalar",
-    "remainder.Tensor",
-]
+_DIVISIONS = (
+    "div.Scalar_mode div.Tensor_mode floor_divide.Scalar floor_divide.default remainder.Scalar remainder.Tensor"
+)
 _TEXTS = ("constant", "floor", "none", "tanh", "trunc")
 
 
@@ -108,7 +103,7 @@ def check_arguments(name: str, arguments: list[Any], keywords: dict[str, Any]) -
         indices = [each for each in (found if isinstance(found, list) else [found]) if each is not None]
         whole = bool(indices) and all(isinstance(each, Tensor) and each.dtype in _WHOLE_NUMBERS for each in indices)
         require(whole, f"its call of {name} has no whole numbers as indices")
-    if name.removeprefix("aten.") in _DIVISIONS:
+    if name.removeprefix("aten.") in _DIVISIONS.split():
         divided, by = (*arguments, None, None)[:2]
         floats = isinstance(divided, Tensor) and divided.is_floating_point()
         positive = isinstance(by, int | float) and by > 0

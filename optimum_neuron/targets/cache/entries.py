@@ -42,10 +42,7 @@ class BrokenError(Exception):
 
 @dataclass(frozen=True)
 class About:
-    """The description of an entry, for people: a key alone decides whether an entry is used.
-
-    `target` is that of the graph, or of kernels the instruction set; `compiler` has its version.
-    """
+    """The description of an entry, for people; its target is that of the graph, or of kernels the instruction set."""
 
     graph: str
     target: str
@@ -63,15 +60,12 @@ class CacheEntry:
 
 
 def list_entries() -> list[CacheEntry]:
-    """List the entries of the user's cache, the last used first, but for those that another process takes away meanwhile.
-
-    Raise PermissionError where the cache is not to be trusted.
-    """
+    """List the entries of the user's cache, the last used first; raise PermissionError where the cache is not to be trusted."""
     found = []
     for kind in KINDS:
         for path in cache_folder(kind).iterdir() if (cache_root() / kind).is_dir() else ():
             if KEY.fullmatch(path.name):
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):  # another process may take it away
                     files = path.iterdir() if path.is_dir() else (path,)
                     size = sum(each.lstat().st_size for each in files)
                     record = path / RECORD
@@ -109,11 +103,9 @@ def read_record(entry: Path) -> dict[str, str]:
         digests = read_object(path)
     except (OSError, ValueError) as error:
         raise BrokenError(f"{RECORD}: {error}") from error
-    if not digests or not all(
-        _SUFFIX.fullmatch(suffix) and isinstance(digest, str) for suffix, digest in digests.items()
-    ):
-        raise BrokenError(f"{RECORD} names no files and digests")
-    return digests
+    if digests and all(_SUFFIX.fullmatch(suffix) and isinstance(digest, str) for suffix, digest in digests.items()):
+        return digests
+    raise BrokenError(f"{RECORD} names no files and digests")
 
 
 def check_code(entry: Path) -> dict[str, str]:
@@ -151,25 +143,17 @@ def _read_pieces(path: Path) -> Iterator[bytes]:
 
 
 def _check_owner(path: Path) -> None:
-    problem = untrusted(path.lstat())
-    if problem:
+    if problem := untrusted(path.lstat()):
         raise BrokenError(f"{path.name} {problem}")
 
 
 @contextmanager
 def scratch_folder(kind: Path) -> Iterator[Path]:
-    """Yield a folder in that of a kind of entries; remove what killed processes left of theirs.
-
-    Raise OSError where the disk is full, or the cache may only be read.
-    """
+    """Yield a folder in that of a kind of entries; raise OSError where the disk is full, or the cache may only be read."""
+    remedy = f"set {CACHE_VARIABLE} to a folder"
     if not os.access(kind, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"the compile cache {kind} may not be written to; set {CACHE_VARIABLE} to a folder of your own"
-        )
-    with (
-        explained_full_disk(kind, f"set {CACHE_VARIABLE} to a folder on another disk"),
-        partial_folder(kind, "compile") as folder,
-    ):
+        raise PermissionError(f"the compile cache {kind} may not be written to; {remedy} of your own")
+    with explained_full_disk(kind, f"{remedy} on another disk"), partial_folder(kind, "compile") as folder:
         yield folder
 
 
@@ -210,13 +194,11 @@ def prune(
     entries = list_entries()
     limit = time.time() - older_than if older_than is not None else 0.0
     removed = [entry for entry in entries if entry.last_use < limit]
-    kept = [entry for entry in entries if entry.last_use >= limit]
     if max_size is not None:
-        removed += _find_beyond(kept, max_size)
-    gone = {entry.path for entry in removed}
+        removed += _find_beyond([entry for entry in entries if entry not in removed], max_size)
     for entry in () if dry_run else removed:
         remove_entry(entry.path)
-    return removed, [entry for entry in entries if entry.path not in gone]
+    return removed, [entry for entry in entries if entry not in removed]
 
 
 def _find_beyond(entries: Iterable[CacheEntry], limit: int) -> list[CacheEntry]:
@@ -230,10 +212,7 @@ def _find_beyond(entries: Iterable[CacheEntry], limit: int) -> list[CacheEntry]:
 
 
 def verify(*, remove: bool) -> Iterator[tuple[CacheEntry, str | None]]:
-    """Yield each entry, and what is wrong with it or None; with `remove`, remove broken ones before.
-
-    Entries that another process takes away meanwhile are left out. Raise OSError where a cache may only be read.
-    """
+    """Yield each entry, and what is wrong with it or None; with `remove`, remove broken ones. Raise OSError as `scratch_folder`."""
     entries = list_entries()
     with progress.stage("Verifying entries", sum(entry.size for entry in entries)) as advance:
         for entry in entries:

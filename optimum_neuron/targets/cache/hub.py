@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of the compile cache in a Hub repository, so that what one machine compiled is compiled on no other.
+"""Entries of the compile cache in a Hub repository, under the same names, <kind>/<key>/<file>.
 
-The repository has the files of the cache under the same names, <kind>/<key>/<file>. All files of an entry are in one commit, and
-downloads are from one commit, so no entry is ever a mixture of two.
+All files of an entry are in one commit, and downloads are from one commit, so no entry is ever a mixture of two.
 """
 
 from __future__ import annotations
@@ -18,24 +17,13 @@ from huggingface_hub.hf_api import RepoFile
 from ... import progress
 from ...artifact.user_cache import cache_root
 from ...checkpoints.hub import explained_errors, try_again
-from .entries import (
-    ABOUT,
-    CODE,
-    RECORD,
-    BrokenError,
-    check_code,
-    copy_code,
-    list_entries,
-    read_about,
-    read_record,
-    write_documents,
-)
+from . import entries
+from .entries import ABOUT, CODE, RECORD, BrokenError, check_code, copy_code, read_record
 from .store import CompileCache
 
 
 # Graphs. Kernels for this CPU are in wheels, and are native code of this process, which no repository should decide.
 SHARED_KINDS = ("cpu", "neuron")
-_MAIN = "main"
 _FILE = re.compile(rf"({'|'.join(SHARED_KINDS)})/([0-9a-f]{{64}})/((?:entry|about)\.json|{CODE}\.[A-Za-z0-9_.-]+)")
 _ENTRIES_PER_COMMIT = 16
 
@@ -63,11 +51,11 @@ def sync(
         ValueError, FileNotFoundError, RuntimeError: as `explained_errors` says.
         OSError: the cache cannot be used, or the disk is full.
     """
-    api, branch = HfApi(token=token), revision or _MAIN
+    api, branch = HfApi(token=token), revision or "main"
     done = Synced([], [], {})
     with explained_errors(repo, branch, other_way=", or --download-only"):
         commit, there = _list_files(api, repo, branch)
-        paths = (entry.path for entry in list_entries())
+        paths = (entry.path for entry in entries.list_entries())
         here = {f"{path.parent.name}/{path.name}" for path in paths if path.parent.name in SHARED_KINDS}
         missing = sorted(there.keys() - here) if download else []
         with progress.stage("Downloading entries", len(missing)) as advance:
@@ -86,7 +74,7 @@ def sync(
 
 def shared_entries(repo: str, *, revision: str | None = None, token: str | None = None) -> dict[str, set[str]]:
     """List the entries that a repository has by name, <kind>/<key>, with the files of each; raise as `sync` does."""
-    branch = revision or _MAIN
+    branch = revision or "main"
     with explained_errors(repo, branch):
         return _list_files(HfApi(token=token), repo, branch)[1]
 
@@ -137,7 +125,7 @@ def _upload_entries(api: HfApi, repo: str, branch: str, names: list[str], done: 
             except BrokenError as error:
                 done.refused[name] = str(error)
                 continue
-            write_documents(copy, digests, read_about(entry))
+            entries.write_documents(copy, digests, entries.read_about(entry))
             whole.append(name)
             operations += [CommitOperationAdd(f"{name}/{path.name}", path) for path in sorted(copy.iterdir())]
         if operations:

@@ -26,7 +26,7 @@ from ...config import NeuronConfig
 from ...step.family import check_every_step_has_a_graph
 from ...step.features.codes.formats import weight_formats
 from ...step.spec import graph_specs
-from .. import CacheKeys, KeepsGraphs, get_target, resolve_target
+from .. import CacheKeys, Target, get_target, resolve_target
 from .entries import CODE, BrokenError, check_code
 from .hub import shared_entries
 
@@ -64,21 +64,19 @@ def lookup(
     """Look for all graphs that an export would compile; compile nothing, and change nothing in the cache.
 
     Args:
-        model: a Hub id, of which no weights are downloaded, or a folder with a config.json; its weights are not read.
-        config: as for the export.
+        model: a Hub id or a folder with a config.json; its weights are not read.
         token: of the Hub, for the model and for `repo`.
         repo, repo_revision: where else to look, as in `hub.sync`.
 
     Raises:
-        ValueError: the model or the options cannot be exported; its graphs depend on its weights, as where their codes are kept; or the
-            target keeps none.
+        ValueError: the model or the options cannot be exported, its graphs depend on its weights, or the target keeps none.
         FileNotFoundError: there is no such model or repository.
         RuntimeError: this machine lacks what decides on graphs, such as the compiler, which has its version in keys; or the Hub fails.
         PermissionError: the cache is not to be trusted.
     """
     config = dataclasses.replace(config, target=resolve_target(config.target))
     target = get_target(config.target)
-    if config.target == "hlo" or not isinstance(target, KeepsGraphs):
+    if config.target == "hlo" or not target.keeps_graphs:
         raise ValueError(
             f"target={config.target!r} compiles nothing that is kept; name the target that is exported for"
         )
@@ -88,7 +86,7 @@ def lookup(
             "and what the cache has is used"
         )
     checkpoint = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
-    found = _find_keys(checkpoint, config, target, rounded=target.rounds_activations())
+    found = _find_keys(checkpoint, config, target)
     shared = None if repo is None else shared_entries(repo, revision=repo_revision, token=token)
     graphs = []
     for graph, key in found.keys.items():
@@ -100,7 +98,7 @@ def lookup(
     return graphs
 
 
-def _find_keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs, *, rounded: bool) -> CacheKeys:
+def _find_keys(checkpoint: Checkpoint, config: NeuronConfig, target: Target) -> CacheKeys:
     if checkpoint.gguf_file is not None:
         raise ValueError(
             f"{checkpoint.source} has its config in one file with its weights, which are not read here; export it, and what the "
@@ -126,7 +124,7 @@ def _find_keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs
         model = cast(PreTrainedModel, empty_model(folder, dtype, trust_remote_code=trusted))
         _check_ties(checkpoint, model)
         make_room_as_quantized(model, config)
-        config = settle_activations(model, config, by_default=rounded)
+        config = settle_activations(model, config, by_default=target.rounds_activations())
         round_activations(model, config)
         write_formats(weight_formats(model), folder)
         config = dataclasses.replace(config, dtype=str(model.dtype).removeprefix("torch."))
@@ -136,13 +134,9 @@ def _find_keys(checkpoint: Checkpoint, config: NeuronConfig, target: KeepsGraphs
 
 def _check_ties(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     """Raise ValueError where a checkpoint has a tensor each for weights that its config ties: if they differ, they are not tied."""
-    names = checkpoint.indexed_names()
-
-    def has_tensor(name: str) -> bool:  # with whatever prefix a multimodal model gives it
-        return any(each == name or each.endswith(f".{name}") for each in names)
-
+    names = [f".{name}" for name in checkpoint.indexed_names()]  # with whatever prefix a multimodal model gives them
     for alias, stored in model.all_tied_weights_keys.items():
-        if has_tensor(alias) and has_tensor(stored):
+        if all(any(each.endswith(f".{name}") for each in names) for name in (alias, stored)):
             raise ValueError(
                 f"{checkpoint.source}: by its config {alias} is {stored}, and its files hold both; whether they are equal, which "
                 f"decides on graphs, depends on weights, which are not read; correct tie_word_embeddings in its config.json"

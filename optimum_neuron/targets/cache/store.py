@@ -10,20 +10,8 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from ...artifact.user_cache import cache_folder
-from .entries import (
-    CODE,
-    RECORD,
-    About,
-    BrokenError,
-    copy_code,
-    copy_file,
-    keep_within,
-    read_record,
-    remove_entry,
-    scratch_folder,
-    size_limit,
-    write_documents,
-)
+from . import entries
+from .entries import CODE, RECORD, About, BrokenError, read_record, remove_entry
 
 
 logger = logging.getLogger(__name__)
@@ -35,7 +23,7 @@ class CompileCache:
     def __init__(self, kind: str) -> None:
         """Raise OSError and PermissionError as `cache_folder`, and ValueError as `size_limit`."""
         self.folder = cache_folder(kind)
-        self._limit = size_limit()
+        self._limit = entries.size_limit()
 
     def fetch(self, key: str, folder: Path, stem: str, *suffixes: str) -> bool:
         """Copy the files of an entry, which must have those of `suffixes`, to `folder/<stem>.<suffix>`.
@@ -55,7 +43,7 @@ class CompileCache:
                 raise BrokenError(f"it lacks one of {', '.join(suffixes)}")
             for suffix, digest in digests.items():
                 copied.append(folder / (stem + suffix))
-                copy_code(entry, suffix, digest, copied[-1])
+                entries.copy_code(entry, suffix, digest, copied[-1])
         except BrokenError as error:
             for path in copied:
                 path.unlink(missing_ok=True)
@@ -67,13 +55,12 @@ class CompileCache:
 
     def scratch(self) -> AbstractContextManager[Path]:
         """Return a folder to compile in, as `scratch_folder`."""
-        return scratch_folder(self.folder)
+        return entries.scratch_folder(self.folder)
 
     def store(self, key: str, scratch: Path, stem: str, folder: Path, about: About) -> None:
         """Copy what was compiled, `scratch/<stem>.*`, into a folder, as `fetch` does, and move it into an entry.
 
-        Where another process has made the same entry meanwhile, that one stays. Where the cache has a size limit, those that were
-        used last stay within it, this one in any case.
+        An equal entry of another process stays. Those that were used last stay within the cache's size limit, this one in any case.
         """
         entry = scratch / key
         entry.mkdir(mode=0o700)
@@ -81,9 +68,9 @@ class CompileCache:
         for path in sorted(scratch.glob(stem + ".*")):
             path.chmod(0o600)
             suffix = path.name.removeprefix(stem)
-            digests[suffix] = copy_file(path, folder / path.name)
+            digests[suffix] = entries.copy_file(path, folder / path.name)
             path.rename(entry / (CODE + suffix))
-        write_documents(entry, digests, about)
+        entries.write_documents(entry, digests, about)
         self.admit(entry)
 
     def admit(self, entry: Path) -> None:
@@ -95,7 +82,7 @@ class CompileCache:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         if self._limit is not None:
-            keep_within(self._limit, place)
+            entries.keep_within(self._limit, place)
 
     def forget(self, digest: str) -> None:
         """Remove all entries with a file of this sha256, which cannot be used."""

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ...artifact.artifact import Artifact
 from ...config import NeuronConfig
 from ...kernels.host.instruction_sets import choose_instruction_set
-from .. import CacheKeys, CompileJob, Executable, check_one_device
+from .. import IN_ENVIRONMENT, CacheKeys, CompileJob, Executable, RankOptions, Target
 from ..cache.store import CompileCache
-from ..rank_options import IN_ENVIRONMENT, RankOptions
 from ..threads import count_fitted
 from .facts import CACHE_KIND
 from .loader import load_executable
@@ -22,11 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class CpuTarget:
+class CpuTarget(Target):
     """The cpu target. Its artifacts hold no native code: the kernels are this package's own, for the machine that loads it."""
 
+    keeps_graphs = True
+
     def check(self, config: NeuronConfig) -> None:
-        check_one_device(config)
+        super().check(config)
         load_kernels()
         CompileCache(CACHE_KIND)
 
@@ -48,7 +49,7 @@ class CpuTarget:
     ) -> CacheKeys:
         from .compiler import find_cache_keys
 
-        check_one_device(config)
+        super().check(config)
         return find_cache_keys(model, config, folder, trust_remote_code=trust_remote_code)
 
     def load(

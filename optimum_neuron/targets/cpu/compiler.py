@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 from ... import progress
 from ...artifact.artifact import WEIGHTS_NAME, Artifact
 from ...artifact.skeleton import assign, check_spec, check_tensors, empty_model, model_for
-from ...artifact.tensor_file import stored_tensors
-from ...artifact.weights import check_memory, named_tensors, read_layout, untie, write_weights
-from ...checkpoints.mapped import map_tensors
+from ...artifact.tensor_file import TensorLike, stored_tensors
+from ...artifact.weights import named_tensors, read_layout, untie, write_weights
+from ...checkpoints.mapped import in_file, map_tensors
 from ...config import NeuronConfig
 from ...kernels.lower.lower import lower
 from ...parity.inspect import inspect_layers
 from ...step.attention.kv_cache import KVCache
+from ...step.features.codes.modules import is_experts
 from ...step.one_thread import one_thread
 from ...step.program import export_layers_once
 from ...step.spec import PROMPT_LOGITS, GraphSpec, graph_specs
@@ -34,14 +35,32 @@ from ...step.state_specs import state_specs
 from .. import CacheKeys, CompileJob
 from ..cache.entries import About
 from ..cache.store import CompileCache
+from ..host_states import check_state_memory
 from .facts import CACHE_KIND, CONSTANTS_SUFFIX, PLAN_SUFFIX, PlanFacts
-from .layout import use_natural_layout
 from .native_library import load_kernels
 from .ops import OPS
 from .plan_keys import plan_keys
 
 
 logger = logging.getLogger(__name__)
+
+
+def use_natural_layout(model: nn.Module, stored: Mapping[str, TensorLike] | None = None) -> None:
+    """Turn the weights of transposed experts into `[experts, out, in]`, as the kernel reads them.
+
+    `stored` will replace the weights, named as in `weights.named_tensors`: layers stay as they are where these have the model's own layout.
+    """
+    for name, module in model.named_modules():
+        if is_experts(module) and module.is_transposed:
+            parameters = module.named_parameters(recurse=False)
+            weights = {part: weight for part, weight in parameters if weight.dim() == 3}
+            # Where all are square, both layouts look alike.
+            oblong = [each for each, weight in weights.items() if weight.shape[1] != weight.shape[2]]
+            own = None if stored is None or not oblong else stored.get(f"model.{name}.{oblong[0]}")
+            if oblong and (own is None or tuple(own.shape) != tuple(weights[oblong[0]].shape)):
+                for weight in weights.values():
+                    weight.data = in_file(weight.data.transpose(1, 2).contiguous())
+                module.is_transposed = False
 
 
 def write_model(model: PreTrainedModel, folder: Path) -> dict[str, str]:
@@ -53,7 +72,7 @@ def write_model(model: PreTrainedModel, folder: Path) -> dict[str, str]:
 def find_cache_keys(
     model: PreTrainedModel, config: NeuronConfig, folder: Path, *, trust_remote_code: bool
 ) -> CacheKeys:
-    """Return the keys of a model's plans, as `KeepsGraphs.cache_keys`."""
+    """Return the keys of a model's plans, as `Target.cache_keys`."""
     use_natural_layout(model)
     _take_memory(model)
     spec = inspect_layers(model)
@@ -64,7 +83,7 @@ def find_cache_keys(
 
 
 def _take_memory(model: nn.Module) -> None:
-    """Give a model memory that is never filled, which costs nothing until it is touched; buffers hold zeros, as some are indices."""
+    """Give a model memory that is never filled, and so costs nothing; buffers hold zeros, as some are indices."""
     parameters = dict(model.named_parameters(prefix="model", remove_duplicate=False))
     unique, tied = untie(named_tensors(model))
     tensors = {
@@ -76,7 +95,7 @@ def _take_memory(model: nn.Module) -> None:
 
 def check_model(artifact: Artifact, *, trust_remote_code: bool) -> None:
     """Refuse an artifact where model, weights and manifest contradict each other."""
-    check_memory((*artifact.states(), *artifact.snapshots()))
+    check_state_memory(artifact)
     layout = read_layout(artifact)
     model = model_for(artifact, layout, trust_remote_code=trust_remote_code)
     use_natural_layout(model, layout)
@@ -99,9 +118,8 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
     folder = job.folder / "graphs"
     keys = plan_keys(job, stored_tensors(job.folder / WEIGHTS_NAME))
     missing = [spec for spec in job.graphs if not cache.fetch(keys[spec.name], folder, spec.name, PLAN_SUFFIX)]
-    logger.info(
-        "%d of %d graphs are in the compile cache %s", len(job.graphs) - len(missing), len(job.graphs), cache.folder
-    )
+    found, total = len(job.graphs) - len(missing), len(job.graphs)
+    logger.info("%d of %d graphs are in the compile cache %s", found, total, cache.folder)
     if missing:
         model, states = _load_model(job)
         versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -127,29 +145,24 @@ def _load_model(job: CompileJob) -> tuple[nn.Module, KVCache]:
 def _compile_graph(model: nn.Module, states: KVCache, spec: GraphSpec, job: CompileJob, scratch: Path) -> None:
     try:
         program = export_layers_once(model, states, spec, OPS)
-        plan, constants = lower(program, spec.tokens, _list_outputs_by_token(spec, job.model.vocab_size))
+        names = [each.name for each in spec.outputs(job.model.vocab_size)]
+        by_token = [str(i) for i, name in enumerate(names) if not spec.has_chunk or name == PROMPT_LOGITS]
+        plan, constants = lower(program, spec.tokens, by_token)
         known: dict[str, Tensor] = {**program.state_dict, **program.constants, **constants}
         plan.check(known)  # as when it is loaded
     except Exception as error:  # of whatever the model's code does
         raise RuntimeError(f"graph {spec.name} could not be compiled: {type(error).__name__}: {error}") from error
-    plan.save(scratch / (spec.name + PLAN_SUFFIX), PlanFacts.collect(spec, job.config, job.model).to_dict(), known)
+    plan.save(scratch / (spec.name + PLAN_SUFFIX), PlanFacts(spec, job.model, job.config.dtype).to_dict(), known)
     if constants:
         save_file(constants, scratch / (spec.name + CONSTANTS_SUFFIX))
-
-
-def _list_outputs_by_token(spec: GraphSpec, vocab_size: int) -> list[str]:
-    """Return the numbers of the outputs that have a row per token."""
-    names = [each.name for each in spec.outputs(vocab_size)]
-    return [str(number) for number, name in enumerate(names) if not spec.has_chunk or name == PROMPT_LOGITS]
 
 
 @contextmanager
 def _hold_collector() -> Iterator[None]:
     """Hold Python's garbage collector: it would walk the many objects of a graph again and again to free none."""
-    was_enabled = gc.isenabled()
+    resume = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        resume()

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ...artifact.schema import TEXT, anything, first_difference, record, shown
-from ...config import NeuronConfig
 from ...step.model_spec import SECTIONS, ModelSpec
 from ...step.spec import GraphSpec
 
@@ -32,10 +31,6 @@ class PlanFacts:
     graph: GraphSpec
     model: ModelSpec
     dtype: str
-
-    @classmethod
-    def collect(cls, graph: GraphSpec, config: NeuronConfig, model: ModelSpec) -> PlanFacts:
-        return cls(graph, model, config.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         lists: dict[str, Any] = {section: [] for section in SECTIONS}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ...kernels.plan import OldPlanError, Plan
 from ...kernels.run.memory import allocate_arena
 from ...kernels.run.short_scales import find_short_scales
 from .. import CompileJob
-from ..host_states import empty_snapshots
+from ..host_states import allocate_places
 from ..recompile import compiled_again
 from ..threads import count_fitted
 from .executable import CpuExecutable, LiveTokens
@@ -28,16 +28,13 @@ from .native_library import load_kernels
 
 logger = logging.getLogger(__name__)
 
-_Find = Callable[[str], Path]
-
 
 def load_executable(artifact: Artifact, *, trusted: bool, trust_remote_code: bool) -> CpuExecutable:
     """Load an artifact's plans; make them again where they are not trusted, or belong to another version of this package.
 
     Raises:
         ArtifactError: they were made for another artifact than the manifest describes.
-        RuntimeError: the kernels cannot be built here.
-        ValueError: OPTIMUM_NEURON_CPU names what this machine lacks.
+        RuntimeError, ValueError: as `load_kernels`.
     """
     load_kernels()  # first: what the machine lacks is no fault of the artifact's files
     reason = None if trusted else "its graphs come from the Hub, and are not trusted"
@@ -59,52 +56,34 @@ def load_executable(artifact: Artifact, *, trusted: bool, trust_remote_code: boo
         return _bind_plans(artifact, (folder / GRAPHS_FOLDER).joinpath)
 
 
-def _bind_plans(artifact: Artifact, find: _Find) -> CpuExecutable:
-    """Bind graphs to weights and states.
-
-    Args:
-        find: from the name of a graph's file to its path.
-    """
+def _bind_plans(artifact: Artifact, find: Callable[[str], Path]) -> CpuExecutable:
+    """Bind graphs to weights and states; `find` returns the path of a graph's file by its name."""
     states = allocate_states(artifact.states())
     shared = read_weights(artifact) | states
     plans: dict[str, Plan] = {}
-    constants: dict[str, dict[str, np.ndarray]] = {}
+    tensors: dict[str, dict[str, np.ndarray]] = {}
     for spec in artifact.graphs:
-        path, facts = find(spec.name + PLAN_SUFFIX), PlanFacts.collect(spec, artifact.config, artifact.model)
+        path, facts = find(spec.name + PLAN_SUFFIX), PlanFacts(spec, artifact.model, artifact.config.dtype)
         with _name_file(path):
             plan = plans[spec.name] = Plan.load(path, shared, facts.check)
-        has_constants = any(buffer.kind == "constant" for buffer in plan.buffers)
-        own = _read_constants(find(spec.name + CONSTANTS_SUFFIX), shared) if has_constants else {}
+        tensors[spec.name] = shared
+        if any(buffer.kind == "constant" for buffer in plan.buffers):
+            with _name_file(file := find(spec.name + CONSTANTS_SUFFIX)):
+                tensors[spec.name] = shared | (own := read_tensors(file))
+                if names := own.keys() & shared.keys():
+                    raise ValueError(f"it holds {min(names)}, which is no constant of a graph")
         with _name_file(path):
-            plan.check(shared | own)
-        constants[spec.name] = own
+            plan.check(tensors[spec.name])
     with _name_file(artifact.path):
         arena = allocate_arena(list(plans.values()))
         short = find_short_scales(plans.values(), shared)
+    options: Any = {"library": load_kernels(), "short_scales": short, "threads": count_fitted}
     bound = {}
     for spec in artifact.graphs:
-        tensors, outputs = shared | constants[spec.name], spec.outputs(artifact.model.vocab_size)
+        forms = spec.inputs(), spec.outputs(artifact.model.vocab_size)
         with _name_file(find(spec.name + PLAN_SUFFIX)):
-            own_plan = plans[spec.name].bind(
-                tensors,
-                spec.inputs(),
-                outputs,
-                arena,
-                library=load_kernels(),
-                short_scales=short,
-                threads=count_fitted,
-            )
-        bound[spec.name] = own_plan, LiveTokens(spec)
-    return CpuExecutable(bound, states, empty_snapshots(artifact.config, artifact.model))
-
-
-def _read_constants(path: Path, others: Collection[str]) -> dict[str, np.ndarray]:
-    with _name_file(path):
-        tensors = read_tensors(path)
-        names = tensors.keys() & set(others)
-        if names:
-            raise ValueError(f"it holds {min(names)}, which is no constant of a graph")
-    return tensors
+            bound[spec.name] = plans[spec.name].bind(tensors[spec.name], *forms, arena, **options), LiveTokens(spec)
+    return CpuExecutable(bound, states, allocate_places(artifact.config, artifact.model))
 
 
 @contextmanager

@@ -28,15 +28,14 @@ def load_kernels() -> ctypes.CDLL:
     return native_build.load_library(fetch_library)
 
 
-def fetch_library(folder: Path, chosen: InstructionSet) -> Path:
-    """Put the library into a folder, from the cache or from its sources, and return its path."""
-    path = folder / "kernels.so"
+def fetch_library(path: Path, chosen: InstructionSet) -> Path:
+    """Make the file of the library, from the cache or from its sources, and return its path."""
     store, key = CompileCache(CACHE_KIND), native_build.digest_sources(chosen)
-    if not store.fetch(key, folder, path.stem, path.suffix):
+    if not store.fetch(key, path.parent, path.stem, path.suffix):
         native_build.check_compiler()
         title, count = f"Compiling kernels for {chosen.name}", len(native_build.list_sources())
         with store.scratch() as scratch, progress.stage(title, count) as advance:
             native_build.build(scratch / path.name, chosen, compiled=advance)
             about = About("kernels", chosen.name, Path(native_build.find_compiler() or "").name)
-            store.store(key, scratch, path.stem, folder, about)
+            store.store(key, scratch, path.stem, path.parent, about)
     return path

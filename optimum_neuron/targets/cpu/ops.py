@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The StepOps of the cpu target: attention, cache, quantized weights, convolutions, experts, and the choice of tokens
-by the operators of the kernels."""
+"""The StepOps of the cpu target, by the operators of the kernels."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from ...step.ops import StepOps
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OWN: Any = getattr(torch.ops, NAMESPACE)
 
 
 def is_taken(call: AttentionCall, keys: Stored, values: Stored) -> bool:
@@ -38,20 +40,10 @@ def _attend_in_place(call: AttentionCall, group: AttentionRows, query: Tensor, k
         return attend_cache(call, group, query, keys, values)
     sinks = None if call.sinks is None else call.sinks.float()
     (codes, key_scale), (value_codes, value_scale) = _split_parts(keys), _split_parts(values)
-    output: Tensor = getattr(torch.ops, NAMESPACE).attend(
-        query,
-        codes,
-        value_codes,
-        group.blocks,
-        group.position_ids,
-        call.scaling,
-        window or 0,
-        call.softcap or 0.0,
-        sinks,
-        None if call.column_bias is None else _in_blocks(call.column_bias, group, codes),
-        key_scale,
-        value_scale,
-    )
+    bias = None if call.column_bias is None else _in_blocks(call.column_bias, group, codes)
+    numbers = call.scaling, window or 0, call.softcap or 0.0
+    rows = query, codes, value_codes, group.blocks, group.position_ids
+    output: Tensor = _OWN.attend(*rows, *numbers, sinks, bias, key_scale, value_scale)
     return output
 
 
@@ -69,20 +61,16 @@ def _in_blocks(column_bias: Tensor, group: AttentionRows, keys: Tensor) -> Tenso
 
 def _write_cache(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
     """Write as `kv_cache.write_tokens`."""
-    operators = getattr(torch.ops, NAMESPACE)
     if isinstance(cache, Tensor):
-        operators.write_cache(cache, states, blocks, columns)
+        _OWN.write_cache(cache, states, blocks, columns)
     elif states.dtype in DTYPES:
-        operators.write_codes(cache.codes, cache.scale, states, blocks, columns)
+        _OWN.write_codes(cache.codes, cache.scale, states, blocks, columns)
     else:
-        write_rounded(operators.write_cache, cache, states, blocks, columns)
+        write_rounded(_OWN.write_cache, cache, states, blocks, columns)
 
 
 def _grouped_experts(call: ExpertsCall) -> Tensor:
-    """Compute as `dense_experts`, but read and compute the experts in use alone.
-
-    What a token gets depends on it and its experts only, to the bit.
-    """
+    """Compute as `dense_experts`, but the experts in use alone: a token's result depends on it and its experts only, to the bit."""
     if call.layer.is_transposed or call.compute_dtype not in DTYPES:
         return dense_experts(call)
     index = call.index.to(torch.int64)
@@ -91,39 +79,28 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
 
 
 def expert_linear(x: Tensor, index: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Return the results of experts' linear layers.
+    """Return the results `[tokens, k, outputs]` of experts' linear layers, zero where a token goes nowhere; raise as `check_quantized`.
 
     Args:
         x: `[tokens, inputs]`, or `[tokens, k, inputs]`.
         index: `[tokens, k]` int64; from `experts` on: nowhere.
-        weight: `[experts, outputs, inputs]`.
-        bias: `[experts, outputs]`.
-
-    Returns:
-        `[tokens, k, outputs]`, zero where a token goes nowhere.
-
-    Raises:
-        ValueError: as `_quantized_linear`.
+        weight, bias: `[experts, outputs, inputs]` and `[experts, outputs]`.
     """
-    operators = getattr(torch.ops, NAMESPACE)
+    output: Tensor
     if isinstance(weight, Tensor):
-        plain: Tensor = operators.expert_linear(x, index, weight, bias)
-        return plain
-    check_quantized(weight, x.dtype)
-    parts = weight.kind, weight.codes, weight.scale, weight.shift
-    output: Tensor = operators.quantized_expert_linear(x, index, *parts, bias, weight.activations)
+        output = _OWN.expert_linear(x, index, weight, bias)
+    else:
+        check_quantized(weight, x.dtype)
+        parts = weight.kind, weight.codes, weight.scale, weight.shift
+        output = _OWN.quantized_expert_linear(x, index, *parts, bias, weight.activations)
     return output
 
 
 def _quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Multiply as `reference_product`, but read codes, and keep no dequantized weight.
-
-    Raises:
-        ValueError: the kernels take no such weight, or no such input.
-    """
+    """Multiply as `reference_product`, but read codes, and keep no dequantized weight; raise ValueError as `check_quantized`."""
     check_quantized(weight, x.dtype)
-    operator = getattr(torch.ops, NAMESPACE).quantized_linear
-    output: Tensor = operator(x, weight.kind, weight.codes, weight.scale, weight.shift, bias, weight.activations)
+    parts = weight.kind, weight.codes, weight.scale, weight.shift
+    output: Tensor = _OWN.quantized_linear(x, *parts, bias, weight.activations)
     return output
 
 
@@ -135,48 +112,26 @@ def check_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> None:
             f"byte with one scale; quantize it with groups of an even size, or export with target='eager'"
         )
     if dtype not in DTYPES:
-        raise ValueError(
-            f"a quantized weight meets {dtype}, and target='cpu' multiplies {', '.join(map(str, DTYPES))}"
-        )
+        taken = ", ".join(map(str, DTYPES))
+        raise ValueError(f"a quantized weight meets {dtype}, and target='cpu' multiplies {taken}")
 
 
 def _convolve_slots(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, slots: Tensor, positions: Tensor
 ) -> Tensor:
     """Convolve as `SlotConvolutions`, but read a slot's own inputs, and no other slot's."""
-    taps = weight.float().t().contiguous()
     own_bias = None if bias is None else bias.float()
-    outputs: Tensor = getattr(torch.ops, NAMESPACE).convolve(inputs, taps, own_bias, state, slots, positions)
+    outputs: Tensor = _OWN.convolve(inputs, weight.float().t().contiguous(), own_bias, state, slots, positions)
     return outputs
 
 
 def _walk_tokens(call: ScanCall, rows: ScanRows, state: ScanState) -> Tensor:
     """Scan as StepOps, but token by token, with each slot's state in place."""
     decay = call.decay if call.rates is not None else call.decay.exp()
-    outputs: Tensor = getattr(torch.ops, NAMESPACE).walk(
-        call.query,
-        call.key,
-        call.value,
-        decay if decay.dim() == 3 else decay[..., None],
-        call.beta,
-        call.rates,
-        state.current,
-        rows.slots,
-        rows.positions,
-    )
+    decay = decay if decay.dim() == 3 else decay[..., None]
+    given = call.query, call.key, call.value, decay, call.beta, call.rates
+    outputs: Tensor = _OWN.walk(*given, state.current, rows.slots, rows.positions)
     return outputs
-
-
-def _output_rows(rows: Tensor) -> Tensor:
-    """Mark the tokens that reach the model's head: a plan leaves out what they do not need."""
-    marked: Tensor = getattr(torch.ops, NAMESPACE).output_rows(rows)
-    return marked
-
-
-def _sample_tokens(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
-    """Choose the same tokens as `sample`, but read a greedy row's logits once."""
-    tokens: Tensor = getattr(torch.ops, NAMESPACE).sample(logits, sampling_params, uniforms)
-    return tokens
 
 
 OPS = StepOps(
@@ -189,6 +144,6 @@ OPS = StepOps(
     delta_rule=_walk_tokens,
     state_space_scan=_walk_tokens,
     selective_scan=_walk_tokens,
-    sample=_sample_tokens,
-    output_rows=_output_rows,
+    sample=_OWN.sample,  # the tokens of `sample`, but a greedy row's logits are read once
+    output_rows=_OWN.output_rows,  # marks the tokens that reach the model's head: a plan leaves out what they do not need
 )

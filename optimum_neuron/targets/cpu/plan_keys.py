@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of plans in the compile cache: digests of all that a plan depends on.
 
-The compiler of plans is this package and torch, and what it reads are a model's config and code, a graph's sizes, and of the
-weights their names, shapes and types, and which of them are one tensor. No weight's values, no folder and no version of this
-package are in a key; the sources that make plans are.
+Those are a model's config and code, a graph's sizes, the names, shapes and types of weights, and which of them are one tensor, torch,
+and the sources that make plans. No weight's values, no folder and no version of this package are in a key.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -50,28 +48,15 @@ def _imports(path: Path) -> frozenset[Path]:
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.level:
             folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            found |= {each for name in node.names for each in _module_files(folder, name.name)}
+            for each in node.names:  # the file that it runs, but of packages above
+                own = folder / f"{each.name}.py", folder / each.name / "__init__.py"
+                candidates = (*own, folder.with_suffix(".py"), folder / "__init__.py")
+                found.add(next(file for file in candidates if file.is_file()))
     return frozenset(found)
 
 
-def _module_files(folder: Path, name: str) -> list[Path]:
-    """Return the files that `from folder import name` runs, but of packages above them."""
-    candidates = (
-        folder / f"{name}.py",
-        folder / name / "__init__.py",
-        folder.with_suffix(".py"),
-        folder / "__init__.py",
-    )
-    return [next(path for path in candidates if path.is_file())]
-
-
 def plan_keys(job: CompileJob, tensors: Mapping[str, TensorLike]) -> dict[str, str]:
-    """Return the key of each graph's plan, by the graph's name.
-
-    Args:
-        job: its folder holds config.json, the formats of quantized layers, and the model's code where that is trusted; weights are
-            not read.
-        tensors: what the file of weights holds, by name.
+    """Return the key of each graph's plan, by the graph's name; `tensors` are what the file of weights holds, which is not read.
 
     Raises:
         ValueError: config.json or quantization.json cannot be read.
@@ -91,8 +76,7 @@ def plan_keys(job: CompileJob, tensors: Mapping[str, TensorLike]) -> dict[str, s
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in [*code, *sources]],
         "versions": [torch.__version__, transformers.__version__, *sys.version_info[:2]],
     }
-    return {spec.name: _digest({"graph": asdict(spec), **common}) for spec in job.graphs}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=list).encode()).hexdigest()
+    texts = {
+        spec.name: json.dumps(common | {"graph": asdict(spec)}, sort_keys=True, default=list) for spec in job.graphs
+    }
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}

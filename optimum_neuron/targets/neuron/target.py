@@ -17,16 +17,15 @@ from ...artifact.filesystem import file_sha256
 from ...artifact.tensor_file import stored_tensors
 from ...artifact.weights import (
     allocate_states,
-    check_memory,
     named_tensors,
     rank_weights_name,
     read_layout,
     read_weights,
 )
 from ...config import NEURON_TARGETS, NeuronConfig
-from .. import CacheKeys, CompileJob, Executable
+from .. import IN_ENVIRONMENT, CacheKeys, CompileJob, Executable, RankOptions, Target
 from ..cache.store import CompileCache
-from ..rank_options import IN_ENVIRONMENT, RankOptions
+from ..host_states import check_state_memory
 from ..recompile import compiled_again
 from .graphs.checks import check_graphs, check_weights, graph_names, left_states
 from .graphs.io import HLO_SUFFIX, IO_SUFFIX, GraphIO, read_graph_io, write_graph
@@ -46,11 +45,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class NeuronTarget:
+class NeuronTarget(Target):
     """A target that lowers graphs to HLO, and compiles them where they are for a device.
 
     A model is written and then compiled by the same object, which traces the first graph once for both.
     """
+
+    keeps_graphs = True
 
     def __init__(self) -> None:
         self._first: ExportedProgram | None = None
@@ -61,9 +62,6 @@ class NeuronTarget:
             from .compile.compiler import CACHE_KIND
 
             CompileCache(CACHE_KIND)
-
-    def rounds_activations(self) -> bool:
-        return False
 
     def write_model(self, model: PreTrainedModel, config: NeuronConfig, folder: Path) -> dict[str, str]:
         from .lowering.lower_all import trace_first
@@ -127,7 +125,7 @@ class NeuronTarget:
             found = nullcontext((artifact.path, artifact.manifest["target_data"]))
         else:
             if size == 1:
-                check_memory((*artifact.states(), *artifact.snapshots()))
+                check_state_memory(artifact)
             found = compiled_again(artifact, self.compile, trust_remote_code=trust_remote_code)
         with found as (folder, data):
             if artifact.target in NEURON_TARGETS:

@@ -27,13 +27,12 @@ from ...runtime.golden import GOLDEN_NAME, Golden
 from ...runtime.profile import Profile
 from ...runtime.runner import GraphRunner
 from ...runtime.timing import measure_seconds, open_runner
-from ...targets import get_target
+from ...targets import IN_ENVIRONMENT, RankOptions, get_target
 from ...targets.neuron.graphs.io import COPY_SLOT, KEEP_STATE
 from ...targets.neuron.graphs.state_graphs import copy_graphs
 from ...targets.neuron.sdk.devices import find_devices
 from ...targets.neuron.sdk.flags import step_timeout
 from ...targets.neuron.sdk.stacks import check_reading
-from ...targets.rank_options import IN_ENVIRONMENT, RankOptions
 from ..certify import CERTIFICATE_NAME, NOT_CERTIFIED, is_certified
 from . import step_checks
 from .step_checks import CheckError

@@ -127,27 +127,16 @@ FAULTS = {
     "no token": (Fault("GET", "/revision/", 401, {"X-Error-Message": "Invalid credentials in Authorization header"}), TOKEN_REFUSED),
     "no repository": (Fault("GET", "/revision/", 404, {"X-Error-Code": "RepoNotFound"}), NO_REPOSITORY),
     "hidden repository": (Fault("GET", "/revision/", 401, {"X-Error-Code": "RepoNotFound"}), NO_REPOSITORY),
-    "gated": (Fault("GET", "/revision/", 403, {"X-Error-Code": "GatedRepo"}), r"may not do that with org/compiled \(403\); ask for access"),
     "not to be read": (Fault("GET", "code.so", 403), r"this token may not do that with org/compiled \(403\)"),
     "not to be written": (Fault("POST", "/preupload/", 403), NOT_WRITABLE),
     "too many requests": (Fault("GET", "/tree/", 429, {"Retry-After": "7"}), LATER),
-    "too many commits": (Fault("POST", "/commit/", 429, {"Retry-After": "7"}), LATER),
     "a server that fails": (Fault("GET", "/tree/", 503), r"the Hub fails with status 503; what was done stays, so run the command again later"),
-    "a file that fails": (Fault("HEAD", "code.so", 500), r"the Hub fails with status 500"),
-    "a commit that fails": (Fault("POST", "/commit/", 502), r"the Hub fails with status 502"),
-    "an upload that fails": (Fault("PUT", "/lfs/", 500), r"the Hub fails with status 500"),
     "another writer": (Fault("POST", "/commit/", 412), r"was changed at the same time by another program \(412\); what was done stays"),
     "a bad request": (Fault("POST", "/preupload/", 400), REFUSED),
 }  # fmt: skip
 
 
-# Each other answer of the Hub to what is asked like one of these; `make test-full` has them all.
-ALIKE = (
-    "gated", "hidden repository", "not to be written", "too many commits", "a file that fails", "a commit that fails", "an upload that fails",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in ALIKE)) for name in FAULTS])
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_failure_of_the_hub_is_one_sentence_and_leaves_nothing(
     shared: CompileCache, hub: LoopbackHub, folder: Path, name: str, command: Command
 ) -> None:
@@ -166,14 +155,9 @@ def test_a_failure_of_the_hub_is_one_sentence_and_leaves_nothing(
 def test_a_hub_that_is_busy_for_a_while_is_waited_for(
     shared: CompileCache, hub: LoopbackHub, folder: Path, waits: list[float]
 ) -> None:
-    busy = {"Retry-After": "7"}
-    hub.faults = [
-        Fault("GET", "/revision/", 429, busy, times=1),
-        Fault("GET", "/tree/", 429, busy, times=1),
-        Fault("GET", "code.so", 429, busy, times=1),
-        Fault("POST", "/commit/", 503, times=2),
-        Fault("PUT", "/lfs/", 502, times=1),
-    ]
+    busy = ("/revision/", "/tree/", "code.so")
+    hub.faults = [Fault("GET", each, 429, {"Retry-After": "7"}, times=1) for each in busy]
+    hub.faults += [Fault("POST", "/commit/", 503, times=2), Fault("PUT", "/lfs/", 502, times=1)]
     store(shared, folder, OTHER, b"mine")
     done = sync(REPO, token=TOKEN)
     assert done.downloaded == [ENTRY] and done.uploaded == [f"neuron/{OTHER}"]
@@ -228,9 +212,8 @@ def test_a_sync_that_is_killed_leaves_whole_entries_and_the_next_one_does_the_re
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     has_theirs = step == "create_commit"
-    assert {entry.path.name: problem for entry, problem in verify(remove=False)} == dict.fromkeys(
-        [OTHER, KEY] if has_theirs else [OTHER]
-    )
+    whole = {entry.path.name: problem for entry, problem in verify(remove=False)}
+    assert whole == dict.fromkeys([OTHER, KEY] if has_theirs else [OTHER])
     assert not [name for name in hub.files if OTHER in name]
     done = sync(REPO, token=TOKEN)
     assert done.downloaded == ([] if has_theirs else [ENTRY]) and done.uploaded == [f"neuron/{OTHER}"]

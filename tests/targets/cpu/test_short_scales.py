@@ -14,25 +14,19 @@ from optimum_neuron.kernels.run.bound_plan import BoundPlan
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options", "are_short"),
+    ("options", "are_short"),
     [
-        ("bfloat16", {}, True),
-        ("bfloat16", {"quantization_zero_point": True}, False),
-        ("bfloat16", {"activations": "int8"}, False),
-        ("float32", {}, False),
+        ({}, True),
+        ({"quantization_zero_point": True}, False),
+        ({"activations": "int8"}, False),
+        ({"dtype": "float32"}, False),
     ],
 )
 def test_scales_of_an_export_in_int4_are_short_where_sums_need_not_be_scaled(
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    options: dict[str, Any],
-    are_short: bool,
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], are_short: bool
 ) -> None:
-    path = export_tiny(
-        tiny_checkpoint, tmp_path / "artifact", target="cpu", dtype=dtype, quantization="int4", **options
-    )
+    options = {"dtype": "bfloat16", "quantization": "int4"} | options
+    path = export_tiny(tiny_checkpoint, tmp_path / "artifact", target="cpu", **options)
     found: list[frozenset[str]] = []
     bind = Plan.bind
 

@@ -29,10 +29,6 @@ def resident_pages(array: np.ndarray) -> bool:
     begin = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
     count = (array.ctypes.data + array.nbytes - begin) // mmap.PAGESIZE
     flags = (ctypes.c_ubyte * count)()
-    assert (
-        ctypes.CDLL(None, use_errno=True).mincore(
-            ctypes.c_void_p(begin), ctypes.c_size_t(count * mmap.PAGESIZE), flags
-        )
-        == 0
-    )
+    place, size = ctypes.c_void_p(begin), ctypes.c_size_t(count * mmap.PAGESIZE)
+    assert ctypes.CDLL(None).mincore(place, size, flags) == 0
     return all(flag & 1 for flag in flags)

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from ....step.spec import LOGITS
-from ... import Executable
-from ...rank_options import IN_ENVIRONMENT, RankOptions
+from ... import IN_ENVIRONMENT, Executable, RankOptions
 from ..rank.plan import HALVES, RankPlan
 from ..sdk.devices import check_devices
 from ..sdk.errors import NeuronRuntimeError

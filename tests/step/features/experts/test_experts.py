@@ -45,7 +45,7 @@ from optimum_neuron.step.program import export_graph
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule
-from optimum_neuron.targets.cpu.layout import use_natural_layout
+from optimum_neuron.targets.cpu.compiler import use_natural_layout
 from optimum_neuron.targets.cpu.ops import OPS
 
 

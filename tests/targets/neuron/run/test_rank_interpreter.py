@@ -21,12 +21,12 @@ from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
 from helpers import export_tiny, random_tokens, run_tensors, tiny_config
 
 from optimum_neuron import NeuronModelForCausalLM
+from optimum_neuron.targets import RankOptions
 from optimum_neuron.targets.neuron.run import rank_process, ranks
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 from optimum_neuron.targets.neuron.run.rank_process import OLDEST_PYTHON, RANK_FOLDER, find_interpreter
 from optimum_neuron.targets.neuron.run.ranks import RankedExecutable, load_graphs
 from optimum_neuron.targets.neuron.sdk.errors import NeuronRuntimeError
-from optimum_neuron.targets.rank_options import RankOptions
 
 
 pytest_plugins = ("fakes.plugin",)

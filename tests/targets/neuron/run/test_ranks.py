@@ -21,11 +21,11 @@ from helpers import read_state, run_tensors, write_state
 from safetensors.torch import save_file
 
 from optimum_neuron.arrays import to_numpy
+from optimum_neuron.targets import IN_ENVIRONMENT, RankOptions
 from optimum_neuron.targets.neuron.run import rank_process, ranks
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 from optimum_neuron.targets.neuron.run.ranks import RankedExecutable, StartedStep, load_graphs
 from optimum_neuron.targets.neuron.sdk.errors import NeuronRuntimeError
-from optimum_neuron.targets.rank_options import IN_ENVIRONMENT, RankOptions
 
 
 pytest_plugins = ("fakes.plugin",)
