@@ -289,10 +289,8 @@ def test_what_is_written_are_the_codes_and_scales_of_the_rule(
 ) -> None:
     """Sizes from subnormal to large, ties, zeros, and what is not finite."""
     states = random(9, 2, dim, dtype=torch.float32) * torch.logspace(-6, 4, 9)[:, None, None]
-    states[1, 0] = torch.linspace(-127, 127, dim) * 0.5
-    states[1, 0, 0] = 127.0
-    states[2, 1] = 0.0
-    states[3, 0, 4], states[4, 1, 1], states[5, 0] = float("nan"), float("-inf"), 1e-38
+    states[1, 0], states[2, 1] = torch.linspace(-127, 127, dim) * 0.5, 0.0
+    states[1, 0, 0], states[3, 0, 4], states[4, 1, 1], states[5, 0] = 127.0, NAN, -INFINITY, 1e-38
     states = states.to(dtype)
     codes, scale = guarded((4, 2, 7, dim), TYPES[kind]), guarded((4, 2, 7, 1), torch.float32)
     codes.view(torch.uint8).fill_(1)

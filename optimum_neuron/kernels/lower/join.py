@@ -83,8 +83,9 @@ def constant(builder: PlanBuilder, source: Any) -> float | None:
     if not isinstance(source, Node):
         return source if isinstance(source, int | float) else None
     value = builder.values.get(source)
-    is_number = isinstance(value, KnownValue) and value.tensor.numel() == 1 and value.tensor.dtype != torch.float64
-    return value.tensor.item() if is_number else None
+    if isinstance(value, KnownValue) and value.tensor.numel() == 1 and value.tensor.dtype != torch.float64:
+        return value.tensor.item()
+    return None
 
 
 def read_numbers(
