@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from ..steps import steps as kinds
+from ..steps import steps
 from ..steps.access import COLUMN_BLOCK, HEAD_DIM_LIMIT, HEAD_DIM_STEP, SIZES, TYPES, float_bits, require
 from ..steps.steps import Attend, Buffer, Convolve, Map, Sample, Select, Step, Walk, WriteCache, WriteCodes
 from .encode_map import count_map_tokens, encode_map
@@ -181,8 +181,8 @@ def _encode_convolve(words: OperandWords, step: Convolve) -> Iterator[int]:
 # In the order in which native/plan/plan.cpp numbers the kinds of steps.
 _ENCODERS: dict[type[Any], Callable[[OperandWords, Any], Iterator[int]]] = {
     Map: encode_map,
-    kinds.Linears: encode_linears,
-    kinds.Experts: encode_experts,
+    steps.Linears: encode_linears,
+    steps.Experts: encode_experts,
     Attend: _encode_attend,
     Select: _encode_select,
     WriteCache: _encode_write,
