@@ -26,7 +26,8 @@ DESCRIPTION = """\
 Show the sizes, graphs and versions of an artifact, and whether its graphs are certified. Nothing is loaded.
 
 --html writes one page that asks for no other file: steps, memory by core, operators and cost of each graph, the certificate,
-quantized weights, and recorded speeds. --json writes the same as data. Both first compare the digests of all files but the weights."""
+quantized weights, and speeds of a bench.json in its folder. --json writes the same as data. Both first compare the digests of all
+files but the weights."""
 
 EXAMPLES = """\
 examples:
@@ -54,32 +55,24 @@ class NeuronInspectCommand(BaseOptimumCLICommand):
         add_artifact(parser)
         add_file(parser, "--html", "write a page that a browser shows: all that is known of the artifact")
         add_file(parser, "--json", "write the same as data")
-        bench = (
-            "speeds to show, of neuron bench --json or neuron check --json (default: those that neuron card recorded)"
-        )
-        add_file(parser, "--bench", bench)
 
     @reported_errors()
     def run(self) -> None:
         from optimum_neuron.artifact.artifact import Artifact
-        from optimum_neuron.hub.measurements import Measurements, identity, read_measurements, with_bench
 
         artifact = Artifact.open(self.args.artifact)
-        measured = None
-        if self.args.bench is not None:
-            measured = with_bench(Measurements(identity(artifact)), self.args.bench, artifact)
         outputs = [path for path in (self.args.html, self.args.json) if path is not None]
         if not outputs:
             from optimum_neuron.tools.inspect.collect import print_artifact
 
-            print_artifact(artifact, measured or read_measurements(artifact), console())
+            print_artifact(artifact, console())
             return
         from optimum_neuron.artifact.filesystem import replace_file
         from optimum_neuron.tools.inspect.collect import check_output, collect_facts
 
         for path in outputs:
             check_output(artifact, path)
-        facts = collect_facts(artifact, measured)
+        facts = collect_facts(artifact)
         if self.args.html is not None:
             from optimum_neuron.tools.inspect.html import render_page
 

@@ -7,15 +7,15 @@ from argparse import ArgumentParser
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 
-from optimum_neuron.cli import add_artifact, add_file, add_option, explain, reported_errors
+from optimum_neuron.cli import add_artifact, add_option, explain, reported_errors
 
 
 CARD = """\
 Write the model card of an artifact, README.md, as the Hub reads it: how it was compiled, sizes, quantization, how to load and
-serve it, and its measurements. Without measurements it says so.
+serve it, and its speeds. Without measured ones it says so: neuron bench ARTIFACT --json ARTIFACT/bench.json writes those that neuron
+card, inspect and push find.
 
---bench records measurements in the artifact's folder, in measurements.json, where neuron inspect and neuron push find them. Only
---overwrite replaces a README.md that a person wrote or changed."""
+Only --overwrite replaces a README.md that a person wrote or changed."""
 
 PUSH = """\
 Upload an artifact to a repository of the Hub, all in one commit, with its README.md or one that is made as neuron card does. The
@@ -23,13 +23,12 @@ repository and the branch are made where there are none. An interrupted push is 
 
 
 class NeuronCardCommand(BaseOptimumCLICommand):
-    COMMAND = CommandInfo(name="card", help="Write an artifact's model card, and record what was measured of it.")
+    COMMAND = CommandInfo(name="card", help="Write an artifact's model card.")
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        explain(parser, CARD, "example:\n  optimum-cli neuron card smollm2/ --bench bench.json\n")
+        explain(parser, CARD, "example:\n  optimum-cli neuron card smollm2/\n")
         add_artifact(parser)
-        add_file(parser, "--bench", "record the speeds of neuron bench --json")
         _add_card_options(parser)
         parser.add_argument("--overwrite", action="store_true", help="replace a README.md that was written by hand")
 
@@ -41,8 +40,7 @@ class NeuronCardCommand(BaseOptimumCLICommand):
         artifact = Artifact.open(args.artifact)
         from optimum_neuron.hub.card import write_card
 
-        options = {"bench": args.bench, "base_model": args.base_model, "tags": args.tag, "overwrite": args.overwrite}
-        print(write_card(artifact, **options))
+        print(write_card(artifact, base_model=args.base_model, tags=args.tag, overwrite=args.overwrite))
 
 
 class NeuronPushCommand(BaseOptimumCLICommand):

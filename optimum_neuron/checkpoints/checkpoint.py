@@ -16,13 +16,13 @@ from ..parity.nonfinite import describe_nonfinite
 from ..step.interface import ATTENTION_NAME, set_implementation
 from .checkpoint_config import CheckpointConfig
 from .files import StoredWeights, check_weight_files
+from .formats import DEQUANTIZE, DEQUANTIZED, KEEP, open_quantized, quantization_of
 from .formats.format import CheckpointFormat
 from .gguf.weights import GgufFile
 from .kept import keep_codes, read_dequantized
 from .language_model import take_text_part
 from .left_over import check_unique, make_reader, renamed_by_wrappers
 from .mapped import NAMED
-from .quantized import DEQUANTIZE, DEQUANTIZED, KEEP, open_quantized, quantization_of
 from .read import ReadModel, cast_model, read_model
 
 
@@ -38,13 +38,9 @@ class Checkpoint(CheckpointConfig):
     def load_model(
         self, dtype: str, merges: Sequence[Callable[[PreTrainedModel], PreTrainedModel]] = ()
     ) -> PreTrainedModel:
-        """Return the language model in `dtype` ("auto": the checkpoint's own) with the cached attention.
+        """Return the language model in `dtype` ("auto": the checkpoint's own), with adapters merged by `merges` in turn, in float32.
 
-        `merges` merge adapters into the model, one after another, in float32.
-
-        Raises:
-            ValueError: the weights are incomplete, or cannot be loaded, merged or taken out of a multimodal model.
-            FileNotFoundError: there are no weights, or a file of them is missing.
+        Raise ValueError where weights are incomplete, or cannot be loaded, merged or taken out of a multimodal model; FileNotFoundError without them.
         """
         stored = self._check_weights()
         if self.codes is not None and not self.is_quantized:
@@ -75,7 +71,7 @@ class Checkpoint(CheckpointConfig):
         read.check_complete(tensors, model, make_reader(self.folder, self.source))
         if self.is_quantized and self.codes != DEQUANTIZE:
             all_of_them = self.codes == KEEP or self.gguf_file is None
-            keep_codes(model, self._form, self.source, all_of_them=all_of_them, without=read.unexpected)
+            keep_codes(model, self._form, self.source, all_of_them=all_of_them, without=frozenset(read.unexpected))
         return model.eval().requires_grad_(False)
 
     def _read(self, stored: StoredWeights, dtype: str | None, *, exact: bool) -> ReadModel:
@@ -84,18 +80,17 @@ class Checkpoint(CheckpointConfig):
         # Merging and taking a part are checked by running the model before and after, with attention that needs no cache.
         attention = "eager" if self._is_multimodal or exact else ATTENTION_NAME
         if self.gguf is None and method in (None, *DEQUANTIZED):
-            options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+            asked = torch.float32 if exact and dtype else NAMED[dtype] if dtype else "auto"
+            options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "dtype": asked}
             if renamed:
                 options["key_mapping"] = renamed
-            options["dtype"] = torch.float32 if exact and dtype else NAMED[dtype] if dtype else "auto"
             if method is not None:
                 options["quantization_config"] = AutoQuantizationConfig.from_dict(
                     dict(quantization_of(self._document, self.source)) | {"dequantize": True}
                 )
             # An adapter is added to weights where they lie, and a checkpoint's own code may do anything.
             mapped = not exact and not self.trust_remote_code
-            auto = self._auto_class
-            return read_model(auto, self.folder, self.source, attention, config, options, mapped=mapped)
+            return read_model(self._auto_class, self.folder, self.source, attention, config, options, mapped=mapped)
         if self._is_multimodal:
             raise ValueError(
                 f"{self.source} is a multimodal checkpoint quantized by {method}, of which the language model is not read; export the "

@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..config import LARGEST_SIZE
 from ..errors import first_line
-from .files import INDEX_NAME, indexed, read_object
+from .files import read_object
+from .formats import quantization_of
 from .gguf.config import read_config
 from .gguf.header import TOKENS_KEY, GgufHeader, read_header
 from .language_model import find_text_config, find_text_part, multimodal_class
 from .mapped import NAMED
-from .quantized import quantization_of
 from .tokenizer import begin_as_in_gguf, has_tokenizer, load_tokenizer
 from .unread import unread_keys
 
@@ -43,13 +43,10 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """A checkpoint's files, apart from the numbers of its weights.
+    """A checkpoint's files, apart from the numbers of its weights; `source` is the user's name of it.
 
-    Attributes:
-        gguf_file: name of the GGUF file in `folder`, if the checkpoint is one.
-        source: the name that the user gave.
-        codes: `quantized.KEEP` or `quantized.DEQUANTIZE` of a quantized checkpoint. With None codes are kept, except blocks of a GGUF file
-            that no codes and scales stand for: they become plain weights with a notice.
+    `codes` is `formats.KEEP` or `DEQUANTIZE`. With None codes are kept, except blocks of a GGUF file that no codes and scales stand for: these
+    become plain weights with a notice.
     """
 
     folder: Path
@@ -104,11 +101,6 @@ class CheckpointConfig:
         if self.gguf_file is not None or model_config.dtype is None:
             return None
         return str(model_config.dtype).removeprefix("torch.")
-
-    def indexed_names(self) -> frozenset[str]:
-        """Return names of tensors from the index of a checkpoint in several files; none of a single file without an index."""
-        path = self.folder / INDEX_NAME
-        return frozenset(indexed(path)) if path.is_file() else frozenset()
 
     @property
     def is_plain(self) -> bool:

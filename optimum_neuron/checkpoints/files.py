@@ -83,9 +83,7 @@ def check_weight_files(folder: Path, source: str) -> StoredWeights:
 def shapes_by_file(folder: Path, source: str) -> dict[Path, Shapes]:
     """Return shape and type of each tensor of a checkpoint, by its safetensors files.
 
-    Raises:
-        FileNotFoundError: there are no weights, or a file that the index names is missing.
-        ValueError: a file is truncated or corrupt, two hold the same tensor, or the weights are pickled.
+    Raise FileNotFoundError where files are missing, ValueError where one is corrupt, two hold a tensor, or weights are pickled.
     """
     found: dict[Path, Shapes] = {}
     for path in weight_files(folder, source):

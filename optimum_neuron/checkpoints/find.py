@@ -29,18 +29,21 @@ _MERGE = "optimum-cli export neuron OUT --model {} --adapter {}"
 
 
 def find_checkpoint(
-    model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool, **hub: Any
+    model: str | Path,
+    *,
+    revision: str | None,
+    token: str | bool | None,
+    trust_remote_code: bool,
+    weights: bool = True,
+    **hub: Any,
 ) -> Checkpoint:
-    """Find a Hub id, a folder or a .gguf file, local or as `org/repo:file.gguf`; download only weights that an export reads.
+    """Find a Hub id, a folder or a .gguf file, local or as `org/repo:file.gguf`; download only what an export reads.
 
-    `hub` has `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
-
-    Raises:
-        ValueError: a revision of a local path, an adapter in the place of a checkpoint, or several GGUF files and the name of none.
-        FileNotFoundError: nothing of that name exists, here or on the Hub.
+    Without `weights` only the config is downloaded, and a GGUF file, which holds it. `hub` are options of the Hub's download functions. Raise
+    FileNotFoundError where nothing has that name; ValueError for an adapter, for one of several GGUF files, and a revision of a local path.
     """
-    path = Path(model).expanduser()
-    if not str(model):
+    path, source = Path(model).expanduser(), str(model)
+    if not source:
         raise FileNotFoundError("the name of the model is empty; name a checkpoint folder, a .gguf file or a Hub id")
     if path.exists():
         refuse_revision(path, revision)
@@ -57,46 +60,23 @@ def find_checkpoint(
             raise FileNotFoundError(
                 f"{path} does not exist; name a file that does, or one of a Hub repository as org/repo:file{GGUF}"
             )
-        return Checkpoint(path.parent, path.name, str(model), trust_remote_code)
+        return Checkpoint(path.parent, path.name, source, trust_remote_code)
     if path.is_file():
         raise FileNotFoundError(f"{path} is a file of another kind; name a folder, a .gguf file or a Hub id")
-    if path.is_dir():
-        check_documents(path)
-        _refuse_adapter(path, str(model))
-        if not (path / "config.json").is_file():
-            _refuse_files(str(model), sorted(each.name for each in path.iterdir()), "/")
-        return Checkpoint(path, None, str(model), trust_remote_code)
-    patterns = [*VERBATIM, SINGLE_NAME, CARD_NAME, *(CODE_FILES if trust_remote_code else ())]
-    folder = _download_described(str(model), patterns, options)
-    if (folder / SINGLE_NAME).is_file():
-        return Checkpoint(folder, None, str(model), trust_remote_code)
-    if not (folder / INDEX_NAME).is_file():
-        _refuse_files(str(model), repository_files(str(model), folder, **options), ":")
-    weights = sorted(map(glob.escape, set(indexed(folder / INDEX_NAME).values())))
-    download(str(model), weights, **options | {"revision": commit_of(folder, revision)})
-    return Checkpoint(folder, None, str(model), trust_remote_code)
-
-
-def find_config(
-    model: str | Path, *, revision: str | None, token: str | bool | None, trust_remote_code: bool
-) -> Checkpoint:
-    """Find a checkpoint as `find_checkpoint` does, but download no weights from a Hub repository, except a GGUF file with its config."""
-    path = Path(model).expanduser()
-    if path.exists() or path.suffix == GGUF or hub_file(model) is not None:
-        return find_checkpoint(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
-    patterns = ["config.json", ADAPTER_CONFIG, INDEX_NAME, *(CODE_FILES if trust_remote_code else ())]
-    folder = _download_described(str(model), patterns, {"revision": revision, "token": token})
-    return Checkpoint(folder, None, str(model), trust_remote_code)
-
-
-def _download_described(repo_id: str, patterns: list[str], options: dict[str, Any]) -> Path:
-    """Download files of a repository that has a config.json; raise FileNotFoundError or ValueError for another one."""
-    folder = download(repo_id, patterns, **options)
+    is_local, folder = path.is_dir(), path
+    if not is_local:
+        patterns = (*VERBATIM, SINGLE_NAME, CARD_NAME) if weights else ("config.json", ADAPTER_CONFIG, INDEX_NAME)
+        folder = download(source, [*patterns, *(CODE_FILES if trust_remote_code else ())], **options)
     check_documents(folder)
-    _refuse_adapter(folder, repo_id)
-    if not (folder / "config.json").is_file():
-        _refuse_files(repo_id, repository_files(repo_id, folder, **options), ":")
-    return folder
+    _refuse_adapter(folder, source)
+    has_weights = is_local or not weights or any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
+    if not has_weights or not (folder / "config.json").is_file():
+        names = [each.name for each in path.iterdir()] if is_local else repository_files(source, folder, **options)
+        _refuse_files(source, sorted(names), "/" if is_local else ":")
+    if weights and not is_local and not (folder / SINGLE_NAME).is_file():
+        files = sorted(map(glob.escape, set(indexed(folder / INDEX_NAME).values())))
+        download(source, files, **options | {"revision": commit_of(folder, revision)})
+    return Checkpoint(folder, None, source, trust_remote_code)
 
 
 def _refuse_files(source: str, names: Sequence[str], separator: str, problem: str = "holds GGUF files") -> NoReturn:

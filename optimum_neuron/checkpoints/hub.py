@@ -53,12 +53,9 @@ def try_again(call: Callable[[], _Value]) -> _Value:
 
 @contextmanager
 def explained_errors(repo: str, revision: str, *, other_way: str = "") -> Iterator[None]:
-    """Replace the errors of the Hub's client by one sentence with the remedy, to which `other_way` may add the end.
+    """Replace the errors of the Hub's client by one sentence with the remedy, which `other_way` may end.
 
-    Raises:
-        ValueError: `repo` is no name of a repository.
-        FileNotFoundError: there is no such repository or revision, for this token.
-        RuntimeError: the Hub refuses, fails, or cannot be reached, or must not be asked.
+    Raise ValueError where `repo` is no name, FileNotFoundError without such a repository or revision, RuntimeError where the Hub fails.
     """
     try:
         yield
@@ -118,10 +115,7 @@ def _retry_after(error: BaseException) -> int | None:
 
 
 def hub_file(model: str | Path) -> tuple[str, str] | None:
-    """Return the repository and the file that `org/repo:folder/file.gguf` stands for.
-
-    It is None for another name, a drive of Windows, and a path that exists.
-    """
+    """Return the repository and the file that `org/repo:folder/file.gguf` stands for; None for another name, and a path that exists."""
     repo_id, colon, name = str(model).partition(":")
     if not (colon and name) or len(repo_id) == 1 or name.startswith("/") or Path(model).expanduser().exists():
         return None
@@ -157,7 +151,6 @@ def repository_files(
 
 
 def refuse_revision(path: Path, revision: str | None) -> None:
-    """Raise ValueError where a revision of a local path was asked for."""
     if revision is not None:
         raise ValueError(
             f"revision={revision!r} names a state of a Hub repository, and {path} is a local path; leave --revision out"
@@ -175,9 +168,7 @@ def download(
 ) -> Path:
     """Download a repository's files that match `patterns`, or find them in the cache where the Hub cannot be reached.
 
-    Raises:
-        FileNotFoundError: the name is neither a local path nor a repository that can be read, or has no such revision.
-        RuntimeError: the Hub refuses or fails, as `explained_errors` says.
+    Raise FileNotFoundError where there is no such repository or revision, RuntimeError where the Hub refuses or fails.
     """
     with explained_errors(repo_id, revision or "main"):
         try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -70,22 +70,19 @@ def read_dequantized(
 
 
 def keep_codes(
-    model: PreTrainedModel, form: CheckpointFormat, source: str, *, all_of_them: bool, without: Collection[str] = ()
+    model: PreTrainedModel, form: CheckpointFormat, source: str, *, all_of_them: bool, without: frozenset[str]
 ) -> None:
     """Replace the linear layers and experts of a model by the checkpoint's codes of their weights, except names in `without`.
 
-    A table of embeddings gets codes of int8 without a shift; with other codes it stays dequantized. A head that shares it gets the codes.
-
-    Raises:
-        ValueError: codes belong to no layer of the model, or do not stand for the weights that it has.
-        NotKeptError: `all_of_them` are to be kept, and some cannot; otherwise these stay plain, with a warning.
+    A table of embeddings gets codes of int8 without a shift; a head that shares it gets any. Raise ValueError where codes belong to no layer, or
+    stand for other numbers; NotKeptError where `all_of_them` are to be kept and one cannot: otherwise it stays plain, with a warning.
     """
     reasons: list[NotKeptError] | None = None if all_of_them else []
     modules = dict(model.named_modules())
     paths = {module: path for path, module in modules.items()}
     table = model.get_input_embeddings()
     of_experts: dict[str, dict[str, Callable[[], QuantizedWeight]]] = defaultdict(dict)
-    layers = [name for name in form.layers if not _is_among(name, without)]
+    layers = [name for name in form.layers if not without.intersection(_names_of(name))]
     with one_thread(), progress.stage("Keeping the checkpoint's codes", len(layers)) as advance:
         for name in _without_experts(form, layers, modules, of_experts):
             path = _module_path(name.removesuffix(".weight"), modules)
@@ -140,11 +137,10 @@ def _keep_experts(source: str, path: str, layer: Any, parts: Mapping[str, Callab
     replace_weights(layer, kept)
 
 
-def _is_among(name: str, left_over: Collection[str]) -> bool:
-    """Return whether a weight is in a list of names, which joins the weights of experts."""
+def _names_of(name: str) -> list[str]:
+    """Return a weight's own name, and those of the parameters that an expert's weight is joined to."""
     match = _OF_ONE_EXPERT.fullmatch(name)
-    own = [each for each, parts in _JOINED.items() if match and match[3] in sum(parts, ())]
-    return name in left_over or any(f"{name.rsplit('.', 3)[0]}.{each}" in left_over for each in own)
+    return [name, *(f"{match[1]}.{own}" for own, parts in _JOINED.items() if match and match[3] in sum(parts, ()))]
 
 
 def _without_experts(

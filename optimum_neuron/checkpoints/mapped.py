@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors in files: those of a checkpoint's files take no memory of their own, and large ones that are made go to files without a name.
 
-A private mapping that could be written to would count as memory that its process may need (RLIMIT_DATA), and the system refuses one that
-is larger than all memory, however little of it is ever touched. A tensor that is cast, joined, dequantized or rounded to codes would have
-memory of its own, and all of them would be a second copy of the model. The system writes files without a name out where memory is short;
-their pages are given back as soon as a module has run, or a tensor was written.
+A private mapping that could be written to would count as memory of its process (RLIMIT_DATA), and tensors that are cast, joined, dequantized or
+rounded to codes would be a second copy of the model. The system writes files without a name out where memory is short.
 """
 
 from __future__ import annotations

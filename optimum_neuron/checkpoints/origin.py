@@ -51,18 +51,14 @@ def card_facts(path: Path) -> dict[str, Any]:
 
 
 def read_origin(folder: Path, *, dequantized: bool = False, calibration: str | None = None) -> dict[str, Any]:
-    """Return `repo` and `revision` of a checkpoint in the Hub's cache, the facts of its card, `dequantize` and `calibration` for a manifest.
+    """Return for a manifest `repo` and `revision` of a checkpoint in the Hub's cache, the facts of its card, and the other two arguments.
 
     `calibration` is the sha256 of the text that weights are rounded on.
     """
     found: dict[str, Any] = {}
     commit = folder.absolute()
-    match = _IN_CACHE.fullmatch(commit.parent.parent.name)
-    if match is not None and commit.parent.name == "snapshots" and _COMMIT.fullmatch(commit.name):
+    match = _IN_CACHE.fullmatch(commit.parents[1].name) if len(commit.parts) > 2 else None
+    if match is not None and _COMMIT.fullmatch(commit.name):
         found |= {"repo": match[1].removeprefix("--").replace("--", "/"), "revision": commit.name}
-    found |= card_facts(folder / CARD_NAME)
-    if dequantized:
-        found["dequantize"] = True
-    if calibration is not None:
-        found["calibration"] = calibration
-    return found
+    own = {"dequantize": dequantized or None, "calibration": calibration}
+    return found | card_facts(folder / CARD_NAME) | {name: value for name, value in own.items() if value is not None}

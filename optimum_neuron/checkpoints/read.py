@@ -30,13 +30,10 @@ _FAILURES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model, and the report of transformers on the tensors that it read.
+    """A model, and transformers' report on the tensors that it read.
 
-    Attributes:
-        missing: names of tensors that the checkpoint lacks, and transformers filled with random numbers.
-        mismatched: names of tensors of another shape, with the shape found and the one expected; filled likewise.
-        unexpected: names of tensors that the model has no place for.
-        untied: pairs of names that the config ties, with different tensors in the checkpoint.
+    Missing and mismatched ones, with the shapes found and expected, are random numbers. Unexpected ones have no place in the model. Untied are
+    pairs of names that the config ties, with different tensors.
     """
 
     model: PreTrainedModel

@@ -45,10 +45,7 @@ def check_verbatim(checkpoint: CheckpointConfig, adapters: Sequence[Path] = ()) 
 def write_verbatim(
     checkpoint: CheckpointConfig, model: PreTrainedModel, folder: Path, adapters: Sequence[Path] = ()
 ) -> None:
-    """Copy config, generation config and tokenizer into a folder; transformers writes those that describe another model.
-
-    The last of the `adapters`, folders, with a tokenizer gives its own.
-    """
+    """Copy config, generation config and tokenizer into a folder, that of the last of the `adapters` with one; write what describes another model."""
     if checkpoint.gguf_file is not None:
         _write_config(model, folder)
         _write_described(checkpoint, model.config, folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,7 @@ class PeftAdapter:
         """Warn of another name of the base; the models may be the same, and `merge` refuses an adapter that does not fit."""
         if self.base is not None and Path(self.base).name != Path(checkpoint.source).name:
             logger.warning(
-                "adapter %s was trained on %s, and is merged into %s; make sure that these are the same model",
-                self.source,
-                self.base,
-                checkpoint.source,
+                f"adapter {self.source} was trained on {self.base}, and is merged into {checkpoint.source}; make sure that these are the same"
             )
 
     def record(self) -> dict[str, Any]:
@@ -59,7 +57,7 @@ class PeftAdapter:
         from peft import PeftModel
 
         self._resize_embeddings(model)
-        ties, prompt = Ties.find(model), text_prompt(model.config)
+        ties, prompt = _Ties(model), text_prompt(model.config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # PEFT's warnings are checked here
             try:
@@ -85,10 +83,8 @@ class PeftAdapter:
     def _resize_embeddings(self, model: PreTrainedModel) -> None:
         """Resize embeddings and head for an adapter that was trained with new tokens, and brings as many rows."""
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-        name, head_name = (
-            next((name for name, module in model.named_modules() if module is wanted), "")
-            for wanted in (embeddings, head)
-        )
+        names = {module: name for name, module in model.named_modules()}
+        name, head_name = names[embeddings], names.get(head, "")
         shapes = {key: shape for key, (shape, _) in read_shapes(self.folder / WEIGHTS_NAME).items()}
         rows = {shape[0] for key, shape in shapes.items() if key.endswith(f"{name}.weight") and "lora" not in key}
         if not rows or rows == {embeddings.weight.shape[0]}:
@@ -121,65 +117,55 @@ class PeftAdapter:
             )
 
     def _check_merged(self, model: PreTrainedModel, prompt: Tensor, expected: Tensor) -> None:
-        left = next(
-            (name for name, module in model.named_modules() if type(module).__module__.startswith("peft.")), None
-        )
-        if left is not None:
-            raise ValueError(
-                f"adapter {self.source} ({self.peft_type}) cannot be merged: {left} stays apart from the weights"
-            )
+        refusal = f"adapter {self.source} ({self.peft_type}) cannot be merged"
+        for name, module in model.named_modules():
+            if type(module).__module__.startswith("peft."):
+                raise ValueError(f"{refusal}: {name} stays apart from the weights")
         with torch.inference_mode():
             logits = model(input_ids=prompt, use_cache=False).logits
         difference = float((logits - expected).abs().max() / (expected.max() - expected.min()).clamp(min=1e-30))
         if not difference <= _TOLERANCE:
             raise ValueError(
-                f"adapter {self.source} ({self.peft_type}) cannot be merged: the merged model's logits differ by "
-                f"{difference:.1g} of their range from those with the adapter apart from the weights"
+                f"{refusal}: the merged model's logits differ by {difference:.1g} of their range from those with the adapter apart from "
+                f"the weights"
             )
 
 
-@dataclass(frozen=True)
-class Ties:
+class _Ties:
     """Names of a model's parameters that are one tensor. Merging into one of them must not change the others."""
 
-    groups: tuple[tuple[str, ...], ...]
-    shared: frozenset[int]
-    tied_by_config: tuple[bool, ...]  # by the configs
-
-    @classmethod
-    def find(cls, model: PreTrainedModel) -> Ties:
-        names: dict[int, list[str]] = {}
+    def __init__(self, model: PreTrainedModel) -> None:
+        names: dict[int, list[str]] = defaultdict(list)
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        tied = {key: tuple(group) for key, group in names.items() if len(group) > 1}
-        by_config = tuple(getattr(config, "tie_word_embeddings", False) for config in _model_configs(model))
-        return cls(tuple(tied.values()), frozenset(tied), by_config)
+            names[id(parameter)].append(name)
+        self._groups = {key: group for key, group in names.items() if len(group) > 1}
+        self._tied_by_config = [getattr(config, "tie_word_embeddings", False) for config in _configs_of(model)]
 
     def cut_ties(self, model: nn.Module) -> None:
         seen = set()
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if id(parameter) in self.shared and parameter is not None:
+                if id(parameter) in self._groups and parameter is not None:
                     if id(parameter) in seen:
                         module._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
                     seen.add(id(parameter))
 
     def restore_ties(self, model: PreTrainedModel) -> None:
-        """Tie equal tensors again, and have the config say whether those are all."""
-        equal = True
-        for group in self.groups:
-            first, *others = (model.get_parameter(name) for name in group)
-            if not all(torch.equal(first, other) for other in others):
-                equal = False
+        """Tie equal tensors again, and have the configs, which PEFT changes, say whether those are all."""
+        are_all = True
+        for name, *others in self._groups.values():
+            first = model.get_parameter(name)
+            if not all(torch.equal(first, model.get_parameter(other)) for other in others):
+                are_all = False
                 continue
-            for name in group[1:]:
-                owner, _, member = name.rpartition(".")
+            for other in others:
+                owner, _, member = other.rpartition(".")
                 model.get_submodule(owner)._parameters[member] = first
-        for config, was_tied in zip(_model_configs(model), self.tied_by_config, strict=True):
-            config.tie_word_embeddings = was_tied and equal
+        for config, was_tied in zip(_configs_of(model), self._tied_by_config, strict=True):
+            config.tie_word_embeddings = was_tied and are_all
 
 
-def _model_configs(model: PreTrainedModel) -> tuple[Any, Any]:
+def _configs_of(model: PreTrainedModel) -> tuple[Any, Any]:
     return model.config, model.config.get_text_config(decoder=True)
 
 
@@ -188,10 +174,7 @@ def find_adapters(
 ) -> tuple[PeftAdapter, ...]:
     """Find adapters by folders and Hub ids, before any weights are loaded; `hub` are options of the Hub's download functions.
 
-    Raises:
-        ValueError: an adapter cannot be merged, or is pickled.
-        FileNotFoundError: nothing of that name exists, or it is no adapter.
-        RuntimeError: PEFT is not installed.
+    Raise ValueError where one cannot be merged, FileNotFoundError where nothing has its name, RuntimeError where PEFT is not installed.
     """
     if adapter is None:
         return ()

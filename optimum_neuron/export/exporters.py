@@ -27,14 +27,7 @@ _INPUTS = ("input_ids", "attention_mask")
 
 @register_export_config(FORMAT)
 class NeuronExportConfig(ExportConfigMixin):
-    """The output folder of an artifact, and the sizes and options of its graphs, which `neuron_config` holds.
-
-    Args:
-        output_path: the folder to create.
-        overwrite: replace an artifact that is already there.
-        export_format: "neuron"; a dict of these arguments names it.
-        options: fields of `NeuronConfig`, with its errors.
-    """
+    """The output folder of an artifact, and fields of `NeuronConfig` as `neuron_config`, with its errors; `overwrite` replaces an artifact."""
 
     def __init__(
         self, output_path: str | PathLike[str], *, overwrite: bool = False, export_format: str = FORMAT, **options: Any
@@ -67,10 +60,8 @@ class NeuronExportConfig(ExportConfigMixin):
 class NeuronExporter(HfExporter):
     """An exporter of a `PreTrainedModel` as it is in memory, in its own dtype.
 
-    Args:
-        tokenizer: goes into the artifact, for the commands and the servers, which need one.
-        trust_remote_code: run modeling code that the model brings, which an export loads once more.
-        certify: the `certify` of `export_model`.
+    The `tokenizer` goes into the artifact, for the commands and the servers. `trust_remote_code` runs modeling code that the model brings, and
+    `certify` is that of `export_model`.
     """
 
     def __init__(
@@ -93,15 +84,12 @@ class NeuronExporter(HfExporter):
         *,
         generation_config: GenerationConfig | None = None,
     ) -> Path:
-        """Write the artifact of a causal language model, which is not changed. The weights are written twice, the first time to a temporary folder.
+        """Write the artifact of a causal language model, which is not changed, and return its absolute path.
 
         Args:
             sample_inputs: `input_ids` and `attention_mask`, both `[rows, tokens]`, of a call that the artifact has to take; None for none.
             config: a `NeuronExportConfig`, or its dict; graphs are traced by its sizes.
             generation_config: defaults of the artifact's `generate`, in place of the model's.
-
-        Returns:
-            The absolute path of the artifact, for `NeuronModelForCausalLM.from_pretrained`: it may be for another machine.
 
         Raises:
             TypeError: `model` or `config` has another type.

@@ -41,6 +41,8 @@ _LONGEST_STEM = 60
 _OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 # The options of `command_options.add_named_model`.
 _OWN_OPTIONS = {"--batch-size", "--sequence-length", "--revision", "--token", "--trust-remote-code"}
+_EXPORT = ("optimum-cli", "export", "neuron")
+_UNKNOWN = "MODEL"
 _REMEDY = "name an artifact, a checkpoint folder, a .gguf file, or a Hub id as in org/name"
 
 
@@ -53,15 +55,9 @@ class Opened:
 
 
 def open_or_export(model: str, reading: ExportOptions, sizes: Mapping[str, int]) -> Opened:
-    """Open the artifact of a name, or the one that the checkpoint of that name becomes on first use.
+    """Open the artifact of a name, or the one that the checkpoint of that name becomes on first use, of the `sizes` that were asked for.
 
-    Args:
-        sizes: the `batch_size` and `sequence_length` that were asked for; an artifact has to have the same.
-
-    Raises:
-        FileNotFoundError: nothing of that name exists, here or on the Hub.
-        ValueError: the checkpoint cannot be exported, or an artifact has other sizes.
-        ArtifactError: the artifact is corrupt.
+    Raise FileNotFoundError where nothing has that name, ValueError where it cannot be exported or has other sizes, ArtifactError for a corrupt one.
     """
     _check_name(model)
     found = open_artifact(model, reading, sizes)
@@ -72,11 +68,9 @@ def open_or_export(model: str, reading: ExportOptions, sizes: Mapping[str, int])
 
 def open_named(args: Namespace) -> Artifact:
     """Open the artifact that a command's words name, as `open_or_export`."""
-    sizes = {name: getattr(args, name) for name in ("batch_size", "sequence_length")}
-    reading = ExportOptions(**hub_options(args))
-    return open_or_export(
-        args.model, reading, {name: size for name, size in sizes.items() if size is not None}
-    ).artifact
+    given = {name: getattr(args, name) for name in ("batch_size", "sequence_length")}
+    sizes = {name: size for name, size in given.items() if size is not None}
+    return open_or_export(args.model, ExportOptions(**hub_options(args)), sizes).artifact
 
 
 def open_artifact(model: str, reading: ExportOptions, options: Mapping[str, Any]) -> Opened | None:
@@ -129,8 +123,7 @@ def export_once(
         except (FileNotFoundError, ArtifactError):
             pass  # not there yet, or damaged: export_model replaces what is no whole artifact
         # Exports the same artifact to the folder OUT.
-        words = ["optimum-cli", "export", "neuron", "OUT", "--model", model]
-        command = shlex.join([*words, *reading_words(reading), *option_words(config)])
+        command = shlex.join([*_EXPORT, "OUT", "--model", model, *reading_words(reading), *option_words(config)])
         notify(
             f"{model} is a checkpoint: exporting it once, for {config.batch_size} requests of up to "
             f"{config.sequence_length:,} tokens, to {output}; for other options: {command}"
@@ -200,14 +193,10 @@ def _cache_name(checkpoint: Checkpoint, config: NeuronConfig) -> str:
     return f"{Path(called).name[:_LONGEST_STEM]}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 
-_UNKNOWN = "MODEL"
-
-
 def export_command(manifest: Mapping[str, Any], config: NeuronConfig, output: str) -> str:
     """Return a line for a shell that exports an artifact to the folder `output`.
 
-    It leaves out options that follow from the others, and folders of a checkpoint or adapter. A placeholder stands for a name that does not
-    print. The beginning of its sha256 names a text that weights were rounded on.
+    It leaves out options that follow from the others, and folders of a checkpoint. The beginning of its sha256 names a calibration text.
     """
     origin = manifest.get("origin", {})
     options = ExportOptions(
@@ -217,31 +206,22 @@ def export_command(manifest: Mapping[str, Any], config: NeuronConfig, output: st
         quantization_calibration=f"{origin['calibration'][:12]}.txt" if "calibration" in origin else None,
         trust_remote_code=any(name.endswith(".py") for name in manifest["files"]),
     )
-    words = [
-        "optimum-cli",
-        "export",
-        "neuron",
-        "--model",
-        origin.get("repo") or printable_name(manifest.get("source", "")),
-    ]
+    model = origin.get("repo") or printable_name(manifest.get("source", ""))
     folder = output if output.isprintable() and not output.startswith("-") else "artifact/"
-    return shlex.join([*words, *reading_words(options), *option_words(config), folder])
+    return shlex.join([*_EXPORT, "--model", model, *reading_words(options), *option_words(config), folder])
 
 
 def reading_words(options: ExportOptions) -> list[str]:
     """Return the words of a command line that give these options; it never names a token."""
     declared = ExportOptions.declared()
-    given = {
-        name: getattr(options, name)
-        for name in ("revision", "adapter", "dequantize", "quantization_calibration", "trust_remote_code")
-    }
+    names = ("revision", "adapter", "dequantize", "quantization_calibration", "trust_remote_code")
+    given = {name: getattr(options, name) for name in names}
     return [word for name, value in given.items() if value for word in declared[name].command_words(value)]
 
 
 def option_words(config: NeuronConfig) -> list[str]:
-    declared = NeuronConfig.declared()
-    needed = {name: value for name, value in needed_options(config).items() if value is not None}
-    return [word for name, value in needed.items() for word in declared[name].command_words(value)]
+    declared, needed = NeuronConfig.declared(), needed_options(config).items()
+    return [word for name, value in needed if value is not None for word in declared[name].command_words(value)]
 
 
 def adapter_names(manifest: Mapping[str, Any]) -> list[str]:

@@ -23,12 +23,12 @@ from ..artifact.weights import check_memory, named_tensors
 from ..artifact.writer import check_output, write_artifact, write_signpost
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.find import find_checkpoint
+from ..checkpoints.formats import DEQUANTIZE, KEEP
 from ..checkpoints.hub import refuse_revision
 from ..checkpoints.mapped import WritableWhereWritten, giving_back, scratch_folder, tensors_in_files
 from ..checkpoints.origin import read_origin
 from ..checkpoints.quantize.calibration import Calibration, read_calibration
 from ..checkpoints.quantize.quantize import quantize, round_activations, settle_activations
-from ..checkpoints.quantized import DEQUANTIZE, KEEP
 from ..checkpoints.tokenizer import fit_tokenizer, has_tokenizer, load_tokenizer
 from ..checkpoints.verbatim import check_verbatim, write_verbatim
 from ..config import ACTIVATIONS, HLO_TARGETS, TASKS, ExportOptions, NeuronConfig, takes_options
@@ -208,17 +208,12 @@ def _choose_codes(checkpoint: Checkpoint, config: NeuronConfig, *, dequantize: b
                 f"out to keep the checkpoint's codes, or pass --dequantize (dequantize=True) as well"
             )
         logger.warning(
-            "%s is quantized, and --quantization %s rounds its weights a second time: the artifact's answers differ from the "
-            "checkpoint's by more than either rounding; leave out --quantization and --dequantize to keep the checkpoint's codes, or "
-            "export the checkpoint before it was quantized",
-            checkpoint.source,
-            config.quantization,
+            f"{checkpoint.source} is quantized, and --quantization {config.quantization} rounds its weights a second time: the artifact's "
+            f"answers differ from the checkpoint's by more than either rounding; leave out --quantization and --dequantize to keep the "
+            f"checkpoint's codes, or export the checkpoint before it was quantized"
         )
-    if (
-        config.activations in ACTIVATIONS
-        and config.quantization is None
-        and (dequantize or not checkpoint.is_quantized)
-    ):
+    is_plain = config.quantization is None and (dequantize or not checkpoint.is_quantized)
+    if is_plain and config.activations in ACTIVATIONS:
         raise ValueError(
             f"activations={config.activations!r} meets weights of int8 or int4, and {checkpoint.source} is exported with plain ones; give "
             f"--quantization int8 (quantization='int8') as well, or leave activations out"

@@ -18,7 +18,7 @@ from ..artifact.artifact import Artifact
 from ..artifact.skeleton import read_generation_config
 from ..artifact.writer import copy_artifact, write_artifact
 from ..checkpoints.origin import CARD_NAME
-from ..hub.measurements import MEASUREMENTS_NAME
+from ..hub.collect import BENCH_NAME
 from ..runtime.defaults import in_vocabulary, usable
 
 
@@ -111,7 +111,7 @@ class Saving(PushToHubMixin):
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch) / self.artifact.path.resolve().name
             self.save_pretrained(folder)
-            for extra in (CARD_NAME, MEASUREMENTS_NAME):
+            for extra in (CARD_NAME, BENCH_NAME):
                 if (self.artifact.path / extra).is_file():
                     shutil.copyfile(self.artifact.path / extra, folder / extra)
             yield Artifact.open(folder)

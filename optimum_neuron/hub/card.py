@@ -22,7 +22,6 @@ from ..artifact.filesystem import replace_file
 from ..checkpoints.origin import CARD_NAME
 from .collect import read_facts
 from .facts import ArtifactFacts, bytes_text
-from .measurements import Measurements, identity, read_measurements, with_bench
 
 
 LIBRARY = "optimum-neuron-runtime"
@@ -39,11 +38,9 @@ def make_card(
     base_model: str | None = None,
     tags: Sequence[str] | None = None,
 ) -> str:
-    """Return the card as Markdown, its last line proves it unchanged; raise ValueError where `base_model` is no name of a repository.
+    """Return the card as Markdown; its last line proves it unchanged. `base_model` is by default the repository that the export read.
 
-    Args:
-        repo_id: the repository of the card; None for a folder.
-        base_model: Hub id of the checkpoint; default: the repository that the export read.
+    Raise ValueError where that is no name of a repository.
     """
     try:
         validate_repo_id(base_model or "org/name")
@@ -115,17 +112,13 @@ def _longest_ticks(text: str) -> int:
 
 
 def add_mark(text: str) -> str:
-    return f"{text}\n{_MARK}{_mark_digest(text)}{_MARK_END}"
+    return f"{text}\n{_MARK}{hashlib.sha256(text.encode()).hexdigest()}{_MARK_END}"
 
 
 def is_unchanged(card: str) -> bool:
     """Return whether a card was made here and not changed since: only such a card may be replaced."""
-    text, mark, rest = card.replace("\r\n", "\n").rpartition(_MARK)
-    return bool(mark) and rest == _mark_digest(text.removesuffix("\n")) + _MARK_END
-
-
-def _mark_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    card = card.replace("\r\n", "\n")
+    return card == add_mark(card.rpartition(_MARK)[0].removesuffix("\n"))
 
 
 def own_words(path: Path) -> str | None:
@@ -142,29 +135,18 @@ def own_words(path: Path) -> str | None:
 def write_card(
     artifact: Artifact,
     *,
-    bench: Path | None = None,
     base_model: str | None = None,
     tags: Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write README.md into the artifact's folder, and with `bench` first measurements.json; each whole or not at all.
+    """Write README.md into the artifact's folder, whole or not at all.
 
-    Raises:
-        FileExistsError: a person wrote the README.md that is there, and not `overwrite`; nothing is written.
-        ArtifactError: a file was changed after the export, or recorded measurements belong to another artifact.
-        ValueError: a file of measurements is none, or of another artifact.
+    Raise FileExistsError where a person wrote the one that is there, and not `overwrite`; ArtifactError where a file was changed after the export.
     """
     path = artifact.path / CARD_NAME
     if not overwrite and own_words(path) is not None:
         raise FileExistsError(
             f"{path} was written or changed by hand; pass --overwrite (overwrite=True) to replace it, or move it"
         )
-    recorded = read_measurements(artifact)
-    measured = recorded or Measurements(identity(artifact))
-    if bench is not None:
-        measured = with_bench(measured, bench, artifact)
-    card = make_card(read_facts(artifact, measured), base_model=base_model, tags=tags)
-    if measured != recorded and measured.speeds:
-        measured.write(artifact.path)
-    replace_file(path, card)
+    replace_file(path, make_card(read_facts(artifact), base_model=base_model, tags=tags))
     return path

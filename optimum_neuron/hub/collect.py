@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from ..artifact.artifact import GRAPHS_FOLDER, Artifact, ArtifactError, is_graph_file, is_weight_file
-from ..artifact.schema import TEXT, listed, named, number, read_object, record, text, whole
+from ..artifact.schema import TEXT, Check, anything, listed, named, number, read_object, record, text, whole
 from ..export.first_use import adapter_names, export_command, printable_name
 from ..step.spec import GraphSpec
-from ..step.state_specs import StateSizes, byte_count
-from .facts import ArtifactFacts, Certified, Compared, GraphFacts, Linted, Quantized
-from .measurements import Measurements, identity, read_measurements
+from ..step.state_specs import StateSizes, byte_count, kept_state_specs
+from .facts import ArtifactFacts, Certified, Compared, GraphFacts, Quantized
 
 
 CERTIFICATE_NAME = "certificate.json"
+# The document of `neuron bench --json`, which a user writes into the artifact's folder.
+BENCH_NAME = "bench.json"
 _COMPARISON = record(
     dict.fromkeys(("subject", "dtype", "place"), TEXT)
     | dict.fromkeys(("difference", "bound"), number(0))
@@ -30,20 +34,18 @@ _CERTIFICATE = record(
         "comparisons": listed(_COMPARISON),
     }
 )
+_SPREAD = record({"median": number(0)})
+_PREFILL = record({"prompt_tokens": whole(1), "ttft_ms": _SPREAD, "tokens_per_second": _SPREAD})
+_DECODE = record({"rows": whole(1), "context_tokens": whole(0), "step_ms": _SPREAD, "tokens_per_second": number(0)})
+_BENCH = record({"digest": TEXT, "machine": named(anything), "prefill": listed(_PREFILL), "decode": listed(_DECODE)})
 
 
-def read_facts(artifact: Artifact, measured: Measurements | None = None) -> ArtifactFacts:
-    """Return the facts of an artifact, with `measured` in the place of the speeds that its folder records.
-
-    Raise ArtifactError where a file but the weights was changed after the export, or measurements belong to another artifact.
-    """
+def read_facts(artifact: Artifact) -> ArtifactFacts:
+    """Return the facts of an artifact, but for those that are counted in its graphs; raise ArtifactError for a changed file but the weights."""
     artifact.verify()
     manifest, config, name = artifact.manifest, artifact.config, artifact.path.resolve().name
-    measured = measured or read_measurements(artifact) or Measurements(identity(artifact))
-    try:
-        model_type = read_object(artifact.path / "config.json").get("model_type")
-    except ValueError as error:
-        raise ArtifactError(f"{artifact.path / 'config.json'} cannot be read: {error}; export it again") from error
+    model_type = _read_document(artifact.path / "config.json", anything).get("model_type")
+    speeds, machine = read_speeds(artifact)
     return ArtifactFacts(
         name=name,
         target=artifact.target,
@@ -57,17 +59,51 @@ def read_facts(artifact: Artifact, measured: Measurements | None = None) -> Arti
         vocab_size=artifact.model.vocab_size,
         graphs=tuple(graph_facts(artifact, spec) for spec in artifact.graphs),
         sizes=_file_sizes(artifact),
-        memory=(),
         weight_types=_weight_types(artifact),
         quantized=_quantized_weights(artifact),
         certificate=read_certificate(artifact),
-        lint=Linted(missing="it was not run"),
         exported_with=dict(manifest["versions"]),
         compiled_with=dict(manifest["target_data"].get("versions", {})),
-        speeds=tuple(measured.speeds),
-        machine=measured.machine,
-        notes=(),
+        speeds=speeds,
+        machine=machine,
     )
+
+
+def _read_document(path: Path, check: Check, remedy: str = "export it again") -> dict[str, Any]:
+    try:
+        document = read_object(path)
+        check("it", document)
+    except ValueError as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; {remedy}") from error
+    return document
+
+
+def speed_digest(artifact: Artifact) -> str:
+    """Return a digest of all causes of speeds: the sizes, the target, and the digests of weights, graphs and config."""
+    files = artifact.manifest["files"]
+    causes = {name: entry["sha256"] for name, entry in files.items() if "/" in name or name == "config.json"}
+    document = json.dumps([artifact.config.to_dict(), artifact.target, causes], sort_keys=True)
+    return hashlib.sha256(document.encode()).hexdigest()
+
+
+def read_speeds(artifact: Artifact) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    """Return the medians in bench.json and their machine, empty without that file; raise ArtifactError for one of another artifact."""
+    path, remedy = artifact.path / BENCH_NAME, "remove it, or write it again: optimum-cli neuron bench --json"
+    if not path.is_file():
+        return (), {}
+    document = _read_document(path, _BENCH, remedy)
+    if document["digest"] != speed_digest(artifact):
+        raise ArtifactError(f"{path} was measured of another artifact than {artifact.path} is; {remedy}")
+    prompts = [({"prompt": each["prompt_tokens"]}, each) for each in document["prefill"]]
+    rows = [({"rows": each["rows"], "context": each["context_tokens"]}, each) for each in document["decode"]]
+    found = [
+        *(("prefill", each["tokens_per_second"]["median"], "tokens/s", given) for given, each in prompts),
+        *(("decode", each["tokens_per_second"], "tokens/s", given) for given, each in rows),
+        *(("first token", each["ttft_ms"]["median"], "ms", given) for given, each in prompts),
+        *(("decode step", each["step_ms"]["median"], "ms", given) for given, each in rows),
+    ]
+    names = ("name", "value", "unit", "conditions")
+    return tuple(dict(zip(names, each, strict=True)) for each in found), document["machine"]
 
 
 def _file_sizes(artifact: Artifact) -> dict[str, int]:
@@ -80,7 +116,7 @@ def _file_sizes(artifact: Artifact) -> dict[str, int]:
         "cache and state": byte_count(artifact.states()),
         "cache per token": kept.per_token,
         "state per slot": kept.per_slot,
-        "snapshots": byte_count(artifact.snapshots()),
+        "copies of state": byte_count(kept_state_specs(artifact.config, artifact.model)),
     }
 
 
@@ -130,12 +166,7 @@ def read_certificate(artifact: Artifact) -> Certified | None:
     """Return what an export with --certify recorded; None without it. Raise ArtifactError where it is malformed."""
     if CERTIFICATE_NAME not in artifact.manifest["files"]:
         return None
-    path = artifact.path / CERTIFICATE_NAME
-    try:
-        document = read_object(path)
-        _CERTIFICATE("it", document)
-    except ValueError as error:
-        raise ArtifactError(f"{path} cannot be read: {error}; export it again") from error
+    document = _read_document(artifact.path / CERTIFICATE_NAME, _CERTIFICATE)
     rules, executed, steps = document["rules"], document["executed"], document["steps"]
     fields = ("subject", "dtype", "place", "difference", "bound", "count")
     return Certified(

@@ -9,14 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """A compiled graph.
+    """A compiled graph: a step of a GraphSpec's kind, or a "helper", with the `bytes` of its files.
 
-    Attributes:
-        kind: kind of GraphSpec; "helper" for a graph that is no step, which copies slots or scores logits.
-        bytes: size of its files.
-        padding: largest share of its chunk rows that is padding where no smaller graph would do; None without chunk rows.
-        operators: number of each: steps of a plan, or HLO instructions; empty where they are not known.
-        cost: bytes and operations of one run on a core, by name; empty where they are not counted.
+    `padding` is the largest share of its chunk rows where no smaller graph would do, and None without such rows. `operators` are steps of a plan
+    or HLO instructions by name, and `cost` the bytes and operations of one run on a core; both are empty where they are not counted.
     """
 
     name: str
@@ -104,13 +100,9 @@ class Quantized:
 
 @dataclass(frozen=True)
 class ArtifactFacts:
-    """All facts of an artifact.
+    """All facts of an artifact; the last three are counted in its graphs.
 
-    Attributes:
-        command: command line that exports it again.
-        sizes: bytes by name: weights, graphs, files; cache, cache per token, state per slot, snapshots.
-        weight_types: bytes of weights by type.
-        notes: reasons why facts are missing.
+    `sizes` and `weight_types` are bytes by name. Each of `speeds` has a name, value, unit and conditions. `notes` say why facts are missing.
     """
 
     name: str
@@ -125,16 +117,16 @@ class ArtifactFacts:
     vocab_size: int
     graphs: tuple[GraphFacts, ...]
     sizes: dict[str, int]
-    memory: tuple[MemoryParts, ...]
     weight_types: dict[str, int]
     quantized: tuple[Quantized, ...]
     certificate: Certified | None
-    lint: Linted
     exported_with: dict[str, str]
     compiled_with: dict[str, str]
     speeds: tuple[dict[str, Any], ...]
     machine: dict[str, Any]
-    notes: tuple[str, ...]
+    memory: tuple[MemoryParts, ...] = ()
+    lint: Linted = Linted(missing="it was not run")
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,16 +7,14 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 
 from .. import progress
 from ..artifact.artifact import MANIFEST_NAME, OWNED_FOLDERS, Artifact
 from ..checkpoints.hub import explained_errors, try_again
 from ..checkpoints.origin import CARD_NAME
-from ..errors import first_line
 from .card import make_card, own_words
 from .collect import read_facts
-from .measurements import MEASUREMENTS_NAME, read_measurements
 
 
 logger = logging.getLogger(__name__)
@@ -37,11 +35,10 @@ def push_artifact(
     base_model: str | None = None,
     tags: Sequence[str] | None = None,
 ) -> CommitInfo:
-    """Upload an artifact; make the repository and the branch where they are missing.
+    """Upload an artifact in one commit; make the repository and the branch where they are missing.
 
-    The next push does not upload again what an interrupted one has uploaded, and the commit at the end shows all of it at once.
-    It removes the graphs and weights of an earlier artifact. A README.md that a person wrote or changed, in the folder or
-    else in the repository, stays, with the `tags` that it lacks.
+    The next push does not upload again what an interrupted one has uploaded. The commit removes the graphs and weights of an earlier artifact. A
+    README.md that a person wrote or changed, in the folder or else in the repository, stays as it is.
 
     Args:
         private: whether the repository is; default: as it is, or as its owner has chosen for new ones.
@@ -49,7 +46,7 @@ def push_artifact(
         base_model, tags: of the card, as in `make_card`.
 
     Raises:
-        ArtifactError: a file was changed after the export, or measurements belong to another artifact.
+        ArtifactError: a file was changed after the export, or measured speeds belong to another artifact.
         ValueError: the repository exists, and not as `private` says; or as `explained_errors` says.
         FileNotFoundError, RuntimeError: as `explained_errors` says.
     """
@@ -73,14 +70,16 @@ def push_artifact(
         there, own = set(api.list_repo_files(repo, revision=revision)), written
         if own is None and CARD_NAME in there:
             own = own_words(Path(api.hf_hub_download(repo, CARD_NAME, revision=revision)))
-            if own is not None:
-                logger.warning("%s has a README.md that a person wrote or changed; it stays, and none is made", repo)
+        if own is not None and (written is None or tags or base_model):
+            logger.warning(
+                f"{repo}: a README.md that a person wrote or changed stays as it is; add tags and the base model there"
+            )
         stale = sorted(there - {each.path_in_repo for each in additions})
         return api.create_commit(
             repo,
             [
                 *additions,
-                CommitOperationAdd(CARD_NAME, (made if own is None else add_tags(own, tags or ())).encode()),
+                CommitOperationAdd(CARD_NAME, (made if own is None else own).encode()),
                 *(CommitOperationDelete(name) for name in stale if name.partition("/")[0] in OWNED_FOLDERS),
             ],
             commit_message=commit_message or "Upload model",
@@ -95,27 +94,9 @@ def push_artifact(
 
 def _list_additions(artifact: Artifact) -> list[CommitOperationAdd]:
     """Return all files of an artifact; the digests of the upload are compared with the manifest's."""
-    names = [*artifact.manifest["files"], MANIFEST_NAME]
-    if read_measurements(artifact) is not None:
-        names.append(MEASUREMENTS_NAME)
+    names = (*artifact.manifest["files"], MANIFEST_NAME)
     additions = [CommitOperationAdd(name, artifact.path / name) for name in names]
     for each in additions:
         if each.path_in_repo in artifact.manifest["files"]:
             artifact.check_digest(each.path_in_repo, each.upload_info.sha256.hex())
     return additions
-
-
-def add_tags(card: str, tags: Sequence[str]) -> str:
-    """Return a card with the tags that its metadata lacks; raise ValueError where the metadata cannot be read."""
-    if not tags:
-        return card
-    try:
-        parsed = ModelCard(card.removeprefix("\ufeff"), ignore_metadata_errors=True)
-    except Exception as error:  # of a YAML parser
-        raise ValueError(
-            f"the metadata of {CARD_NAME} cannot be read, to add tags to: {first_line(error)}; correct it"
-        ) from error
-    own = parsed.data.get("tags") or []
-    missing = [tag for tag in tags if tag not in own]
-    parsed.data["tags"] = [*own, *missing]
-    return str(parsed) if missing else card

@@ -32,27 +32,22 @@ from .conditions import check_own_masks
 from .parity import check_layers, check_result, is_comparable
 
 
-def inspect_model(model: PreTrainedModel) -> ModelSpec:
+def inspect_model(model: PreTrainedModel, *, compare: bool = True) -> ModelSpec:
     """Run the model on a few tokens and return what its graphs need to know; raise ValueError with the reason where none can run it.
 
-    A model with data in its weights also runs as step graphs, and must compute what transformers' own attention does.
+    A model with data in its weights also runs as step graphs, and must compute what transformers' own attention does, unless its weights
+    are any numbers and nothing is to be compared.
     """
-    with _explain_refusal(model), one_thread():
-        spec = _see_layers(model)
-        check_result(model, spec, by_itself=CacheNeeds.read_code(model).by_itself)
-    return spec
-
-
-def inspect_layers(model: PreTrainedModel) -> ModelSpec:
-    """Return what `inspect_model` does, for a model with weights of any numbers: nothing is compared."""
-    with _explain_refusal(model), one_thread():
-        return _see_layers(model)
-
-
-@contextmanager
-def _explain_refusal(model: PreTrainedModel) -> Iterator[None]:
     try:
-        yield
+        with one_thread():
+            by_itself = CacheNeeds.read_code(model).by_itself
+            if by_itself:
+                check_own_masks(model)
+            spec = _record_model(model)
+            check_layers(model, spec)
+            if compare:
+                check_result(model, spec, by_itself=by_itself)
+        return spec
     except UnsupportedModelError as error:
         types = {str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()}
         hint = ""
@@ -60,14 +55,6 @@ def _explain_refusal(model: PreTrainedModel) -> Iterator[None]:
         if len(types) > 1 and isinstance(error.__cause__, RuntimeError):
             hint = f"; its weights have the types {' and '.join(sorted(types))}: try dtype='float32'"
         raise ValueError(f"{type(model).__name__} cannot be exported: {error}{hint}") from error
-
-
-def _see_layers(model: PreTrainedModel) -> ModelSpec:
-    if CacheNeeds.read_code(model).by_itself:
-        check_own_masks(model)
-    spec = _record_model(model)
-    check_layers(model, spec)
-    return spec
 
 
 def check_states(model: PreTrainedModel, spec: ModelSpec, config: NeuronConfig) -> None:
@@ -134,13 +121,10 @@ class LookUps(TorchFunctionMode):
         self.rows: list[int] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is nn.functional.embedding:
-            self._note_table(*args, **kwargs or {})
+        given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
+        if func is nn.functional.embedding and bool((given["input"] == self._token).all()):
+            self.rows.append(given["weight"].shape[0])
         return func(*args, **kwargs or {})
-
-    def _note_table(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> None:
-        if torch.equal(input, torch.full_like(input, self._token)):
-            self.rows.append(weight.shape[0])
 
 
 def _record_model(model: PreTrainedModel) -> ModelSpec:

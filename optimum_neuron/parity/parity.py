@@ -55,9 +55,10 @@ def check_layers(model: PreTrainedModel, spec: ModelSpec) -> None:
     """Raise UnsupportedModelError where a layer keeps other state than was seen, or attends elsewhere."""
     layers = spec.states_of(KeyValueState)
     config = model.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None) or ()
     keeping = {each.layer_idx for each in spec.states if not each.by_token}
-    keeping |= {index for index, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
+    keeping |= {
+        index for index, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind in _WITHOUT_ATTENTION
+    }
     state = _other_state(model, keeping | {each.layer_idx for each in spec.states_of(IndexKeyState)})
     expected = getattr(config, "num_hidden_layers", None)
     attending = (expected or 0) - len(keeping - {layer.layer_idx for layer in layers})
@@ -78,10 +79,8 @@ def _other_state(model: PreTrainedModel, keeping: set[int]) -> str | None:
         layers = DynamicCache(config=model.config).layers
     except (AttributeError, KeyError, TypeError, ValueError):
         return None  # a model with a cache of its own: the comparison decides
-    others = {index: type(layer).__name__ for index, layer in enumerate(layers)}
-    others = {
-        index: name for index, name in others.items() if name not in _WITHOUT_OTHER_STATE and index not in keeping
-    }
+    names = {index: type(layer).__name__ for index, layer in enumerate(layers) if index not in keeping}
+    others = {index: name for index, name in names.items() if name not in _WITHOUT_OTHER_STATE}
     if not others:
         return None
     kinds = ", ".join(sorted(set(others.values())))
@@ -95,9 +94,8 @@ def _other_state(model: PreTrainedModel, keeping: set[int]) -> str | None:
 def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) -> None:
     """Compare a prompt in chunks, among neighbors, with transformers' own attention over the whole prompt.
 
-    Models with recurrences are also compared on a prompt longer than their blocks; with compressed keys on several groups of tokens; with
-    attention of their own on one longer than its window, and where attention decides. Models without data and models that a target has
-    changed are not compared. Raises UnsupportedModelError where logits differ by more than rounding.
+    Recurrences, compressed keys and windows of own attention need longer prompts. Models without data and those that a target has changed are not
+    compared. Raise UnsupportedModelError where logits differ by more than rounding.
     """
     if not is_comparable(model):
         return
@@ -131,10 +129,7 @@ def check_result(model: PreTrainedModel, spec: ModelSpec, *, by_itself: bool) ->
 def _compare_short(model: PreTrainedModel, spec: ModelSpec) -> None:
     prompt, neighbor, another = (random_prompt(min(spec.vocab_size, spec.num_embeddings), seed) for seed in range(3))
     with torch.inference_mode():
-        try:
-            found = step_logits(model, spec, prompt, neighbor)
-        except _FAILURES as error:
-            raise UnsupportedModelError(_cause_of_failure(error)) from error
+        found = _run_steps(partial(step_logits, model, spec, prompt, neighbor))
         reference: Callable[[], Tensor] = partial(own_logits, model, prompt)
         try:
             expected = reference()
@@ -172,10 +167,7 @@ def _compare_selections(model: PreTrainedModel, spec: ModelSpec, vocab_size: int
 
 def _compare_long(model: PreTrainedModel, spec: ModelSpec, run: LongRun, doing: str) -> None:
     with torch.inference_mode():
-        try:
-            found = long_logits(model, spec, run)
-        except _FAILURES as error:
-            raise UnsupportedModelError(_cause_of_failure(error)) from error
+        found = _run_steps(partial(long_logits, model, spec, run))
         reference: Callable[[], Tensor] = partial(own_logits, model, run.prompt, outputs=run.outputs)
         try:
             expected = reference()
@@ -204,10 +196,13 @@ def _measure_difference(
     return difference, tolerance
 
 
-def _cause_of_failure(error: Exception) -> str:
-    if isinstance(error, UnsupportedModelError):
-        return str(error)
-    return f"it fails on a prompt in chunks next to another: {first_line(error)}"
+def _run_steps(run: Callable[[], Tensor]) -> Tensor:
+    try:
+        return run()
+    except UnsupportedModelError:
+        raise
+    except _FAILURES as error:
+        raise UnsupportedModelError(f"it fails on a prompt in chunks next to another: {first_line(error)}") from error
 
 
 def _find_cause(model: PreTrainedModel, prompt: Tensor, expected: Tensor, tolerance: float, *, leak: bool) -> str:

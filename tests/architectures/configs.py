@@ -61,29 +61,14 @@ SIZES: dict[str, int] = (
 )  # fmt: skip
 # Values that switch on what an architecture has, or that a causal language model needs.
 VALUES: dict[str, Any] = {
-    "is_decoder": True,
-    "use_sliding_window": True,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attn_logit_softcapping": 2.0,
-    "final_logit_softcapping": 5.0,
-    "query_pre_attn_scalar": 16,
-    "axial_pos_embds": False,
-    "mamba_expand": 2,
-    "use_cache": True,
-}
+    "is_decoder": True, "use_sliding_window": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16, "axial_pos_embds": False, "mamba_expand": 2, "use_cache": True,
+}  # fmt: skip
 # Where the names tell too little: the attribute means something else here, or sizes depend on each other.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _TEXT_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
 _TEXT_OF_ASSISTANT = {name: SIZES[name] for name in _TEXT_SIZES} | {
     "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": LAYERS,
 }  # fmt: skip
@@ -93,14 +78,9 @@ _MUSIC = {
     "text_encoder": _T5,
     "audio_encoder": _ENCODEC,
     "decoder": {
-        "model_type": "musicgen_decoder",
-        "hidden_size": 64,
-        "ffn_dim": 96,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "vocab_size": VOCAB,
+        "model_type": "musicgen_decoder", "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": VOCAB,
     },
-}
+}  # fmt: skip
 OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {
         "patch_size": 4,
@@ -135,15 +115,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "musicgen": _MUSIC,
     "musicgen_melody": _MUSIC,
     "nemotron_h": {"mamba_num_heads": 8, "n_groups": 2},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-        "ngram_vocab_size_base": 64,
-        "split_ngram_parts": 1,
-    },
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+    | {"indexer_compress_ratio": 4, "ngram_vocab_size_base": 64, "split_ngram_parts": 1},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_mem_blocks": 1},

@@ -37,17 +37,10 @@ NOISE_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one architecture.
+    """The outcome of one architecture: the reason of a refusal, or what this environment lacks to make the model at all, or differences.
 
-    Attributes:
-        reason: why the export was refused; None where it was not.
-        lacking: what this environment lacks to make the model at all.
-        difference: the largest difference of a logit from transformers' in float64.
-        noise: that of transformers' own float32.
-        tokens_agree: the greedy tokens are those of transformers' generate.
-        chunkings_agree: to the bit: the logits of both chunkings.
-        routed: it has experts.
-        eager_only: no graph can contain it: shapes follow the values of tensors, as where experts loop over those in use.
+    These are the largest difference of a logit from transformers' in float64, and that of transformers' own float32. Greedy tokens agree with
+    those of transformers' generate, and both chunkings to the bit. No graph can contain an `eager_only` one, as shapes follow values.
     """
 
     name: str

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import helpers
 import pytest
 import torch
 from configs import tiny_config
 from parity import sharpen
 from tiny import TINY_SIZES
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2_5_VLTextConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2_5_VLTextConfig
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -27,13 +26,9 @@ from optimum_neuron.checkpoints.language_model import register_language_model
 from optimum_neuron.errors import UnsupportedModelError
 from optimum_neuron.parity import inspect
 from optimum_neuron.parity.inspect import inspect_model
-from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.attention.masks import AttentionChunk, causal_mask
 from optimum_neuron.step.attention.rows import AttentionRows
 from optimum_neuron.step.interface import ATTENTION_NAME, set_implementation, with_attention
-from optimum_neuron.step.program import export_graph
-from optimum_neuron.step.state_specs import state_specs
-from optimum_neuron.step.step import StepModule
 from optimum_neuron.targets.neuron.sharding.trace import data_free_copy, no_data
 
 
@@ -162,11 +157,6 @@ def test_rounding_refuses_no_model_whose_many_routers_amplify_it() -> None:
     assert len(inspect_model(tiny_model("deepseek_v3", torch.bfloat16, **layers)).states) == 32
 
 
-def test_falcon_is_taken_with_rotary_positions_and_with_alibi() -> None:
-    assert len(inspect_model(tiny_model("falcon")).states) == 4
-    assert len(inspect_model(tiny_model("falcon", alibi=True)).states) == 4
-
-
 def test_a_model_made_bidirectional_is_refused() -> None:
     model = tiny_model("bert")
     inspect_model(model)
@@ -248,34 +238,6 @@ def test_a_model_that_computes_with_its_mask_is_stopped_by_name() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match="it computes with its attention mask"):
             compute()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "codegen",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("lfm2", "falcon", "llama4_text", "stablelm")),
-    ],
-)
-def test_what_is_taken_can_be_exported_and_computes_the_same(name: str) -> None:
-    model, config = tiny_model(name), helpers.tiny_config(ctx_batch_size=1)
-    spec = inspect_model(model)
-    cache = KVCache(state_specs(config, spec))
-    graph = helpers.mixed_spec(config)
-    inputs = helpers.step_inputs(graph, {0: (9, 7)}, {1: (3, torch.arange(5, 13).int().numpy())})
-    program = export_graph(model, cache, graph)
-    with torch.no_grad():
-        found = program.module()(*inputs)
-        expected = StepModule(model, KVCache(state_specs(config, spec)), graph)(*inputs)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
-
-
-def test_no_llama_is_refused_for_its_untrained_weights() -> None:
-    config = LlamaConfig(**TINY_SIZES)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
-        assert len(inspect_model(model.eval()).states) == 2
 
 
 def test_a_model_that_knows_only_the_names_of_transformers_gets_our_attention_afterwards() -> None:

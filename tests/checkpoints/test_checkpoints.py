@@ -113,13 +113,6 @@ def test_embeddings_and_head_are_tied_as_transformers_ties_them(
     assert_same_tokens(artifact, expected)
 
 
-@pytest.mark.slow
-def test_compiled_graphs_follow_the_weights_where_the_config_ties_them_wrongly(checkpoint: Path, output: Path) -> None:
-    store(checkpoint, "both, different", tied=True)
-    expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    assert_same_tokens(export_tiny(checkpoint, output, target="cpu", mixed_step=False), expected)
-
-
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("asked", "key"),
@@ -273,35 +266,24 @@ def test_names_of_wrappers_of_training_are_taken_off(wrapped: str, checkpoint: P
     assert_equal_weights(export_tiny(checkpoint, output), expected)
 
 
-@pytest.mark.parametrize("name", ["norm.weight", "_orig_mod.model.norm.weight"])
-def test_two_names_of_one_tensor_are_refused(name: str, checkpoint: Path, output: Path) -> None:
-    change_weights(checkpoint, lambda tensors: tensors.update({name: torch.zeros(64)}))
-    words = r"holds \S*norm\.weight and \S*norm\.weight, which are one tensor of its model; remove one"
-    refused(ValueError, words, checkpoint, output)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fp8_weights_are_multiplied_by_their_scales(dtype: str, checkpoint: Path, output: Path) -> None:
-    exact, as_asked = quantize_to_fp8(checkpoint), getattr(torch, dtype)
+@pytest.mark.parametrize(
+    ("name", "quantize", "way", "dtype"),
+    [
+        *(("llama", quantize_to_fp8, FineGrainedFP8Config, dtype) for dtype in ("float32", "bfloat16")),
+        ("gpt_oss", quantize_to_mxfp4, Mxfp4Config, "bfloat16"),
+    ],
+)
+def test_codes_that_transformers_reads_are_multiplied_by_their_scales(
+    name: str, quantize: Any, way: Any, dtype: str, tiny_checkpoints: dict[str, Path], tmp_path: Path, output: Path
+) -> None:
+    checkpoint = Path(shutil.copytree(tiny_checkpoints[name], tmp_path / name))
+    exact, as_asked = quantize(checkpoint), getattr(torch, dtype)
     artifact = export_tiny(checkpoint, output, dtype=dtype, dequantize=True)
     found = weights_of(Artifact.open(artifact))
     assert all(torch.equal(found[f"model.{name}"], tensor.to(as_asked)) for name, tensor in exact.items())
     assert "quantization_config" not in json.loads((artifact / "config.json").read_text(encoding="utf-8"))
-    way = FineGrainedFP8Config(dequantize=True)
-    expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=as_asked, quantization_config=way)
+    options = {"dtype": as_asked, "quantization_config": way(dequantize=True)}
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint, **options)
     for parameter in expected.parameters():  # not every version of transformers heeds dtype here
         parameter.data = parameter.to(as_asked)
     assert_equal_weights(artifact, expected)
-
-
-def test_mxfp4_experts_are_times_scales(tiny_checkpoints: dict[str, Path], tmp_path: Path, output: Path) -> None:
-    checkpoint = Path(shutil.copytree(tiny_checkpoints["gpt_oss"], tmp_path / "gpt_oss"))
-    exact = quantize_to_mxfp4(checkpoint)
-    artifact = export_tiny(checkpoint, output, dtype="bfloat16", dequantize=True)
-    found = weights_of(Artifact.open(artifact))
-    way = Mxfp4Config(dequantize=True)
-    expected = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, quantization_config=way)
-    for name, tensor in exact.items():
-        assert torch.equal(found[f"model.{name}"], tensor.bfloat16()), name
-        assert torch.equal(found[f"model.{name}"], expected.state_dict()[name]), name
-    assert len(generate(artifact_runner(artifact), random_tokens(9), 3)[0]) == 3

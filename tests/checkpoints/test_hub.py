@@ -19,24 +19,14 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from helpers import export_tiny
-from hub_server import REPO, LoopbackHub, connected_hub
+from hub_server import REPO, LoopbackHub, connected_hub, put_in_hub_cache
 from transformers import AutoModelForCausalLM
 
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
 from optimum_neuron.artifact.find import find_artifact, is_from_hub
 from optimum_neuron.checkpoints import hub as downloads
-from optimum_neuron.checkpoints.find import find_checkpoint, find_config
+from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.checkpoints.hub import hub_file
-
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-def put_in_hub_cache(folder: Path, repo_id: str, cache_dir: Path) -> Path:
-    repository = cache_dir / f"models--{repo_id.replace('/', '--')}"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(COMMIT, encoding="utf-8")
-    return Path(shutil.copytree(folder, repository / "snapshots" / COMMIT))
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +114,9 @@ def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
         NeuronModelForCausalLM.from_pretrained(tmp_path / "one", export=False)
 
 
-@pytest.mark.parametrize("named", ["artifact", "checkpoint", "file"])
-def test_revisions_of_paths_are_refused(named: str, cpu_artifact: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    path = {"artifact": cpu_artifact, "checkpoint": tiny_checkpoint, "file": tmp_path / "model.gguf"}[named]
-    words = f"revision='v1' names a state of a Hub repository, and {path} is a local path; leave --revision out"
-    find = partial(find_config, token=None, trust_remote_code=False)
-    for call in (NeuronModelForCausalLM.from_pretrained, partial(export_model, output=tmp_path / "out"), find):
-        with pytest.raises(ValueError, match=re.escape(words)):
-            call(path, revision="v1")
+def test_a_revision_of_a_folder_is_refused(cpu_artifact: Path) -> None:
+    with pytest.raises(ValueError, match=r"revision='v1' names a state of a Hub repository, and .* is a local path"):
+        NeuronModelForCausalLM.from_pretrained(cpu_artifact, revision="v1")
 
 
 def test_a_hub_checkpoint_is_exported(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -142,13 +126,6 @@ def test_a_hub_checkpoint_is_exported(tiny_checkpoint: Path, tmp_path: Path) -> 
     assert model.artifact.manifest["source"] == "someone/plain"
     with pytest.raises(FileNotFoundError, match=r"neither a folder nor a Hub repository with neuron_config\.json"):
         NeuronModelForCausalLM.from_pretrained("someone/plain", cache_dir=tmp_path, export=False)
-
-
-def test_a_name_that_is_nothing_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="someone/missing"):
-        NeuronModelForCausalLM.from_pretrained("someone/missing", cache_dir=tmp_path)
-    with pytest.raises(FileNotFoundError, match="neither a local path nor a Hub repository"):
-        NeuronModelForCausalLM.from_pretrained("no such name!", cache_dir=tmp_path)
 
 
 ANOTHERS = ("consolidated.safetensors", "original/model.safetensors", "model.fp16.safetensors", "pytorch_model.bin")
@@ -201,7 +178,7 @@ def test_where_gguf_files_are_many_they_are_named_and_how_to_choose_one(hub: Loo
         find_checkpoint(REPO, cache_dir=tmp_path / "described", **OPTIONS)
     for name in ("m-Q9_0.gguf", "Q4_0"):
         with pytest.raises(ValueError, match=f"{REPO} has no GGUF file {name}; name one of them, as {REPO}:big/m-Q"):
-            find_config(f"{REPO}:{name}", **OPTIONS)
+            find_checkpoint(f"{REPO}:{name}", weights=False, **OPTIONS)
 
 
 def test_a_repository_without_readable_weights_says_what_it_has(hub: LoopbackHub, tmp_path: Path) -> None:

@@ -19,63 +19,22 @@ from optimum_neuron.checkpoints.checkpoint import Checkpoint
 
 
 MODELING = """
-import torch
-from torch import nn
-from transformers import GenerationMixin, LlamaConfig, PreTrainedModel
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import CausalLMOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from .numbers_tiny import SCALE
+
 
 class TinyConfig(LlamaConfig):
     model_type = "tiny_of_its_own"
 
 
-class Attention(nn.Module):
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.config, self.layer_idx, self.heads, self.num_key_value_groups = config, layer_idx, 4, 1
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-
-    def forward(self, hidden, mask, **kwargs):
-        split = self.qkv_proj(hidden).view(*hidden.shape[:2], 3, self.heads, -1)
-        query, key, value = (part.transpose(1, 2) for part in split.unbind(2))
-        name = self.config._attn_implementation
-        attend = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-        output, _ = attend(self, query, key, value, mask, scaling=SCALE, dropout=0.0, **kwargs)
-        return output.reshape(hidden.shape)
-
-
-class TinyForCausalLM(PreTrainedModel, GenerationMixin):
+class TinyForCausalLM(LlamaForCausalLM):
     config_class = TinyConfig
-    _supports_sdpa = _supports_attention_backend = True
-    _no_split_modules = []
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.layers = nn.ModuleList(Attention(config, index) for index in range(config.num_hidden_layers))
-        self.norm = nn.LayerNorm(config.hidden_size)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()
-
-    def get_input_embeddings(self):
-        return self.embed
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=None, use_cache=False, **kwargs):
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1])[None]
-        hidden = self.embed(input_ids) + self.positions(position_ids)
-        mask = create_causal_mask(self.config, hidden, attention_mask, None, position_ids=position_ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden, mask, **kwargs)
-        return CausalLMOutput(logits=self.head(self.norm(hidden)))
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * SCALE
+        return output
 """
 
 
@@ -84,7 +43,7 @@ def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "modeling_tiny.py").write_text(MODELING, encoding="utf-8")
-    (folder / "numbers_tiny.py").write_text("SCALE = 0.7\n", encoding="utf-8")
+    (folder / "numbers_tiny.py").write_text("SCALE = -0.7\n", encoding="utf-8")
     config = json.loads((tiny_checkpoint / "config.json").read_text(encoding="utf-8"))
     names = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
     config |= {"model_type": "tiny_of_its_own", "architectures": ["TinyForCausalLM"], "auto_map": names}
@@ -151,7 +110,7 @@ def test_code_that_need_not_run_is_left_out(tiny_checkpoint: Path, checkpoint: P
 
 
 def test_an_adapter_of_trusted_code_is_merged(checkpoint: Path, tmp_path: Path) -> None:
-    adapted = peft.get_peft_model(load(checkpoint), lora(target_modules=["qkv_proj", "head"]))
+    adapted = peft.get_peft_model(load(checkpoint), lora())
     adapted.save_pretrained(tmp_path / "adapter")
     artifact = export_model(
         checkpoint, tmp_path / "artifact", config=tiny_config(), trust_remote_code=True, adapter=tmp_path / "adapter"
@@ -160,4 +119,5 @@ def test_an_adapter_of_trusted_code_is_merged(checkpoint: Path, tmp_path: Path) 
     prompt = torch.from_numpy(random_tokens(20)).long()[None]
     with torch.inference_mode():
         expected = adapted.eval()(input_ids=prompt).logits[:, -1:]
-    torch.testing.assert_close(model(prompt, logits_to_keep=1).logits, expected, atol=2e-5, rtol=0)
+    found = model(prompt, logits_to_keep=1).logits
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)

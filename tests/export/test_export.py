@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An export appears whole or not at all, never harms what was there, and refuses by one clear sentence."""
+"""An export appears whole or not at all, follows the checkpoint's defaults of generation, and refuses by one clear sentence."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import artifact_runner, export_tiny, folder_bytes, generate, random_tokens, tiny_config
-from safetensors import safe_open
+from helpers import export_tiny, folder_bytes, tiny_config
 from safetensors.torch import load_file
-from transformers import LlamaConfig, T5Config
+from transformers import AutoModelForCausalLM
 
 import optimum_neuron.export.recipe
-from optimum_neuron import NeuronModelForCausalLM, export_model
-from optimum_neuron.artifact import disk_space, weight_file
+from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
+from optimum_neuron.artifact import disk_space
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, WEIGHTS_NAME, Artifact
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.checkpoints.files import INDEX_NAME
-from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
 from optimum_neuron.targets.eager import EagerTarget
 from optimum_neuron.targets.neuron.sdk import devices
 from optimum_neuron.text.record import RECORD_NAME
@@ -72,23 +70,6 @@ def test_an_artifact_holds_the_checkpoint_files_and_complete_records(tiny_checkp
     assert graph["kind"] == "token_generation" and graph["context_length"] == 64
 
 
-def test_weights_take_the_type_that_was_asked_for(tiny_checkpoint: Path, output: Path) -> None:
-    artifact = Artifact.open(export_tiny(tiny_checkpoint, output, dtype="bfloat16"))
-    assert artifact.config.dtype == "bfloat16"
-    with safe_open(output / WEIGHTS_NAME, "pt") as weights:
-        assert weights.get_tensor("model.lm_head.weight").dtype == torch.bfloat16
-    assert len(generate(artifact_runner(output), random_tokens(5), 3)[0]) == 3
-
-
-def test_tied_weights_are_stored_once(tiny_checkpoints: dict[str, Path], output: Path) -> None:
-    artifact = Artifact.open(export_tiny(tiny_checkpoints["gemma2"], output))
-    assert "model.lm_head.weight" in {*artifact.tied_weights, *artifact.tied_weights.values()}
-    with safe_open(output / WEIGHTS_NAME, "pt") as weights:
-        stored = set(weights.keys())
-    assert stored.isdisjoint(artifact.tied_weights) and stored.issuperset(artifact.tied_weights.values())
-    assert len(stored & {"model.lm_head.weight", "model.model.embed_tokens.weight"}) == 1
-
-
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), RuntimeError("graph x could not be compiled"), SystemExit(143)]
 )
@@ -101,19 +82,11 @@ def test_an_interrupted_export_leaves_nothing_or_the_old_artifact(
     assert names(output.parent) == []
     before = folder_bytes(export_tiny(tiny_checkpoint, output))
     monkeypatch.setattr(EagerTarget, "compile", fail_with(error))
+    with pytest.raises(FileExistsError, match=r"already holds an artifact; pass --overwrite"):
+        export_tiny(tiny_checkpoint, output, batch_size=2)
     with pytest.raises(type(error)):
         export_tiny(tiny_checkpoint, output, overwrite=True)
     assert folder_bytes(output) == before and names(output.parent) == ["artifact"]
-
-
-def test_an_existing_artifact_is_kept_unless_it_may_be_replaced(tiny_checkpoint: Path, output: Path) -> None:
-    before = folder_bytes(export_tiny(tiny_checkpoint, output))
-    with pytest.raises(FileExistsError, match=r"already holds an artifact; pass --overwrite"):
-        export_tiny(tiny_checkpoint, output, batch_size=2)
-    assert folder_bytes(output) == before
-    export_tiny(tiny_checkpoint, output, batch_size=2, overwrite=True)
-    assert Artifact.open(output).config.batch_size == 2
-    assert names(output.parent) == ["artifact"]
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(
@@ -140,27 +113,6 @@ def test_a_default_length_is_lowered_to_the_positions_of_the_model(tiny_checkpoi
         export_model(tiny_checkpoint, tmp_path / "asked", config=NeuronConfig(target="eager", sequence_length=1024))
 
 
-def test_a_killed_export_is_made_again_to_the_same_bytes(
-    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = folder_bytes(export_tiny(tiny_checkpoint, output.with_name("other")))
-    work, write, written = output.with_name(".artifact.partial"), weight_file.tensor_bytes, itertools.count()
-
-    def die(tensor: torch.Tensor) -> memoryview:
-        if next(written) == 5:
-            shutil.copytree(work, output.with_name("left"))
-            raise KeyboardInterrupt
-        return write(tensor)
-
-    with monkeypatch.context() as context:
-        context.setattr(weight_file, "tensor_bytes", die)
-        with pytest.raises(KeyboardInterrupt):
-            export_tiny(tiny_checkpoint, output)
-    output.with_name("left").rename(work)
-    export_tiny(tiny_checkpoint, output)
-    assert folder_bytes(output) == expected and names(output.parent) == ["artifact", "other"]
-
-
 @pytest.mark.parametrize(
     ("options", "times"),
     [({}, 1), ({"dtype": "bfloat16"}, 1), ({"quantization": "int8"}, 0.5)],
@@ -180,70 +132,9 @@ def test_a_disk_without_room_for_what_is_made_meanwhile_is_seen_before_a_weight_
         assert not output.parent.exists()
 
 
-def broken_checkpoint(kind: str, folder: Path) -> Path:
-    folder.mkdir()
-    config = LlamaConfig(max_position_embeddings=32).to_dict()
-    documents = {
-        "no config": None,
-        "corrupt config": "{",
-        "encoder-decoder": T5Config().to_json_string(),
-        "quantized": json.dumps(
-            config | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-        ),
-        "unknown model": json.dumps({"model_type": "nonesuch"}),
-        "no model type": "{}",
-        "short": json.dumps(config),
-        "no weights": json.dumps(config | {"max_position_embeddings": 64}),
-    }
-    if documents[kind] is not None:
-        (folder / "config.json").write_text(documents[kind], encoding="utf-8")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "words"),
-    [
-        ("no config", FileNotFoundError, r"holds no config.json; name a checkpoint folder, a .gguf file or a Hub"),
-        ("corrupt config", ValueError, r"config.json is not valid JSON"),
-        ("encoder-decoder", ValueError, r"is an encoder-decoder \(t5\); only decoders can be exported"),
-        ("quantized", ValueError, r"by bitsandbytes, which is not read; export the checkpoint that it was made from"),
-        ("unknown model", ValueError, r"checkpoint: .*`nonesuch`"),
-        ("no model type", ValueError, r"checkpoint: .*model_type"),
-        ("short", ValueError, r"sequence_length=64 is longer than the model's max_position_embeddings=32; lower"),
-        ("no weights", OSError, r"model.safetensors"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_exported_is_refused_with_the_reason(
-    tmp_path: Path, output: Path, kind: str, error: type[Exception], words: str
-) -> None:
-    checkpoint = broken_checkpoint(kind, tmp_path / "checkpoint")
-    with pytest.raises(error, match=words) as caught:
-        export_tiny(checkpoint, output)
-    assert "\n" not in str(caught.value)
-    assert not output.parent.exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("no-such-owner/no-such-model", r"no-such-model is no local path, .* \(HF_HUB_OFFLINE is set\)"),
-        ("./no/such/folder", r"\./no/such/folder is neither a local path nor a Hub repository"),
-        ("/no/such/model.gguf", r"/no/such/model.gguf does not exist"),
-    ],
-)
-def test_a_checkpoint_that_does_not_exist_is_not_found(output: Path, name: str, words: str) -> None:
-    with pytest.raises(FileNotFoundError, match=words) as caught:
-        export_model(name, output, config=tiny_config())
-    assert "\n" not in str(caught.value)
-    assert not output.parent.exists()
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sequence_length": 257, "context_buckets": None}, r"=257 is longer .* max_position_embeddings=256"),
-        ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 needs as many devices, and target='eager' is one"),
-        ({"tensor_parallel_size": 2, "target": "cpu"}, r"=2 needs as many devices, and target='cpu'"),
         ({"state_snapshots": 4}, "=4 is for state that slots keep, and those of LlamaForCausalLM keep keys"),
         ({"state_snapshot_interval": 64}, "=64 is for state .* leave state_snapshot_interval out"),
     ],
@@ -254,13 +145,6 @@ def test_options_that_this_machine_cannot_honor_are_refused(
     with pytest.raises(ValueError, match=words) as caught:
         export_tiny(tiny_checkpoint, output, **changes)
     assert "\n" not in str(caught.value)
-    assert not output.parent.exists()
-
-
-@pytest.mark.parametrize("target", NEURON_TARGETS)
-def test_a_device_target_names_what_compiling_lacks(tiny_checkpoint: Path, output: Path, target: str) -> None:
-    with pytest.raises(RuntimeError, match=r"needs? (torch-xla|the Neuron compiler), .*; "):
-        export_tiny(tiny_checkpoint, output, target=target)
     assert not output.parent.exists()
 
 
@@ -292,3 +176,94 @@ def test_a_certifier_that_is_no_function_is_refused(tiny_checkpoint: Path, outpu
     ):
         export_model(tiny_checkpoint, output, certify=True)  # type: ignore[arg-type]  # as a user may
     assert not output.exists()
+
+
+@pytest.fixture
+def checkpoint(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sharp_checkpoints["llama"], tmp_path / "checkpoint"))
+
+
+def export(checkpoint: Path, facts: dict[str, Any], **options: Any) -> Path:
+    (checkpoint / "generation_config.json").write_text(json.dumps(facts))
+    return export_tiny(
+        checkpoint, checkpoint.with_name("artifact"), overwrite=True, **{"output_logits": False} | options
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"do_sample": True, "repetition_penalty": 1.05, "top_k": 20, "temperature": 0.7, "top_p": 0.8}, "repetition_penalty=1.05"),
+        ({"no_repeat_ngram_size": 3, "min_new_tokens": 2, "eos_token_id": 2}, "no_repeat_ngram_size=3"),
+        ({"min_new_tokens": 2, "eos_token_id": 2}, "min_new_tokens=2"),
+        ({"bad_words_ids": [[5]]}, r"bad_words_ids=\[\[5\]\]"),
+        ({"suppress_tokens": list(range(200))}, r"suppress_tokens=\[0, 1, 2, .*\.\.\., applied"),
+        ({"typical_p": 0.9}, "typical_p=0.9"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores=True"),
+    ],
+)  # fmt: skip
+def test_graphs_return_logits_where_the_file_needs_them(
+    checkpoint: Path, facts: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = export(checkpoint, facts)
+    assert len([each for each in caplog.messages if "as with --output-logits" in each]) == 1
+    caplog.clear()
+    assert Artifact.open(path).config.output_logits
+    model = NeuronModelForCausalLM.from_pretrained(path, output_logits=False)
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ids = torch.tensor([[40, 41, 42, 40, 41, 42]])
+    tokens, expected = (
+        each.generate(ids, do_sample=False, max_new_tokens=6, return_dict_in_generate=False)
+        for each in (model, reference)
+    )
+    assert torch.equal(tokens, expected)
+    assert model.generate_batch(ids.tolist())["req_0"].error is None
+    same = NeuronConfig.from_dict(Artifact.open(path).config.to_dict() | {"output_logits": False})
+    NeuronModelForCausalLM.from_pretrained(path, config=same)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"do_sample": True, "temperature": 0.6, "top_k": 64, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.0},
+        {"typical_p": 1.0, "epsilon_cutoff": 0.0, "no_repeat_ngram_size": 0, "temperature": 0.0, "top_k": -1, "use_cache": False},
+        {"max_time": 60.0, "stop_strings": ["\u0000"]},
+        {"max_new_tokens": 9999, "pad_token_id": -1, "eos_token_id": [2, 400], "max_window_size": 24000, "cache_implementation": "hybrid"},
+    ],
+)  # fmt: skip
+def test_a_file_that_graphs_follow_needs_no_logits_and_no_word(
+    checkpoint: Path, facts: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "optimum_neuron"):
+        path = export(checkpoint, facts)
+    assert not Artifact.open(path).config.output_logits and "generation_config" not in caplog.text
+    model = NeuronModelForCausalLM.from_pretrained(path)
+    assert model.generate(torch.tensor([[5, 6], [7, 8]])).shape[1] > 2
+
+
+def test_what_no_artifact_does_is_said_by_the_export_and_refuses_no_call(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    facts = {
+        "num_beams": 4, "penalty_alpha": 0.6, "guidance_scale": 1.5, "num_return_sequences": 4, "do_sample": True, "output_attentions": True,
+    }  # fmt: skip
+    path = export(checkpoint, facts)
+    told = "\n".join(caplog.messages)
+    for name in ("num_beams=4", "penalty_alpha=0.6", "guidance_scale=1.5", "output_attentions=True"):
+        assert f"generation_config.json asks for {name}, which is left out: " in told
+    assert "num_return_sequences=4, which is left out: it needs do_sample and batch_size=4" in told
+    caplog.clear()
+    model = NeuronModelForCausalLM.from_pretrained(path)
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
+    assert model.generate_batch([[5, 6]], max_new_tokens=3)["req_0"].error is None
+    assert "left out" not in caplog.text
+    with pytest.raises(ValueError, match="num_beams=4 is not supported: compiled graphs advance one sequence per row"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, num_beams=4, do_sample=False)
+
+
+@pytest.mark.parametrize("facts", [{"repetition_penalty": -1.0}, {"do_sample": True, "min_p": 1.5}, {"top_k": 0.5}])
+def test_a_value_that_transformers_refuses_is_refused_by_the_export(checkpoint: Path, facts: dict[str, Any]) -> None:
+    (name,) = facts.keys() - {"do_sample"}
+    with pytest.raises(ValueError, match=rf"generation_config.json has {name}=.*; correct or remove it"):
+        export(checkpoint, facts)
+    assert not checkpoint.with_name("artifact").exists()

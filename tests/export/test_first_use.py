@@ -15,6 +15,7 @@ import huggingface_hub.constants
 import pytest
 from gguf_files import write_gguf
 from helpers import export_tiny
+from hub_server import put_in_hub_cache
 from optimum.commands import optimum_cli
 from safetensors.torch import load_file, save_file
 
@@ -27,7 +28,6 @@ from optimum_neuron.export import recipe as export
 from optimum_neuron.export.first_use import open_or_export
 
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ANSWER = ("--prompt", "Hello", "--max-new-tokens", "4")
 
 
@@ -111,11 +111,7 @@ def test_a_repository_of_the_hub_is_known_by_its_commit(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    repository = tmp_path / "hub" / "models--someone--tiny"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(COMMIT, encoding="utf-8")
-    snapshot = repository / "snapshots" / COMMIT
-    shutil.copytree(tiny_checkpoint, snapshot)
+    snapshot = put_in_hub_cache(tiny_checkpoint, "someone/tiny", tmp_path / "hub")
     made = opened("someone/tiny")
     assert made.path.name.startswith("tiny-")
     for path in snapshot.iterdir():
@@ -187,10 +183,6 @@ def test_an_artifact_keeps_its_sizes(tiny_checkpoint: Path, tmp_path: Path, expo
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("", "the name of the model is empty"),
-        ("nothing/", "nothing/ does not exist"),
-        ("gone.gguf", "gone.gguf does not exist"),
-        ("text.txt", "text.txt is a file of another kind"),
         (
             "folder",
             "folder holds neither neuron_config.json (an artifact) nor config.json (a checkpoint); name an artifact",
@@ -204,7 +196,6 @@ def test_a_wrong_name_is_refused_with_what_may_be_named(
     name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "one.gguf").touch()

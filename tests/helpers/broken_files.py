@@ -118,8 +118,8 @@ class Files:
         document = json.loads(config.read_text(encoding="utf-8"))
         if kind == "no_config":
             config.unlink()
-        elif kind == "no_weights":
-            weights.unlink()
+        elif kind in ("no_weights", "pickled"):
+            weights.rename(folder / "adapter_model.bin" if kind == "pickled" else folder / "gone")
         elif kind == "truncated":
             weights.write_bytes(weights.read_bytes()[:-8])
         elif kind != "good":

@@ -188,7 +188,7 @@ TOKENIZERS = {
 ADAPTERS = {
     "no_config": "holds no adapter_config.json", "no_weights": "holds no adapter_model.safetensors", "truncated": "truncated or corrupt",
     "rank": f"names the rank {HUGE}", "kind": "no configuration that the installed PEFT knows", "list": "instead of an object",
-    "empty_object": "names no peft_type",
+    "empty_object": "names no peft_type", "pickled": "holds its weights as adapter_model.bin, a format that may run code",
 }  # fmt: skip
 
 
@@ -233,9 +233,7 @@ def _artifacts() -> list[Line]:
         _line(("neuron", "inspect"), USAGE, "artifact"),
         _line(("neuron", "inspect", "{artifact}", "--html", "{full_folder}"), REFUSED, "is a folder; name a file"),
         _line(("neuron", "inspect", "{artifact}", "--html", "{text_file}/x"), REFUSED, "{text_file}"),
-        _line(("neuron", "inspect", "{artifact}", "--bench", "{text_file}"), REFUSED, "cannot be read"),
         _line(("neuron", "card"), USAGE, "artifact"),
-        _line(("neuron", "card", "{artifact}", "--bench", "no-such-file"), REFUSED, "no-such-file"),
         _line(("neuron", "card", "{artifact}", "--base-model", "no such"), REFUSED, "base_model='no such' is no name"),
         _line(("neuron", "push", "{artifact}"), USAGE, "REPO"),
         _line(("neuron", "push", "{artifact}", "no such name!"), REFUSED, "'no such name!' is no name of a Hub"),

@@ -6,12 +6,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -72,6 +74,14 @@ class LoopbackHub:
                 each.times -= 1
                 return each
         return None
+
+
+def put_in_hub_cache(folder: Path, repo_id: str, cache_dir: Path) -> Path:
+    """Put a repository into a cache of the Hub's client, as a download does."""
+    repository, commit = cache_dir / f"models--{repo_id.replace('/', '--')}", "0123456789abcdef" * 2 + "01234567"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit, encoding="utf-8")
+    return Path(shutil.copytree(folder, repository / "snapshots" / commit))
 
 
 @contextmanager

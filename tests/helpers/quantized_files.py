@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, WEIGHTS_NAME
 from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
+from optimum_neuron.checkpoints.formats import open_quantized
 from optimum_neuron.checkpoints.formats.format import CheckpointFormat
-from optimum_neuron.checkpoints.quantized import open_quantized
 from optimum_neuron.step.features.codes.weight import FP4_VALUES
 
 
@@ -34,6 +34,17 @@ def opened(folder: Path, tensors: Mapping[str, Tensor], quantization: Mapping[st
         {name: tensor.contiguous() for name, tensor in (plain | dict(tensors)).items()}, folder / "model.safetensors"
     )
     return open_quantized({"model_type": "llama", "quantization_config": dict(quantization)}, folder, "tiny")
+
+
+def check_read(
+    folder: Path, tensors: Mapping[str, Tensor], quantization: Mapping[str, Any], value: Tensor, *, kept: bool = True
+) -> CheckpointFormat:
+    """A layer's plain numbers, and its codes if they are `kept`, are those of a value, to the bit."""
+    found = opened(folder, tensors, quantization)
+    assert torch.equal(found.dequantize(WEIGHT), value)
+    if kept:
+        assert torch.equal(found.read_codes(WEIGHT).dequantize(), value)
+    return found
 
 
 def check_refused(folder: Path, tensors: Mapping[str, Tensor | None], settings: Mapping[str, Any], told: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from helpers import export_tiny, tiny_config
+from hub_server import put_in_hub_cache
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from optimum.commands.register.export_neuron import NeuronExportCommand
@@ -28,8 +29,8 @@ from optimum_neuron.command_options import read_declared
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export.first_use import export_command
 from optimum_neuron.hub.card import is_unchanged, make_card, write_card
+from optimum_neuron.hub.collect import BENCH_NAME, speed_digest
 from optimum_neuron.hub.facts import Quantized
-from optimum_neuron.hub.measurements import MEASUREMENTS_NAME, identity, read_measurements
 from optimum_neuron.tools.inspect.collect import collect_facts
 
 
@@ -45,10 +46,9 @@ SPEED = {"name": "decode", "value": 12.5, "unit": "ms", "conditions": {"rows": 1
 @pytest.fixture(scope="module")
 def artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("card")
-    snapshot = folder / "models--org--base" / "snapshots" / COMMIT
-    shutil.copytree(tiny_checkpoint, snapshot)
-    (snapshot / "README.md").write_text(BASE_CARD, encoding="utf-8")
-    return export_tiny(snapshot, folder / "tiny", quantization="int8")
+    base = put_in_hub_cache(tiny_checkpoint, "org/base", folder)
+    (base / "README.md").write_text(BASE_CARD, encoding="utf-8")
+    return export_tiny(base, folder / "tiny", quantization="int8")
 
 
 @pytest.fixture
@@ -172,93 +172,61 @@ def test_only_what_is_of_the_hubs_form_is_taken_from_the_base_card(
     assert card_facts(path) == CARDS[metadata]
 
 
-def put(path: Path, document: object) -> Path:
-    path.write_text(json.dumps(document), encoding="utf-8")
-    return path
+def bench(artifact: Artifact, **changes: Any) -> dict[str, Any]:
+    spread = {"median": 2.5, "min": 1.0, "max": 9.0}
+    return {
+        "format": 1, "digest": speed_digest(artifact), "machine": {"cpu": "EPYC", "threads": 2},
+        "prefill": [{"prompt_tokens": 16, "ttft_ms": spread, "tokens_per_second": spread, "padding_share": 0.0}],
+        "decode": [{"rows": 3, "context_tokens": 8, "step_ms": spread, "tokens_per_second": 1234.5, "idle_share": 0}],
+    } | changes  # fmt: skip
 
 
-def test_measurements_are_recorded_and_told(own: Path, tmp_path: Path) -> None:
+def test_medians_of_a_bench_are_speeds_of_the_card(own: Path) -> None:
     opened = Artifact.open(own)
-    bench = put(tmp_path / "bench.json", {"speeds": [SPEED], "machine": {"cpu": "EPYC", "threads": 2}, "more": 1})
-    write_card(opened, bench=bench)
-    card = (own / "README.md").read_text(encoding="utf-8")
+    (own / BENCH_NAME).write_text(json.dumps(bench(opened)), encoding="utf-8")
+    card = write_card(opened).read_text(encoding="utf-8")
+    for row in ("| `prefill` | `prompt` `16` | 2.5 | `tokens/s` |", "| `decode` | `rows` `3`, `context` `8` | 1,234 | `tokens/s` |",
+                "| `first token` | `prompt` `16` | 2.5 | `ms` |", "| `decode step` | `rows` `3`, `context` `8` | 2.5 | `ms` |",
+                "On `cpu` `EPYC`, `threads` `2`."):  # fmt: skip
+        assert row in card, row
     assert is_unchanged(card) and "Not measured" not in card
-    assert "| `decode` | `rows` `1` | 12.5 | `ms` |" in card and "On `cpu` `EPYC`, `threads` `2`." in card
-    found = read_measurements(Artifact.open(own))
-    assert found is not None and found.speeds == [SPEED]
 
 
-def test_a_card_that_somebody_wrote_is_replaced_only_when_asked(own: Path, tmp_path: Path) -> None:
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({"prefill": [{"prompt_tokens": 1}]}, "it.prefill[0] lacks ttft_ms"),
+    "another": ({"digest": "0" * 64}, "was measured of another artifact"),
+    "text": ({"decode": "fast"}, "it.decode is"),
+}
+
+
+def test_speeds_of_another_artifact_and_broken_ones_are_refused(own: Path, tiny_checkpoint: Path) -> None:
+    opened, path = Artifact.open(own), own / BENCH_NAME
+    for changes, told in BROKEN.values():
+        path.write_text(json.dumps(bench(opened, **changes)), encoding="utf-8")
+        with pytest.raises(ArtifactError, match=re.escape(told)):
+            write_card(opened)
+    path.write_text('{"digest": NaN', encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"bench\.json cannot be read: .*; remove it, or write it again"):
+        write_card(opened)
+    path.write_text(json.dumps(bench(opened)), encoding="utf-8")
+    # An overwrite leaves what is not the artifact's.
+    again = Artifact.open(export_tiny(tiny_checkpoint, own, overwrite=True, batch_size=4))
+    with pytest.raises(ArtifactError, match="was measured of another artifact"):
+        write_card(again)
+    assert not (own / "README.md").exists()
+
+
+def test_a_card_that_a_person_changed_is_replaced_only_when_asked(own: Path) -> None:
     opened = Artifact.open(own)
-    bench = put(tmp_path / "bench.json", {"speeds": [SPEED]})
     card = write_card(opened)
     card.write_text(card.read_text(encoding="utf-8").replace("## Speed", "## My speed"), encoding="utf-8")
     before = card.read_bytes()
     with pytest.raises(FileExistsError, match=r"README\.md was written or changed by hand; pass --overwrite"):
-        write_card(opened, bench=bench)
-    assert card.read_bytes() == before and not (own / MEASUREMENTS_NAME).exists()
-    assert is_unchanged(write_card(opened, bench=bench, overwrite=True).read_text(encoding="utf-8"))
+        write_card(opened)
+    assert card.read_bytes() == before
+    assert is_unchanged(write_card(opened, overwrite=True).read_text(encoding="utf-8"))
     with pytest.raises(ValueError, match="base_model='no such name!' is no name of a Hub repository"):
         write_card(opened, base_model="no such name!")
-
-
-BENCHES: dict[str, tuple[object, str]] = {
-    "no object": ([1], "it is a list, not an object"), "nothing": ({}, "it lacks speeds"),
-    "no speeds": ({"speeds": []}, "holds no speeds"),
-    "text": ({"speeds": [SPEED | {"value": "fast"}]}, "it.speeds[0].value is 'fast', not a number"),
-    "more": ({"speeds": [SPEED | {"html": "<b>"}]}, "'html', which is none of"),
-    "control": ({"speeds": [SPEED | {"unit": "\x1b[31m"}]}, "is not of the form"),
-    "another": ({"speeds": [SPEED], "artifact": "0" * 64}, "was measured of another artifact"),
-    "a check": ({"facts": {"config": {}}, "results": []}, "it lacks speeds"),
-}  # fmt: skip
-
-
-def test_files_that_hold_no_measurements_of_this_artifact_are_refused(own: Path, tmp_path: Path) -> None:
-    for document, told in BENCHES.values():
-        with pytest.raises(ValueError, match=re.escape(told)):
-            write_card(Artifact.open(own), bench=put(tmp_path / "bench.json", document))
-    (tmp_path / "bench.json").write_text('{"speeds": [{"value": NaN', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"bench\.json cannot be read"):
-        write_card(Artifact.open(own), bench=tmp_path / "bench.json")
-    assert not (own / "README.md").exists() and not (own / MEASUREMENTS_NAME).exists()
-
-
-def test_medians_of_a_bench_are_speeds(own: Path, tmp_path: Path) -> None:
-    opened = Artifact.open(own)
-    spread = {"median": 2.5, "min": 1.0, "max": 9.0}
-    document = {
-        "format": 1, "config": opened.config.to_dict(), "machine": {"cpu": "EPYC"},
-        "prefill": [{"prompt_tokens": 16, "ttft_ms": spread, "tokens_per_second": spread, "padding_share": 0.0}],
-        "decode": [{"rows": 3, "context_tokens": 8, "step_ms": spread, "tokens_per_second": 1234.5, "idle_share": 0}],
-    }  # fmt: skip
-    card = write_card(opened, bench=put(tmp_path / "bench.json", document)).read_text(encoding="utf-8")
-    for row in ("| `prefill` | `prompt` `16` | 2.5 | `tokens/s` |", "| `decode` | `rows` `3`, `context` `8` | 1,234 | `tokens/s` |",
-                "| `first token` | `prompt` `16` | 2.5 | `ms` |", "| `decode step` | `rows` `3`, `context` `8` | 2.5 | `ms` |"):  # fmt: skip
-        assert row in card, row
-    with pytest.raises(ValueError, match="was measured with other sizes than"):
-        write_card(opened, bench=put(tmp_path / "bench.json", document | {"config": {}}))
-    with pytest.raises(ValueError, match=re.escape("it.prefill[0] lacks ttft_ms")):
-        write_card(opened, bench=put(tmp_path / "bench.json", document | {"prefill": [{"prompt_tokens": 1}]}))
-
-
-def test_measurements_of_another_artifact_and_broken_ones_are_refused(own: Path, tiny_checkpoint: Path) -> None:
-    opened = Artifact.open(own)
-    path = put(own / MEASUREMENTS_NAME, {"version": 2, "artifact": identity(opened), "speeds": [SPEED]})
-    assert "12.5" in make_card(collect_facts(opened))
-    again = Artifact.open(export_tiny(tiny_checkpoint, own, overwrite=True, batch_size=4))
-    assert path.exists()  # an overwrite leaves what is not the artifact's
-    for document, told in (
-        (json.loads(path.read_text(encoding="utf-8")), "was measured of another artifact"),
-        ([], "it is a list, not an object"),
-        ({"version": 1, "artifact": "", "speeds": []}, "is not within 2 and 2"),
-        ({"version": 2, "artifact": "", "speeds": [SPEED | {"value": None}]}, "not a number"),
-    ):
-        put(path, document)
-        with pytest.raises(ArtifactError, match=re.escape(told)):
-            make_card(collect_facts(again))
-    path.write_bytes(b'{"version": 2, "speeds": [')
-    with pytest.raises(ArtifactError, match="cannot be read"):
-        make_card(collect_facts(again))
 
 
 def test_a_changed_graph_or_file_is_no_subject_of_a_card(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ from optimum_neuron.artifact import find as finding
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
 from optimum_neuron.checkpoints import hub as hub_client
 from optimum_neuron.hub.card import add_mark, is_unchanged
-from optimum_neuron.hub.measurements import Measurements, identity
-from optimum_neuron.hub.push import add_tags, push_artifact
+from optimum_neuron.hub.push import push_artifact
 
 
 IDS = torch.arange(3, 20)[None]
@@ -129,9 +128,8 @@ def test_what_a_person_wrote_into_a_card_stays(
     hub.exists = True
     hub.files["README.md"] = OWN_CARD.encode()
     push_artifact(Artifact.open(artifact), REPO, token=TOKEN, tags=["mine", "neuron"])
-    there = hub.files["README.md"].decode()
-    assert "has a README.md that a person wrote or changed; it stays" in caplog.text
-    assert there.endswith("My words.\n") and "license: mit" in there and "- mine\n- neuron\n" in there
+    assert "a README.md that a person wrote or changed stays as it is; add tags" in caplog.text
+    assert hub.files["README.md"].decode() == OWN_CARD
     own = Path(shutil.copytree(artifact, tmp_path / "own"))
     (own / "README.md").write_text("Only words.\n", encoding="utf-8")
     push_artifact(Artifact.open(own), REPO, token=TOKEN)
@@ -142,12 +140,6 @@ def test_what_a_person_wrote_into_a_card_stays(
     hub.commits[-1]["README.md"] = add_mark("made earlier").encode()
     push_artifact(Artifact.open(own), REPO, token=TOKEN)
     assert is_unchanged(hub.files["README.md"].decode()) and b"## Sizes" in hub.files["README.md"]
-
-
-def test_tags_keep_metadata_after_a_byte_order_mark() -> None:
-    assert add_tags(f"\ufeff{OWN_CARD}", ["neuron"]) == OWN_CARD.replace("- mine\n", "- mine\n- neuron\n")
-    assert add_tags(f"\ufeff{OWN_CARD}", ["mine"]) == f"\ufeff{OWN_CARD}"
-    assert add_tags("Only words.\n", ["x"]) == "---\ntags:\n- x\n---\nOnly words.\n"
 
 
 def test_a_changed_file_is_refused_before_the_hub_is_asked(artifact: Path, hub: LoopbackHub, tmp_path: Path) -> None:
@@ -163,8 +155,6 @@ def test_a_changed_file_is_refused_before_the_hub_is_asked(artifact: Path, hub: 
     with pytest.raises(ValueError, match=r"README\.md is no UTF-8 text"):
         push_artifact(Artifact.open(broken), REPO, token=TOKEN)
     assert not hub.requests
-    with pytest.raises(ValueError, match=r"the metadata of README\.md cannot be read"):
-        add_tags("---\na: [\n---\n", ["x"])
 
 
 PUSHES = {
@@ -256,12 +246,3 @@ def test_a_branch_that_is_pushed_to_while_it_is_read_is_read_of_one_commit(
 
     monkeypatch.setattr(hub_client, "download", push_after)
     assert find(tmp_path).path.name == f"{len(pushed.commits) - 2:040x}"
-
-
-def test_what_was_measured_is_pushed_with_it(artifact: Path, hub: LoopbackHub, tmp_path: Path) -> None:
-    measured = Path(shutil.copytree(artifact, tmp_path / "measured"))
-    speeds = [{"name": "decode", "value": 12.5, "unit": "ms", "conditions": {"rows": 1}}]
-    Measurements(identity(Artifact.open(measured)), speeds=speeds).write(measured)
-    push_artifact(Artifact.open(measured), REPO, token=TOKEN)
-    assert json.loads(hub.files["measurements.json"])["speeds"] == speeds
-    assert b"| `decode` | `rows` `1` | 12.5 | `ms` |" in hub.files["README.md"]

@@ -10,6 +10,7 @@ models for all targets of this environment: cpu, eager, the programs that Neuron
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -24,9 +25,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-from records.artifacts import targets  # noqa: E402
 from records.models import MODELS  # noqa: E402
-from records.record import compare, make_record, write_record  # noqa: E402
+from records.record import compare, make_record, targets  # noqa: E402
 
 
 def main() -> int:
@@ -37,14 +37,12 @@ def main() -> int:
     record = commands.add_parser("record", help="write a record")
     record.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     record.add_argument("--targets", nargs="+", choices=targets(), default=targets())
-    for each in (
-        record,
-        commands.add_parser("compare", help="make a record's digests again, and print those that differ"),
-    ):
+    comparison = commands.add_parser("compare", help="make a record's digests again, and print those that differ")
+    for each in (record, comparison):
         each.add_argument("file", type=Path)
     args = parser.parse_args()
     if args.command == "record":
-        write_record(make_record(args.models, args.targets), args.file)
+        args.file.write_text(json.dumps(make_record(args.models, args.targets), indent=1) + "\n", encoding="utf-8")
         return 0
     found = compare(args.file)
     sys.stdout.write("\n".join(found or ["all digests are equal"]) + "\n")

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from itertools import count, islice, product
-
-from records.artifacts import digest
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.core import PromptPiece, Request, Step
@@ -22,6 +21,10 @@ CACHES, REUSES, POLICIES = ("slots", "blocks"), ("prefix reuse", "no reuse"), ("
 LENGTH, BLOCK, VOCAB, END = 256, 64, 7, 3
 # What prompts begin with, so that prefixes are common.
 _SHARED = [random.Random("shared").randrange(VOCAB) for _ in range(LENGTH)]
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def digest_schedules() -> dict[str, list[str]]:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """compressed-tensors checkpoints: whole numbers of 4 or 8 bits, packed or not, and e4m3, with scales of four shapes.
 
-The config's schemes say which layers are stored how; a part that is not read is refused. Source:
-https://github.com/vllm-project/compressed-tensors, quantization/quant_config.py, quant_args.py, utils/match.py, compressors/pack_quantized,
-compressors/naive_quantized, and quantization/lifecycle/forward_helpers.py (`_dequantize`). The library computes in the type of the scales: it
-returns the numbers that this module reads, rounded to that type.
+Source: https://github.com/vllm-project/compressed-tensors, quantization/quant_config.py, quant_args.py, utils/match.py, compressors/pack_quantized,
+compressors/naive_quantized, and quantization/lifecycle/forward_helpers.py (`_dequantize`). The library returns the numbers that this module
+reads, rounded to the type of the scales.
 """
 
 from __future__ import annotations
@@ -42,29 +41,16 @@ _REMEDY = "export a checkpoint without it"
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to store weights.
-
-    Attributes:
-        strategy: "tensor", "channel", "group" or "block": the part of a weight that shares a scale.
-        group_size: inputs of a group.
-        block: outputs and inputs of a block.
-        quantized_inputs: the layers' inputs or results are to be quantized too.
-    """
+    """A way to store weights: the part that shares a scale is a tensor, channel, group of inputs, or block of outputs and inputs."""
 
     targets: tuple[str, ...]
     format: str
-    kind: str
+    codes: str
     bits: int
     symmetric: bool
     strategy: str
-    group_size: int | None
     block: tuple[int, int] | None
     quantized_inputs: bool
-
-    @property
-    def codes(self) -> str:
-        """The kind of codes, as `StoredWeight` calls it."""
-        return "fp8" if self.kind == "float" else "int4" if self.format == PACKED and self.bits == 4 else "int8"
 
 
 def _scheme_of(module: str, schemes: Sequence[Scheme], ignore: Sequence[str], source: str) -> Scheme:
@@ -127,17 +113,12 @@ def _read_scheme(group: Document, common: str, where: str) -> Scheme:
         block = [int(size) for size in block.split("x")]
     if strategy not in ("tensor", "channel", "group", "block") or (strategy == "group" and size is None):
         raise ValueError(f"{where} has scales by {strategy} with group_size={size}, which is not read; {_REMEDY}")
-    return Scheme(
-        targets=take_texts(group, "targets"),
-        format=named,
-        kind=kind,
-        bits=bits,
-        symmetric=symmetric,
-        strategy=strategy,
-        group_size=size,
-        block=settings.block_of(block, f"{where} names block_structure") if strategy == "block" else None,
-        quantized_inputs=bool(group.get("input_activations") or group.get("output_activations")),
-    )
+    sizes = (1, size) if strategy == "group" and size is not None else None
+    if strategy == "block":
+        sizes = settings.block_of(block, f"{where} names block_structure")
+    codes = "fp8" if kind == "float" else "int4" if named == PACKED and bits == 4 else "int8"
+    quantized_inputs = bool(group.get("input_activations") or group.get("output_activations"))
+    return Scheme(take_texts(group, "targets"), named, codes, bits, symmetric, strategy, sizes, quantized_inputs)
 
 
 def _is_named_by(target: str, module: str) -> bool:
@@ -160,18 +141,15 @@ class CompressedTensors(SafetensorsFormat):
         found = files.parts_by_weight((), _OF_WEIGHTS)
         self._schemes: dict[str, Scheme] = {}
         for name, parts in found.items():
-            scheme = _scheme_of(name.removesuffix(".weight"), schemes, ignore, files.source)
-            self._schemes[name] = scheme
+            scheme = self._schemes[name] = _scheme_of(name.removesuffix(".weight"), schemes, ignore, files.source)
             if scheme.format != PACKED and name in files.names:
                 parts["weight"] = name
-            needed = ["weight_packed", "weight_scale", "weight_shape"]
-            if scheme.format != PACKED:
-                needed = ["weight", "weight_scale"]
-            if not scheme.symmetric and scheme.kind != "float":
-                needed.append("weight_zero_point")
-            files.check_parts(name, parts, needed)
-        of_inputs = tuple(name for name in files.names if name.rpartition(".")[2] in _OF_INPUTS)
-        of_cache = tuple(name for name in files.names if name.rpartition(".")[2] in _OF_CACHE)
+            needed = ("weight_packed", "weight_shape") if scheme.format == PACKED else ("weight",)
+            zero_point = () if scheme.symmetric else ("weight_zero_point",)
+            files.check_parts(name, parts, (*needed, "weight_scale", *zero_point))
+        of_inputs, of_cache = (
+            tuple(name for name in files.names if name.rpartition(".")[2] in own) for own in (_OF_INPUTS, _OF_CACHE)
+        )
         notices = []
         if any(scheme.quantized_inputs for scheme in self._schemes.values()) or of_inputs:
             notices.append(inputs_notice(files.source))
@@ -184,30 +162,21 @@ class CompressedTensors(SafetensorsFormat):
         if scheme.format == PACKED:
             codes = self._read_packed(name)
         else:
-            code_type = torch.float8_e4m3fn if scheme.kind == "float" else torch.int8
+            code_type = torch.float8_e4m3fn if scheme.codes == "fp8" else torch.int8
             codes = self._files.read_tensor(parts["weight"], code_type, rank=2)
         scale = self._files.read_tensor(parts["weight_scale"], *FLOATS)
         where = f"{self._files.source}: {parts['weight_scale']}"
-        group = None
-        if "weight_g_idx" in parts:
-            group = self._read_groups(name, codes.shape[1])
-        elif scheme.strategy in ("tensor", "channel") and scale.numel() not in (1, codes.shape[0]):
-            raise ValueError(
-                f"{where} has the shape {list(scale.shape)}, and a weight {list(codes.shape)}; {DOWNLOAD}"
-            )
+        order = self._read_groups(name, codes.shape[1]) if "weight_g_idx" in parts else None
         block = scheme.block
-        if scheme.strategy == "group" and scheme.group_size is not None:
-            if codes.shape[1] % scheme.group_size:
-                raise ValueError(
-                    f"{self._files.source}: {name} has {codes.shape[1]} inputs, which are no groups of {scheme.group_size}; correct "
-                    f"group_size in config.json"
-                )
-            block = (1, scheme.group_size)
+        if scheme.strategy == "group" and block is not None and codes.shape[1] % block[1]:
+            raise ValueError(
+                f"{self._files.source}: {name} has {codes.shape[1]} inputs, which are no groups of {block[1]}; correct group_size in config.json"
+            )
         zero = self._read_zeros(name, tuple(scale.shape), codes.shape[0])
         scale, groups = spread_scales(where, scale, codes.shape, block)
         if zero is not None:
             zero = spread_scales(where, zero, codes.shape, block)[0]
-        group = groups if group is None else group
+        group = groups if order is None else order
         return FormatWeight(f"{self._files.source}: {name}", scheme.codes, codes, scale, zero, group)
 
     def _read_packed(self, name: str) -> Tensor:
@@ -251,10 +220,13 @@ class CompressedTensors(SafetensorsFormat):
         return zero.short() + (8 if scheme.codes == "int4" else 0)
 
     def _read_groups(self, name: str, inputs: int) -> Tensor | None:
-        size, tensor = self._schemes[name].group_size, self._parts[name]["weight_g_idx"]
+        scheme, tensor = self._schemes[name], self._parts[name]["weight_g_idx"]
         group = self._files.read_tensor(tensor, torch.int32, torch.int64, shape=(inputs,))
-        if size is None or bool((group == -1).all()):  # the value without such an order
+        if (
+            scheme.strategy != "group" or scheme.block is None or bool((group == -1).all())
+        ):  # the value without such an order
             return None
+        size = scheme.block[1]
         group = check_group(f"{self._files.source}: {tensor}", group, inputs // size)
         if not bool((group.bincount(minlength=inputs // size) == size).all()):
             raise ValueError(f"{self._files.source}: {tensor} has groups of other than {size} inputs; {DOWNLOAD}")

@@ -59,13 +59,15 @@ class TensorFiles:
             raise ValueError(f"{self.source}: {name} is {tensor.dtype}, and is to be {wanted}; {DOWNLOAD}")
         return tensor
 
-    def parts_by_weight(self, needed: Collection[str], others: Collection[str] = ()) -> dict[str, dict[str, str]]:
-        """Return the names of a weight's tensors by part, by weight; raise ValueError where a needed one is lacking."""
+    def parts_by_weight(
+        self, needed: Collection[str], others: Collection[str] = (), *, separator: str = ".", own: str = ".weight"
+    ) -> dict[str, dict[str, str]]:
+        """Return tensors by part of a weight, with `own` at the end of its name; raise ValueError where a needed one is lacking."""
         found: dict[str, dict[str, str]] = {}
         for name in sorted(self.names):
-            module, _, part = name.rpartition(".")
-            if part in needed or part in others:
-                found.setdefault(f"{module}.weight", {})[part] = name
+            module, _, part = name.rpartition(separator)
+            if module and (part in needed or part in others):
+                found.setdefault(f"{module}{own}", {})[part] = name
         for weight, parts in found.items():
             self.check_parts(weight, parts, needed)
         return found
@@ -78,12 +80,9 @@ class TensorFiles:
 
 
 class CheckpointFormat(ABC):
-    """A quantized checkpoint. Weights have the names that they have in an unquantized one, such as `...q_proj.weight`.
+    """A quantized checkpoint: names of quantized weights and of all others, and a notice of each setting that is not followed.
 
-    Attributes:
-        layers: names of the quantized weights.
-        plain: names of all other tensors, as the checkpoint calls them.
-        notices: a sentence for the user about each setting that is not followed.
+    Quantized weights have the names that they have in an unquantized checkpoint, such as `...q_proj.weight`.
     """
 
     layers: tuple[str, ...]
@@ -104,12 +103,7 @@ class CheckpointFormat(ABC):
 
 
 class SafetensorsFormat(CheckpointFormat):
-    """A quantized checkpoint in safetensors files, which stay mapped.
-
-    Args:
-        parts: names of a weight's tensors by part, by the weight's name.
-        left_out: tensors of quantized layers that nothing reads.
-    """
+    """A quantized checkpoint in safetensors files, which stay mapped, with a weight's tensors by part; nothing reads those `left_out`."""
 
     def __init__(
         self,

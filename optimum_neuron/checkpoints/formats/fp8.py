@@ -102,14 +102,7 @@ class Mxfp4(SafetensorsFormat):
     """
 
     def __init__(self, document: Document, files: TensorFiles) -> None:
-        found: dict[str, dict[str, str]] = {}
-        for name in sorted(files.names):
-            weight, _, part = name.rpartition("_")
-            if weight and part in _MXFP4_PARTS:
-                found.setdefault(weight, {})[part] = name
-        for weight, parts in found.items():
-            files.check_parts(weight, parts, _MXFP4_PARTS)
-        super().__init__(files, found)
+        super().__init__(files, files.parts_by_weight(_MXFP4_PARTS, separator="_", own=""))
 
     def _stored_weight(self, name: str) -> FormatWeight:
         parts = self._parts[name]

@@ -28,15 +28,9 @@ class NotKeptError(ValueError):
 class FormatWeight:
     """A weight `[..., outputs, inputs]`: value = (code - zero) * scale in float32, by the group of an input.
 
-    Attributes:
-        name: the weight's name in messages.
-        codes: `[..., outputs, inputs]`: int4 as uint8 0 to 15, int8 as int8, fp8 as float8_e4m3fn; fp4 packed as in `QuantizedWeight`.
-        scale: `[..., outputs, groups]` float32, float16 or bfloat16.
-        zero: `[..., outputs, groups]` int16, where codes count from another number than 8 (int4) or 0 (int8).
-        group: `[inputs]` int64: the group of each input; None where groups are equal parts next to each other.
-
-    Raises:
-        ValueError: a scale is not finite, or so large that a value would not be; or a code of fp8 is no number.
+    Codes are int4 as uint8 0 to 15, int8, fp8 as float8_e4m3fn, or fp4 packed as in `QuantizedWeight`. Scales and zero points, int16, are
+    `[..., outputs, groups]`; without these, codes count from 8 (int4) or 0. `group` is `[inputs]` int64; None for equal parts next to each other.
+    Raise ValueError for a scale that leaves no finite values, and codes that are no numbers.
     """
 
     name: str

@@ -105,12 +105,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read a file's header, and check that the file holds what it announces.
-
-    Raises:
-        ValueError: the file is truncated or corrupt, or describes no model.
-        RuntimeError: the package that reads such files is not installed.
-    """
+    """Read a file's header; raise ValueError where the file is corrupt or has no model, RuntimeError where gguf is not installed."""
     try:
         from gguf.constants import GGML_QUANT_SIZES
     except ImportError as error:

@@ -40,10 +40,9 @@ NEEDED: Any = object()
 
 
 class GgufKeys:
-    """The keys of a file by their names without the architecture, and those that are still to be taken.
+    """The keys of a file by their names without the architecture; `tensors` are names of those that the config is read from.
 
-    A method that takes a key raises ValueError where it has a value of another kind, or is missing and has no default. `tensors` collects the
-    names of tensors that the config is read from.
+    A method that takes a key raises ValueError where it has a value of another kind, or is missing and has no default.
     """
 
     def __init__(self, header: GgufHeader, source: str) -> None:

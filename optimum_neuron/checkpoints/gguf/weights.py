@@ -124,7 +124,8 @@ def _joined_recipe(name: str, architecture: str, config: PreTrainedConfig) -> Re
     block, own = f"blk.{layer[1]}.", name[layer.end() :]
     if experts := re.fullmatch(r".*\.experts\.(gate_up|down)_proj(_bias)?", own):
         is_oss, kind = architecture == "gpt-oss", "bias" if experts[2] else "weight"
-        make = _as_it_is if experts[1] == "down" else _interleaved if is_oss else _one_after_another
+        joined = _interleaved if is_oss else lambda gates, ups: np.concatenate((gates, ups), 1)
+        make = _as_it_is if experts[1] == "down" else joined
         tensors = tuple(f"{block}ffn_{part}_exps.{kind}" for part in experts[1].split("_"))
         return Recipe(tensors, make, is_oss and kind == "weight")
     if own.endswith("e_score_correction_bias"):
@@ -137,10 +138,6 @@ def _joined_recipe(name: str, architecture: str, config: PreTrainedConfig) -> Re
     if own == "self_attn.kv_b_proj.weight":
         return Recipe((f"{block}attn_k_b.weight", f"{block}attn_v_b.weight"), _keys_and_values)
     return None
-
-
-def _one_after_another(gates: np.ndarray, ups: np.ndarray) -> np.ndarray:
-    return np.concatenate((gates, ups), 1)
 
 
 def _interleaved(gates: np.ndarray, ups: np.ndarray) -> np.ndarray:

@@ -8,8 +8,8 @@ model's large inputs are nearly the same on any text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,9 +47,7 @@ class Calibration:
 def read_calibration(path: str | Path, checkpoint: Checkpoint, config: NeuronConfig) -> Calibration:
     """Return sequences that lie evenly in a text in UTF-8, each with the tokenizer's beginning of a text.
 
-    Raises:
-        ValueError: the config rounds no weights to int4; the text is too short, too large or none in UTF-8; or there is no fitting tokenizer.
-        FileNotFoundError: there is no such file.
+    Raise ValueError where weights are not rounded to int4, the text or the tokenizer does not fit; FileNotFoundError without such a file.
     """
     path = Path(path).expanduser()
     if config.quantization != "int4":
@@ -119,17 +117,18 @@ _LEAST_SHARE = 1e-2
 def input_importance(model: PreTrainedModel, layers: Mapping[str, nn.Module], ids: Tensor) -> dict[str, Tensor]:
     """Return `[inputs]` of linear `layers`, `[experts, inputs]` of weights of experts, by name, for `round_int4`.
 
-    The model runs the sequences of `ids` one by one by one thread: the same text gives the same bits. A weight that met too few tokens has
-    no importance, and an expert that did has the mean of the others. Raise ValueError where the model cannot run on the text, or inputs
-    are not finite.
+    One thread runs the sequences: the same text gives the same bits. A weight that met too few tokens has no importance, and an expert that did
+    the mean of the others. Raise ValueError where the model cannot run on the text, or inputs are not finite.
     """
     seen = _InputSquares()
     set_experts(model)
     with ExitStack() as stack:
         for each in (torch.no_grad(), one_thread(), giving_back(), WritableWhereWritten(), own_attention(model)):
             stack.enter_context(each)
-        stack.enter_context(_watch_layers(layers, seen))
-        stack.enter_context(_ending_at(model.get_output_embeddings()))
+        _watch_layers(layers, seen, stack)
+        # The head has a weight as large as many layers' and is not int4.
+        if (head := model.get_output_embeddings()) is not None:
+            stack.callback(head.register_forward_pre_hook(_end_run).remove)
         advance = stack.enter_context(progress.stage("Running the calibration text", len(ids)))
         for number, sequence in enumerate(ids, 1):
             try:
@@ -149,8 +148,11 @@ class _EndedError(Exception):
     """The model has come to its head."""
 
 
-@contextmanager
-def _watch_layers(layers: Mapping[str, nn.Module], seen: _InputSquares) -> Iterator[None]:
+def _end_run(*_: object) -> NoReturn:
+    raise _EndedError
+
+
+def _watch_layers(layers: Mapping[str, nn.Module], seen: _InputSquares, stack: ExitStack) -> None:
     names = {module: name for name, module in layers.items()}
     has_experts = False
 
@@ -163,30 +165,15 @@ def _watch_layers(layers: Mapping[str, nn.Module], seen: _InputSquares) -> Itera
             call, lambda own, expert, x: None if name is None else seen.add_inputs(f"{name}.{own}", x, expert)
         )
 
-    with ExitStack() as stack:
-        for name, module in layers.items():
-            if isinstance(module, nn.Linear):
-                stack.callback(module.register_forward_pre_hook(watch_linear, with_kwargs=True).remove)
-                continue
-            has_experts = True
-            for own, weight in plain_weights(module).items():
-                seen.expect_inputs(f"{name}.{own}", *natural_shape(module, weight)[::2])
-        if has_experts:
-            stack.enter_context(routing(watch_experts))
-        yield
-
-
-@contextmanager
-def _ending_at(head: nn.Module | None) -> Iterator[None]:
-    """End a model's run at its head, which has a weight as large as many layers' and is not int4."""
-
-    def end(*_: object) -> NoReturn:
-        raise _EndedError
-
-    with ExitStack() as hooks:
-        if head is not None:
-            hooks.callback(head.register_forward_pre_hook(end).remove)
-        yield
+    for name, module in layers.items():
+        if isinstance(module, nn.Linear):
+            stack.callback(module.register_forward_pre_hook(watch_linear, with_kwargs=True).remove)
+            continue
+        has_experts = True
+        for own, weight in plain_weights(module).items():
+            seen.expect_inputs(f"{name}.{own}", *natural_shape(module, weight)[::2])
+    if has_experts:
+        stack.enter_context(routing(watch_experts))
 
 
 class _InputSquares:

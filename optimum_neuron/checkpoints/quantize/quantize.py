@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of a model's linear layers and experts at export, one after another, so that no second copy of the model exists.
-
-Activations are rounded where the config asks for it, and codes meet them.
-"""
+"""Quantization of a model's linear layers and experts at export, one after another, so that no second copy of the model exists."""
 
 from __future__ import annotations
 
@@ -57,15 +54,15 @@ def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibrat
         return
     chosen = _choose_layers(model, config)
     formats = _choose_formats(model, config, chosen)
-    weights = {key: weight for name, module in chosen.items() for key, weight in _weights_of(name, module).items()}
-    in_int4 = [key for key in weights if formats[key.removesuffix(".weight")].kind == "int4"]
+    sizes = {
+        key: weight.shape[-1] for name, module in chosen.items() for key, weight in _weights_of(name, module).items()
+    }
+    in_int4 = [key for key in sizes if formats[key.removesuffix(".weight")].kind == "int4"]
     head, table = _name_of(model, model.get_output_embeddings()), _name_of(model, model.get_input_embeddings())
     importance: dict[str, Tensor] = {}
     if calibration is not None:
         coarse = {name: module for name, module in chosen.items() if _weights_of(name, module).keys() & set(in_int4)}
         importance = input_importance(model, coarse, calibration.ids)
-    sizes = {key: weight.shape[-1] for key, weight in weights.items()}
-    del weights  # of which each is dropped as soon as it is rounded
     with one_thread(), progress.stage("Quantizing weights", len(chosen)) as advance:
         for name, module in chosen.items():
             rounded = {

@@ -23,23 +23,21 @@ _PIECE = 1 << 16
 
 def round_int8(weight: Tensor) -> QuantizedWeight:
     """Round `[..., outputs, inputs]` with a float32 scale for each output, symmetric."""
-    codes = torch.empty(weight.shape, dtype=torch.int8)
-    scale = torch.empty((*weight.shape[:-1], 1))
-    for rows, (own_codes, own_scale) in _cut_pieces(weight, codes, scale):
-        largest = rows.abs().amax(-1, keepdim=True)
-        own_scale.copy_(largest / _INT8_LARGEST)
-        own_codes.copy_(_divide(rows, own_scale).round_().clamp_(-_INT8_LARGEST, _INT8_LARGEST))
-    return QuantizedWeight("int8", codes, scale)
+    return _round_outputs(weight, "int8", torch.int8, _INT8_LARGEST)
 
 
 def round_fp8(weight: Tensor, largest: float = FP8_LARGEST) -> QuantizedWeight:
     """Round `[..., outputs, inputs]` with a float32 scale for each output; `largest` is the largest value of a code."""
-    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    scale = torch.empty((*weight.shape[:-1], 1))
+    return _round_outputs(weight, "fp8", torch.float8_e4m3fn, largest)
+
+
+def _round_outputs(weight: Tensor, kind: str, dtype: torch.dtype, largest: float) -> QuantizedWeight:
+    codes, scale = torch.empty(weight.shape, dtype=dtype), torch.empty((*weight.shape[:-1], 1))
     for rows, (own_codes, own_scale) in _cut_pieces(weight, codes, scale):
         own_scale.copy_(rows.abs().amax(-1, keepdim=True) / largest)
-        own_codes.copy_(_divide(rows, own_scale).clamp_(-largest, largest))
-    return QuantizedWeight("fp8", codes, scale)
+        values = _divide(rows, own_scale)
+        own_codes.copy_((values if dtype.is_floating_point else values.round_()).clamp_(-largest, largest))
+    return QuantizedWeight(kind, codes, scale)
 
 
 def round_int4(
@@ -62,9 +60,10 @@ def round_int4(
     codes = torch.empty(groups.shape, dtype=torch.uint8)
     scale = torch.empty((*groups.shape[:-1], 1), dtype=torch.float16)
     shift = torch.empty(scale.shape) if zero_point else None
-    counts = None if importance is None else _Counts(importance, groups.shape)
+    done = 0
     for values, own in _cut_pieces(groups, *((codes, scale) if shift is None else (codes, scale, shift))):
-        count = None if counts is None else counts.next_factors(len(values))
+        count = None if importance is None else _factors(importance, groups.shape, done, len(values))
+        done += len(values)
         found, zero = _best_scale(values, _shifted_scales(values) if zero_point else _symmetric_scales(values), count)
         # Rounded first: codes are chosen for the scale as it is stored.
         own[1].copy_(found if zero_point else _shorten_scale(values, found, zero, count))
@@ -97,20 +96,12 @@ def _shifted_scales(values: Tensor) -> Iterator[_Candidate]:
         yield scale, zero
 
 
-class _Counts:
-    """Factors of errors in groups `[..., outputs, groups, inputs of a group]`, read one part after another."""
-
-    def __init__(self, importance: Tensor, shape: torch.Size) -> None:
-        self._rows = importance.float().reshape(-1, shape[-1])
-        self._outputs, self._groups = shape[-3:-1]
-        self._start = 0
-
-    def next_factors(self, count: int) -> Tensor:
-        """Return the next factors `[count, inputs of a group]`."""
-        number = torch.arange(self._start, self._start + count)
-        self._start += count
-        weight = number // (self._outputs * self._groups) if len(self._rows) > self._groups else 0
-        return self._rows[weight * self._groups + number % self._groups]
+def _factors(importance: Tensor, shape: torch.Size, start: int, count: int) -> Tensor:
+    """Return `[count, inputs of a group]`: the factors of errors in groups from `start` on, of all `[..., outputs, groups, inputs]`."""
+    rows, (outputs, groups) = importance.float().reshape(-1, shape[-1]), shape[-3:-1]
+    number = torch.arange(start, start + count)
+    weight = number // (outputs * groups) if len(rows) > groups else 0
+    return rows[weight * groups + number % groups]
 
 
 def _shorten_scale(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:

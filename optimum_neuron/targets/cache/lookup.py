@@ -19,7 +19,8 @@ from ...artifact.quantization import write_formats
 from ...artifact.skeleton import empty_model
 from ...artifact.user_cache import cache_folder, cache_root
 from ...checkpoints.checkpoint import Checkpoint
-from ...checkpoints.find import find_config
+from ...checkpoints.files import INDEX_NAME, indexed
+from ...checkpoints.find import find_checkpoint
 from ...checkpoints.quantize.quantize import make_room_as_quantized, round_activations, settle_activations
 from ...checkpoints.verbatim import write_config_alone
 from ...config import NeuronConfig
@@ -85,7 +86,9 @@ def lookup(
             "quantization='checkpoint' gives weights types that only a checkpoint's files have, and its config alone is read here; export, "
             "and what the cache has is used"
         )
-    checkpoint = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
+    checkpoint = find_checkpoint(
+        model, revision=revision, token=token, trust_remote_code=trust_remote_code, weights=False
+    )
     found = _find_keys(checkpoint, config, target)
     shared = None if repo is None else shared_entries(repo, revision=repo_revision, token=token)
     graphs = []
@@ -134,7 +137,9 @@ def _find_keys(checkpoint: Checkpoint, config: NeuronConfig, target: Target) -> 
 
 def _check_ties(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
     """Raise ValueError where a checkpoint has a tensor each for weights that its config ties: if they differ, they are not tied."""
-    names = [f".{name}" for name in checkpoint.indexed_names()]  # with whatever prefix a multimodal model gives them
+    path = checkpoint.folder / INDEX_NAME
+    # A single file without an index is not looked into. A multimodal model gives names any prefix.
+    names = [f".{name}" for name in (indexed(path) if path.is_file() else ())]
     for alias, stored in model.all_tied_weights_keys.items():
         if all(any(each.endswith(f".{name}") for each in names) for name in (alias, stored)):
             raise ValueError(

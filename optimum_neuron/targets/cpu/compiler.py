@@ -25,7 +25,7 @@ from ...artifact.weights import named_tensors, read_layout, untie, write_weights
 from ...checkpoints.mapped import in_file, map_tensors
 from ...config import NeuronConfig
 from ...kernels.lower.lower import lower
-from ...parity.inspect import inspect_layers
+from ...parity.inspect import inspect_model
 from ...step.attention.kv_cache import KVCache
 from ...step.features.codes.modules import is_experts
 from ...step.one_thread import one_thread
@@ -75,7 +75,7 @@ def find_cache_keys(
     """Return the keys of a model's plans, as `Target.cache_keys`."""
     use_natural_layout(model)
     _take_memory(model)
-    spec = inspect_layers(model)
+    spec = inspect_model(model, compare=False)
     # Only now: a model's code may put buffers of another type in place of its own.
     stored, tied = untie(named_tensors(model))
     job = CompileJob(folder, config, spec, graph_specs(config), tied, trust_remote_code)

@@ -13,6 +13,7 @@ from ... import progress
 from ...artifact.artifact import Artifact, is_weight_file
 from ...cli import make_table
 from ...generate import NeuronModelForCausalLM
+from ...hub.collect import speed_digest
 from ...step.state_specs import byte_count, kept_states
 from .machine import describe_machine, peak_bytes
 from .measure import Bench, BenchPlan, Decode, Prefill, Spread
@@ -32,6 +33,7 @@ class BenchReport:
 
     Attributes:
         artifact: its folder.
+        digest: its `speed_digest`.
         config: its sizes and options.
         load_seconds: time from the folder to graphs that can run, without the imports of libraries.
         warm_up_seconds: time of the first run of each graph.
@@ -39,6 +41,7 @@ class BenchReport:
     """
 
     artifact: str
+    digest: str
     config: dict[str, Any]
     machine: dict[str, Any]
     new_tokens: int
@@ -86,6 +89,7 @@ def run_bench(
     state = byte_count(kept_states(artifact.config, artifact.model))
     return BenchReport(
         artifact=str(artifact.path),
+        digest=speed_digest(artifact),
         config=artifact.config.to_dict(),
         machine=describe_machine(),
         new_tokens=plan.new_tokens,

@@ -123,10 +123,10 @@ def estimate_model(
             f"context_length={context} must lie between 1 and sequence_length={config.sequence_length}; lower it, or raise "
             f"sequence_length"
         )
-    from ...checkpoints.find import find_config
+    from ...checkpoints.find import find_checkpoint
     from ...parity.inspect import check_states
 
-    found = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
+    found = find_checkpoint(model, revision=revision, token=token, trust_remote_code=trust_remote_code, weights=False)
     sizes, assumed = measure_checkpoint(found, config)
     check_states(sizes.model, sizes.spec, config)
     estimates, refused = _estimates(sizes, given | {"dtype": sizes.dtype}, groups, context)

@@ -14,9 +14,8 @@ from ...artifact.schema import read_object
 from ...cli import graph_table, make_table
 from ...config import HLO_TARGETS, NEURON_TARGETS
 from ...errors import first_line
-from ...hub.collect import graph_bytes, graph_facts, read_facts
+from ...hub.collect import graph_bytes, graph_facts, read_facts, read_speeds
 from ...hub.facts import ArtifactFacts, GraphFacts, Linted, MemoryParts, rounding_text
-from ...hub.measurements import Measurements
 from ...step.spec import TensorSpec
 from ...step.state_specs import BY_TOKEN, StateSizes, byte_count, kept_states
 from ..certify import NOT_CERTIFIED, is_certified
@@ -33,16 +32,9 @@ WEIGHTS, CACHE, STATE, COPIES, SCRATCH, RESERVE = PARTS = (
 )  # fmt: skip
 
 
-def collect_facts(artifact: Artifact, measured: Measurements | None = None) -> ArtifactFacts:
-    """Return all facts of an artifact, also those that are counted in its graphs.
-
-    Args:
-        measured: speeds in place of those that are recorded in its folder.
-
-    Raises:
-        ArtifactError: a file was changed after the export, or is malformed, or measurements are of another artifact.
-    """
-    facts = read_facts(artifact, measured)
+def collect_facts(artifact: Artifact) -> ArtifactFacts:
+    """Return all facts of an artifact, also those that are counted in its graphs; raise ArtifactError as `read_facts`, and for a malformed graph."""
+    facts = read_facts(artifact)
     counted = _count_hlo(artifact) if artifact.target in HLO_TARGETS else _count_plans(artifact)
     memory, notes = collect_memory(artifact, counted.arena)
     graphs = [graph_facts(artifact, spec) for spec in artifact.graphs]
@@ -206,16 +198,17 @@ def _rank_states(artifact: Artifact) -> Iterable[TensorSpec]:
     return found.values()
 
 
-def print_artifact(artifact: Artifact, measured: Measurements | None, terminal: Console) -> None:
-    """Print the tables; no file but the manifest is read."""
+def print_artifact(artifact: Artifact, terminal: Console) -> None:
+    """Print the tables; no file but the manifest and measured speeds is read."""
+    speeds, _ = read_speeds(artifact)
     terminal.print(_facts_table(artifact))
     if artifact.config.activations is not None:
         terminal.print(rounding_text(artifact.config.activations), soft_wrap=True)
     terminal.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))
-    if measured is not None and measured.speeds:
+    if speeds:
         table = make_table("speeds", ("measured", "with"), ("value", "unit"))
-        for each in measured.speeds:
-            conditions = ", ".join(f"{name} {value}" for name, value in each.get("conditions", {}).items())
+        for each in speeds:
+            conditions = ", ".join(f"{name} {value}" for name, value in each["conditions"].items())
             table.add_row(each["name"], conditions, f"{each['value']:,.4g}", each["unit"])
         terminal.print(table)
 

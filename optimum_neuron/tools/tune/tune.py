@@ -115,11 +115,11 @@ def tune_artifact(path: Path, trace: RequestTrace, slo: Slo, *, trust_remote_cod
 
 
 def _measure_cpu(model: str, candidates: Sequence[Candidate], hub: Mapping[str, Any]) -> Machine:
-    from ...checkpoints.find import find_config
+    from ...checkpoints.find import find_checkpoint
     from ...export.recipe import export_model
     from .machines import CpuMachine
 
-    found = find_config(model, **hub)
+    found = find_checkpoint(model, weights=False, **hub)
     found.check_length(found.load_config(), candidates[0].config.sequence_length)
     return CpuMachine.from_candidates(lambda path, config: export_model(model, path, config=config, **hub), candidates)
 
@@ -128,7 +128,7 @@ def _predict_device(
     model: str, config: NeuronConfig, graph_minutes: float | None, hub: Mapping[str, Any]
 ) -> tuple[Machine, str]:
     """Return the cores, and the type that "auto" stands for."""
-    from ...checkpoints.find import find_config
+    from ...checkpoints.find import find_checkpoint
     from ...targets.neuron.sdk.hardware import check_parallel_size
     from ..estimate.core_sizes import core_sizes
     from ..estimate.estimate import measure_checkpoint
@@ -136,5 +136,5 @@ def _predict_device(
 
     cores = config.tensor_parallel_size
     check_parallel_size(config.target, cores)
-    sizes, assumed = measure_checkpoint(find_config(model, **hub), config)
+    sizes, assumed = measure_checkpoint(find_checkpoint(model, weights=False, **hub), config)
     return DeviceMachine(core_sizes(sizes, cores), config.target, cores, graph_minutes, assumed), sizes.dtype

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison with other runtimes without any of them: order of turns, answers, peers that fail, tables."""
+"""The comparison with other runtimes without any of them: order of turns, answers, peers that fail, tables; and llama.cpp's checkpoint."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import TINY_SIZES
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmark.machine import Limits
 from benchmark.peers import __main__ as peers
+from benchmark.peers.checkpoints import write_gguf
 from benchmark.peers.measure import Runner
-from benchmark.peers.names import FLOATS, OURS, WHOLE_TILE_CONFIG, Environment, Peer
+from benchmark.peers.names import FLOATS, OURS, Environment, Peer
 from benchmark.peers.prepare import INSTALLED, UnavailableError, python_of
 from benchmark.peers.process import Place, Worker, WorkerError
 from benchmark.peers.report import SECTION, cell
@@ -294,15 +297,27 @@ def test_bad_options_are_refused_quick_asks_for_less_and_named_options_win(
     assert (args.rounds, args.batches, args.models) == (7, [1, 8], ["smollm2-135m"])
 
 
-@pytest.mark.skipif(shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs a g++ for x86-64")
-def test_all_of_a_tile_configuration_is_written_before_it_is_loaded(tmp_path: Path) -> None:
-    """GCC 12 leaves out what stands behind its first 8 bytes."""
-    source = tmp_path / "config.cpp"
-    source.write_text(
-        "#include <immintrin.h>\n"
-        "struct Config { unsigned char head[16]; unsigned short bytes[16]; unsigned char rows[16]; };\n"
-        "void load() { alignas(64) Config config = {}; config.head[0] = 1; config.rows[7] = 113; _tile_loadconfig(&config); }\n"
-    )
-    flags = [*WHOLE_TILE_CONFIG["CXXFLAGS"].split(), "-mamx-tile", "-O3", "-S", "-o", "-"]
-    made = subprocess.run(["g++", *flags, str(source)], capture_output=True, text=True, check=True).stdout
-    assert "ldtilecfg" in made and "$113" in made
+def test_bfloat16_weights_keep_their_bits_and_names(tmp_path: Path) -> None:
+    config = LlamaConfig(**TINY_SIZES, dtype="bfloat16")
+    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(write_gguf(tmp_path)).tensors}
+    weights = load_file(tmp_path / "model.safetensors")
+    assert len(weights) == len(found)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in weights.items():
+        tensor = found[f"{names.get_name(name.removesuffix('.weight'))}.weight"]
+        assert tuple(reversed(tensor.shape.tolist())) == tuple(weight.shape)
+        if weight.dim() == 1:
+            assert torch.equal(torch.tensor(tensor.data), weight.float())
+        elif name.endswith("v_proj.weight") or "embed" in name:
+            assert torch.equal(torch.tensor(tensor.data).view(torch.bfloat16), weight)
+    # a head's rows 0, 8, 1, 9, ...: the pairs that are rotated together lie side by side
+    query = torch.tensor(found["blk.0.attn_q.weight"].data).view(torch.bfloat16)
+    rows = [half + pair for pair in range(8) for half in (0, 8)]
+    assert torch.equal(query[16:32], weights["model.layers.0.self_attn.q_proj.weight"][16:32][rows])
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}), encoding="utf-8")
+    with pytest.raises(ValueError, match="model_type llama, not 'gpt2'; leave out the peer llamacpp"):
+        write_gguf(tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_files import LAYER, WEIGHT, check_refused, opened, scales, whole, words
+from quantized_files import LAYER, WEIGHT, check_read, check_refused, opened, scales, whole, words
 from torch import Tensor
 
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
@@ -57,12 +57,11 @@ def test_packed_layers(bits: int, groups: int, zero: bool, tmp_path: Path) -> No
     weights = GROUPED | {"num_bits": bits, "symmetric": not zero}
     if groups == 1:
         weights |= {"strategy": "channel", "group_size": None}
-    found = opened(tmp_path, tensors, config(weights, "pack-quantized"))
+    found = check_read(tmp_path, tensors, config(weights, "pack-quantized"), value)
     weight = found.read_codes(WEIGHT)
     assert found.layers == (WEIGHT,) and found.plain == ("model.norm.weight",) and not found.notices
     assert weight.kind == f"int{bits}" and weight.group_size == INPUTS // groups
     assert (weight.shift is not None) == zero
-    assert torch.equal(weight.dequantize(), value) and torch.equal(found.dequantize(WEIGHT), value)
 
 
 def test_inputs_that_fill_no_word_are_padded(tmp_path: Path) -> None:
@@ -70,23 +69,21 @@ def test_inputs_that_fill_no_word_are_padded(tmp_path: Path) -> None:
     tensors = {"weight_packed": words(codes + 8, 4), "weight_scale": scale, "weight_shape": torch.tensor([4, 36])}
     weights = GROUPED | {"strategy": "channel", "group_size": -1}
     named = {f"{LAYER}.{part}": tensor for part, tensor in tensors.items()}
-    weight = opened(tmp_path, named, config(weights, "pack-quantized")).read_codes(WEIGHT)
-    assert torch.equal(weight.dequantize(), codes.float() * scale.float())
+    check_read(tmp_path, named, config(weights, "pack-quantized"), codes.float() * scale.float())
 
 
 def test_groups_in_an_order_of_their_own(tmp_path: Path) -> None:
     order = torch.tensor([1, 0]).repeat_interleave(32)
     tensors, value = packed(4, 2, group=order)
     settings = config(GROUPED | {"actorder": "group"}, "pack-quantized")
-    assert torch.equal(opened(tmp_path, tensors, settings).read_codes(WEIGHT).dequantize(), value)
+    check_read(tmp_path, tensors, settings, value)
     tensors, value = packed(4, 2, group=order[torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0))])
-    found = opened(tmp_path, tensors, settings)
+    found = check_read(tmp_path, tensors, settings, value, kept=False)
     with pytest.raises(NotKeptError, match="do not stand side by side"):
         found.read_codes(WEIGHT)
-    assert torch.equal(found.dequantize(WEIGHT), value)
     tensors, value = packed(4, 2)
     tensors[f"{LAYER}.weight_g_idx"] = torch.full((INPUTS,), -1, dtype=torch.int32)
-    assert torch.equal(opened(tmp_path, tensors, settings).read_codes(WEIGHT).dequantize(), value)
+    check_read(tmp_path, tensors, settings, value)
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (OUTPUTS, 1), (OUTPUTS, 4)])
@@ -101,13 +98,11 @@ def test_whole_numbers_of_8_bits(shape: tuple[int, ...], zero: bool, tmp_path: P
     weights = {"num_bits": 8, "strategy": strategy, "symmetric": not zero}
     if strategy == "group":
         weights["group_size"] = INPUTS // 4
-    found = opened(tmp_path, named, config(weights, "int-quantized"))
     wide = scale.float() if scale.dim() == 2 else scale.float().reshape(1, 1)
     place = torch.arange(INPUTS) // (INPUTS // wide.shape[1])
     offset = points.reshape(wide.shape).float()[:, place] if zero else 0.0
     value = (codes.float() - offset) * wide[:, place]
-    assert torch.equal(found.read_codes(WEIGHT).dequantize(), value)
-    assert torch.equal(found.dequantize(WEIGHT), value)
+    check_read(tmp_path, named, config(weights, "int-quantized"), value)
 
 
 @pytest.mark.parametrize(

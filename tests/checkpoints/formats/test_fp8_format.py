@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_files import LAYER, WEIGHT, check_refused, opened, scales, whole
+from quantized_files import LAYER, WEIGHT, check_read, check_refused, opened, scales, whole
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -32,19 +32,17 @@ def as_transformers(weight: Tensor, scale: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_are_dequantized_as_by_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
     weight, scale = codes(96, 64), scales(3, 2, dtype=dtype)
-    found = opened(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8)
+    found = check_read(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8, as_transformers(weight, scale))
     read = found.read_codes(WEIGHT)
     assert found.layers == (WEIGHT,) and found.plain == ("model.norm.weight",) and not found.notices
     assert read.kind == "fp8" and read.group_size == 32 and read.scale.dtype == dtype
-    assert torch.equal(read.dequantize(), as_transformers(weight, scale))
-    assert torch.equal(found.dequantize(WEIGHT), as_transformers(weight, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
 def test_scales_may_be_exponents(dtype: torch.dtype, tmp_path: Path) -> None:
     weight, scale = codes(64, 64), torch.tensor([[120, 127], [0, 140]], dtype=torch.uint8).view(dtype)
-    read = opened(tmp_path, {WEIGHT: weight, f"{LAYER}.scale": scale}, FP8 | {"scale_fmt": "ue8m0"}).read_codes(WEIGHT)
-    assert torch.equal(read.dequantize(), as_transformers(weight, scale))
+    settings = FP8 | {"scale_fmt": "ue8m0"}
+    check_read(tmp_path, {WEIGHT: weight, f"{LAYER}.scale": scale}, settings, as_transformers(weight, scale))
 
 
 @pytest.mark.parametrize("shape", [(80, 64), (64, 48), (72, 80), (8, 16)])
@@ -52,34 +50,25 @@ def test_blocks_that_reach_over_an_edge_have_their_scale(shape: tuple[int, int],
     weight = codes(*shape)
     scale = scales(-(-shape[0] // 32), -(-shape[1] // 32), dtype=torch.float32)
     rows, columns = (torch.arange(size) // 32 for size in shape)
-    expected = weight.float() * scale[rows][:, columns]
-    found = opened(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8)
-    assert torch.equal(found.read_codes(WEIGHT).dequantize(), expected)
-    assert torch.equal(found.dequantize(WEIGHT), expected)
+    check_read(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8, weight.float() * scale[rows][:, columns])
 
 
 def test_inputs_in_odd_parts_are_only_dequantized(tmp_path: Path) -> None:
     weight, scale = codes(32, 40), scales(1, 2, dtype=torch.float32)
-    found = opened(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8)
+    expected = torch.cat((weight[:, :32].float() * scale[0, 0], weight[:, 32:].float() * scale[0, 1]), 1)
+    found = check_read(tmp_path, {WEIGHT: weight, SCALE: scale}, FP8, expected, kept=False)
     with pytest.raises(NotKeptError, match="parts of 8 inputs"):
         found.read_codes(WEIGHT)
-    expected = torch.cat((weight[:, :32].float() * scale[0, 0], weight[:, 32:].float() * scale[0, 1]), 1)
-    assert torch.equal(found.dequantize(WEIGHT), expected)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (96,), (96, 1)])
 @pytest.mark.parametrize("name", [SCALE, f"{WEIGHT}_scale"])
 def test_one_scale_for_all_or_for_each_output(shape: tuple[int, ...], name: str, tmp_path: Path) -> None:
     weight, scale = codes(96, 64), scales(*shape, dtype=torch.float32)
-    read = opened(tmp_path, {WEIGHT: weight, name: scale}, FP8 | {"weight_block_size": None}).read_codes(WEIGHT)
-    assert read.group_size == 64
-    assert torch.equal(read.dequantize(), weight.float() * scale.reshape(-1, 1))
-
-
-def test_a_table_may_have_one_scale_beside_layers_in_blocks(tmp_path: Path) -> None:
-    weight, scale = codes(96, 64), scales(1, dtype=torch.float32)
-    read = opened(tmp_path, {WEIGHT: weight, f"{WEIGHT}_scale": scale}, FP8).read_codes(WEIGHT)
-    assert torch.equal(read.dequantize(), weight.float() * scale)
+    # A table may have one scale where layers have blocks.
+    for settings in (FP8 | {"weight_block_size": None}, *([FP8] if shape == (1,) else [])):
+        found = check_read(tmp_path, {WEIGHT: weight, name: scale}, settings, weight.float() * scale.reshape(-1, 1))
+        assert found.read_codes(WEIGHT).group_size == 64
 
 
 @pytest.mark.parametrize(("block", "grid"), [([32, 32], (2, 3)), (None, (2, 1)), (None, (1, 1))])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_files import LAYER, WEIGHT, check_refused, opened, scales, whole, words
+from quantized_files import LAYER, WEIGHT, check_read, check_refused, opened, scales, whole, words
 from torch import Tensor
 
 from optimum_neuron.checkpoints.formats.stored import NotKeptError
@@ -41,19 +41,19 @@ def test_a_layer_is_codes_less_zero_points_times_scales(
     bits: int, groups: int, form: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     tensors, value = layer(bits, groups=groups, form=form, dtype=dtype)
-    found = opened(tmp_path, tensors, GPTQ | {"bits": bits, "group_size": INPUTS // groups, "checkpoint_format": form})
+    settings = GPTQ | {"bits": bits, "group_size": INPUTS // groups, "checkpoint_format": form}
+    found = check_read(tmp_path, tensors, settings, value)
     assert found.layers == (WEIGHT,) and found.plain == ("model.norm.weight",)
     weight = found.read_codes(WEIGHT)
     assert weight.kind == f"int{bits}" and weight.group_size == INPUTS // groups and weight.shift is not None
-    assert torch.equal(weight.dequantize(), value) and torch.equal(found.dequantize(WEIGHT), value)
     assert torch.equal(found.read_plain("model.norm.weight"), torch.ones(4))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_symmetric_layers_need_no_shift(bits: int, tmp_path: Path) -> None:
     tensors, value = layer(bits, zero=torch.full((1, OUTPUTS), 2 ** (bits - 1)), groups=1)
-    weight = opened(tmp_path, tensors, GPTQ | {"bits": bits, "group_size": -1}).read_codes(WEIGHT)
-    assert weight.shift is None and torch.equal(weight.dequantize(), value)
+    found = check_read(tmp_path, tensors, GPTQ | {"bits": bits, "group_size": -1}, value)
+    assert found.read_codes(WEIGHT).shift is None
 
 
 def test_a_zero_point_of_zero_borrows_from_the_next_of_its_word(tmp_path: Path) -> None:
@@ -63,30 +63,24 @@ def test_a_zero_point_of_zero_borrows_from_the_next_of_its_word(tmp_path: Path) 
     tensors, value = layer(zero=zero)
     plain = words(zero, 4).long() - 0x11111111
     tensors[f"{LAYER}.qzeros"] = ((plain + 2**31) % 2**32 - 2**31).int()
-    assert torch.equal(opened(tmp_path, tensors, GPTQ).read_codes(WEIGHT).dequantize(), value)
+    check_read(tmp_path, tensors, GPTQ, value)
 
 
-def test_groups_in_another_order_are_kept(tmp_path: Path) -> None:
+def test_groups_in_another_order_are_kept_and_single_inputs_out_of_order_only_dequantized(tmp_path: Path) -> None:
+    settings = GPTQ | {"desc_act": True}
     tensors, value = layer(group=torch.tensor([1, 0]).repeat_interleave(32))
-    weight = opened(tmp_path, tensors, GPTQ | {"desc_act": True}).read_codes(WEIGHT)
-    assert weight.group_size == 32 and torch.equal(weight.dequantize(), value)
-
-
-def test_inputs_out_of_order_are_only_dequantized(tmp_path: Path) -> None:
-    order = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0))
-    tensors, value = layer(group=order // 32)
-    found = opened(tmp_path, tensors, GPTQ | {"desc_act": True})
+    assert check_read(tmp_path, tensors, settings, value).read_codes(WEIGHT).group_size == 32
+    tensors, value = layer(group=torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0)) // 32)
+    found = check_read(tmp_path, tensors, settings, value, kept=False)
     with pytest.raises(NotKeptError, match=r"q_proj\.weight has inputs of one group .* --dequantize"):
         found.read_codes(WEIGHT)
-    assert torch.equal(found.dequantize(WEIGHT), value)
 
 
 def test_scales_of_float32_with_zero_points_are_kept_where_they_are_short(tmp_path: Path) -> None:
     tensors, value = layer(dtype=torch.float32)
-    found = opened(tmp_path, tensors, GPTQ)
+    found = check_read(tmp_path, tensors, GPTQ, value, kept=False)
     with pytest.raises(NotKeptError, match="zero points and scales of float32"):
         found.read_codes(WEIGHT)
-    assert torch.equal(found.dequantize(WEIGHT), value)
     rounded = tensors[f"{LAYER}.scales"].half().float()
     assert opened(tmp_path, tensors | {f"{LAYER}.scales": rounded}, GPTQ).read_codes(WEIGHT).kind == "int4"
 
@@ -94,7 +88,7 @@ def test_scales_of_float32_with_zero_points_are_kept_where_they_are_short(tmp_pa
 def test_settings_of_single_layers_are_followed(tmp_path: Path) -> None:
     tensors, value = layer(8, groups=1)
     changes = {r"-:.*mlp.*": {}, r"+:.*q_proj": {"bits": 8, "group_size": -1}}
-    assert torch.equal(opened(tmp_path, tensors, GPTQ | {"dynamic": changes}).read_codes(WEIGHT).dequantize(), value)
+    check_read(tmp_path, tensors, GPTQ | {"dynamic": changes}, value)
     with pytest.raises(ValueError, match=r"leaves it out by '-:.\*q_proj'"):
         opened(tmp_path, tensors, GPTQ | {"dynamic": {r"-:.*q_proj": {}}})
 
@@ -154,10 +148,7 @@ def awq_layer(groups: int) -> tuple[dict[str, Tensor], Tensor]:
 @pytest.mark.parametrize(("groups", "size"), [(3, 16), (1, -1)])
 def test_an_awq_layer_is_codes_less_zero_points_times_scales(groups: int, size: int, tmp_path: Path) -> None:
     tensors, value = awq_layer(groups)
-    found = opened(tmp_path, tensors, AWQ | {"group_size": size})
-    weight = found.read_codes(WEIGHT)
-    assert weight.kind == "int4" and torch.equal(weight.dequantize(), value)
-    assert torch.equal(found.dequantize(WEIGHT), value)
+    assert check_read(tmp_path, tensors, AWQ | {"group_size": size}, value).read_codes(WEIGHT).kind == "int4"
 
 
 @pytest.mark.parametrize(

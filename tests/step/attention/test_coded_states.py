@@ -29,7 +29,7 @@ from helpers import (
 from torch import nn
 from transformers import AutoModelForCausalLM, MambaConfig
 
-from optimum_neuron.parity.inspect import check_states, inspect_layers
+from optimum_neuron.parity.inspect import check_states, inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.attention.cached_attention import attend_cache
 from optimum_neuron.step.attention.call import AttentionCall
@@ -197,7 +197,7 @@ def test_models_whose_caches_have_no_codes_are_refused_by_name() -> None:
         "2 layers of DeepseekV4ForCausalLM attend to compressed keys": cached(),
     }
     for words, model in refused.items():
-        spec = inspect_layers(model)
+        spec = inspect_model(model, compare=False)
         with pytest.raises(ValueError, match=words) as caught:
             check_states(model, spec, config)
         assert "kv_cache_dtype='int8'" in str(caught.value) and "leave it out" in str(caught.value)

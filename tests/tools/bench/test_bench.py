@@ -73,7 +73,7 @@ def test_a_report_is_printed_written_and_drawn(
         assert text in shown
     report = json.loads(written.read_text())
     assert list(report) == [
-        "format", "artifact", "config", "machine", "new_tokens", "repeat", "load_seconds", "warm_up_seconds", "memory", "prefill", "decode",
+        "format", "artifact", "digest", "config", "machine", "new_tokens", "repeat", "load_seconds", "warm_up_seconds", "memory", "prefill", "decode",
     ]  # fmt: skip
     assert (report["format"], report["config"]["target"], report["new_tokens"], report["repeat"]) == (1, "cpu", 4, 2)
     assert [row["prompt_tokens"] for row in report["prefill"]] == [20, 40]

@@ -121,7 +121,7 @@ def test_a_recurrent_and_a_quantized_artifact_tell_their_state_and_codes(tmp_pat
     (host,) = facts.memory
     assert {"KV cache", "state of slots", "snapshots"} <= host.parts.keys() and "scratch" not in host.parts
     assert host.parts["KV cache"] + host.parts["state of slots"] == facts.sizes["cache and state"]
-    assert host.parts["snapshots"] == facts.sizes["snapshots"] > 0
+    assert host.parts["snapshots"] == facts.sizes["copies of state"] > 0
     assert {each.kind for each in facts.quantized} == {"int8"} and "int8" in facts.weight_types
     page = " ".join(Page(render_page(facts)).texts)
     assert "of state whatever its length" in page and "there are no compiled graphs" in page and "int8" in page
@@ -194,17 +194,17 @@ def test_the_command_writes_a_page_and_data(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    bench = tmp_path / "bench.json"
-    bench.write_text(json.dumps({"speeds": [SPEED]}), encoding="utf-8")
+    for room in ("hub", "tools.inspect"):
+        monkeypatch.setattr(f"optimum_neuron.{room}.collect.read_speeds", lambda artifact: ((SPEED,), {}))
     page, data = tmp_path / "made" / "page.html", tmp_path / "data.json"
     page.parent.mkdir()
     page.write_text("before", encoding="utf-8")
-    call(monkeypatch, cpu_artifact("llama"), "--html", page, "--json", data, "--bench", bench)
+    call(monkeypatch, cpu_artifact("llama"), "--html", page, "--json", data)
     assert capsys.readouterr().out == f"{page}\n{data}\n"
     assert {"decode", "12.5 ms", "rows 1"} <= set(Page(page.read_text(encoding="utf-8")).texts)
     document = json.loads(data.read_text(encoding="utf-8"))
     assert document["speeds"] == [SPEED] and document["graphs"][0]["operators"]["Attend"] == 2
-    call(monkeypatch, cpu_artifact("llama"), "--bench", bench)
+    call(monkeypatch, cpu_artifact("llama"))
     shown = capsys.readouterr().out
     assert "rows 1" in shown and "12.5" in shown and "token_generation_context64" in shown
     assert [path.name for path in page.parent.iterdir()] == ["page.html"]

@@ -20,7 +20,7 @@ from ....artifact.pages import never_filled
 from ....artifact.quantization import write_formats
 from ....artifact.skeleton import assign, empty_model
 from ....artifact.weights import named_tensors
-from ....checkpoints.find import find_config
+from ....checkpoints.find import find_checkpoint
 from ....checkpoints.quantize.quantize import formats_of
 from ....config import NeuronConfig
 from ....parity.inspect import inspect_model
@@ -119,7 +119,9 @@ def model_graphs(
     config = dataclasses.replace(config, target=resolve_lowered_target(config.target))
     check_parallel_size(config.target, config.tensor_parallel_size)
     check_lowering()
-    checkpoint = find_config(model, revision=revision, token=token, trust_remote_code=trust_remote_code)
+    checkpoint = find_checkpoint(
+        model, revision=revision, token=token, trust_remote_code=trust_remote_code, weights=False
+    )
     model_config = checkpoint.load_config()
     checkpoint.check_length(model_config, config.sequence_length)
     config = dataclasses.replace(config, dtype=checkpoint.resolve_dtype(model_config, config.dtype) or "float32")

@@ -1,20 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every architecture as plans for the CPU: what eager steps compute, and nothing that a live token needs is left out."""
+"""Every architecture as plans for the CPU: they compute what eager steps do, and a trace of a few layers gives the plan of a whole one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from configs import ARCHITECTURES
+from architectures.configs import ARCHITECTURES
+from architectures.models import deepen, graph_model
 from helpers import artifact_runner, export_tiny
 from parity import PROMPT, make_checkpoint, run, tokens
 
+from optimum_neuron.config import NeuronConfig
+from optimum_neuron.kernels.lower.lower import lower
 from optimum_neuron.kernels.run.memory import PlanMemory
+from optimum_neuron.parity.inspect import look_at
+from optimum_neuron.step.attention.kv_cache import KVCache
+from optimum_neuron.step.program import export_graph, export_layers_once
+from optimum_neuron.step.spec import graph_specs
+from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.cpu.executable import LiveTokens
+from optimum_neuron.targets.cpu.ops import OPS
 
 
 # One of each mechanism that plans treat apart: values kept from load, experts with biases, latent attention, convolutions. Plain
@@ -62,3 +74,44 @@ def _fill_memory_before_each_run(patch: pytest.MonkeyPatch) -> None:
         start(memory, inputs)
 
     patch.setattr(PlanMemory, "take_inputs", filled)
+
+
+@pytest.fixture
+def deeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    deepen(monkeypatch)
+
+
+def _whole_and_other(name: str) -> tuple[Any, Callable[[], Any]]:
+    """Plan and constants of a whole trace; and what makes those of one of a few layers."""
+    model = graph_model(name, torch.bfloat16)
+    config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="bfloat16", target="cpu")
+    cache = KVCache(state_specs(config, look_at(model)))
+    graph = next(graph for graph in graph_specs(config) if graph.kind == "mixed")
+    whole = lower(export_graph(model, cache, graph, OPS))
+    return whole, lambda: lower(export_layers_once(model, cache, graph, OPS))
+
+
+def _check(one: Any, other: Any) -> None:
+    (whole, constants), (found, own_constants) = one, other
+    assert found == whole
+    assert own_constants.keys() == constants.keys()
+    assert all(torch.equal(own_constants[key], constants[key]) for key in constants)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "lfm2"])
+def test_the_plan_is_that_of_a_whole_trace(name: str, deeper: None) -> None:
+    whole, other = _whole_and_other(name)
+    _check(whole, other())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_plan_of_any_architecture_is_that_of_a_whole_trace(name: str, deeper: None) -> None:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            whole, other = _whole_and_other(name)
+        except Exception as error:  # of a model that has no plan at all, or cannot be made here
+            pytest.skip(f"{type(error).__name__}: {error}")
+        _check(whole, other())
