@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from optimum_neuron import progress
-from optimum_neuron.generate import NeuronModelForCausalLM
+from optimum_neuron.generate.model import NeuronModelForCausalLM
 
 
 OURS = "optimum_neuron"

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
-from optimum.commands.register.graph_options import add_graph_options
+from optimum.commands.register.neuron_options import add_declared, add_graph_options, read_declared
 
 from optimum_neuron.cli import console, explain, graph_table, reported_errors
-from optimum_neuron.command_options import add_declared, read_declared
 from optimum_neuron.config import ExportOptions, NeuronConfig
 
 
@@ -31,7 +30,6 @@ examples:
   optimum-cli export neuron --model model.Q4_1.gguf --dtype bfloat16 --sequence-length 4096 smollm2/
   optimum-cli export neuron smollm2/ --model checkpoint/ --batch-size 8 --prefill-chunk-buckets 32,128
   optimum-cli export neuron smollm2/ --model checkpoint/ --batch-size 32 --kv-block-size 128 --kv-cache-tokens 16384
-  optimum-cli export neuron smollm2/ --model HuggingFaceTB/SmolLM2-135M-Instruct --quantization int8
   optimum-cli export neuron smollm2/ --model HuggingFaceTB/SmolLM2-135M-Instruct --quantization int4 --activations int8
   optimum-cli export neuron smollm2/ --model HuggingFaceTB/SmolLM2-135M-Instruct --adapter my-lora/
 

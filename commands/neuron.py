@@ -15,10 +15,11 @@ from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
 from optimum.commands.register.neuron_generate import NeuronGenerateCommand
 from optimum.commands.register.neuron_hub import NeuronCardCommand, NeuronPushCommand
 from optimum.commands.register.neuron_lint import NeuronLintCommand
+from optimum.commands.register.neuron_options import add_artifact, add_file
 from optimum.commands.register.neuron_serve import NeuronServeCommand
 from optimum.commands.register.neuron_tune import NeuronTuneCommand
 
-from optimum_neuron.cli import add_artifact, add_file, console, explain, reported_errors, write_json
+from optimum_neuron.cli import console, explain, reported_errors, write_json
 from optimum_neuron.version import __version__
 
 

@@ -6,9 +6,15 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.neuron_options import (
+    add_file,
+    add_named_model,
+    add_number,
+    add_rank_options,
+    run_options,
+)
 
-from optimum_neuron.cli import add_file, add_number, console, explain, refuse_existing, reported_errors, write_json
-from optimum_neuron.command_options import add_named_model, add_rank_options, run_options
+from optimum_neuron.cli import console, explain, refuse_existing, reported_errors, write_json
 
 
 DESCRIPTION = """\

@@ -9,11 +9,9 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, TypeVar
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.graph_options import add_graph_options
-from optimum.commands.register.neuron_estimate import add_model_options
+from optimum.commands.register.neuron_options import add_graph_options, add_model_options, hub_options, read_declared
 
 from optimum_neuron.cli import add_option, console, explain, make_table, reported_errors
-from optimum_neuron.command_options import hub_options, read_declared
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.targets.cache.units import parse_age, parse_size
 
@@ -173,13 +171,8 @@ class CacheSyncCommand(BaseOptimumCLICommand):
         from optimum_neuron.targets.cache.hub import sync
 
         args = self.args
-        done = sync(
-            args.repo,
-            revision=args.revision,
-            token=args.token,
-            download=not args.upload_only,
-            upload=not args.download_only,
-        )
+        ways = {"download": not args.upload_only, "upload": not args.download_only}
+        done = sync(args.repo, revision=args.revision, token=args.token, **ways)
         terminal = console()
         for name, problem in done.refused.items():
             terminal.print(f"{name} is broken, and was not taken: {problem}", soft_wrap=True)
@@ -262,7 +255,6 @@ def _print_found(found: Sequence[FoundGraph], cache: str, repo: str | None) -> N
     terminal = console()
     terminal.print(table)
     places = [f"{sum(each.here == 'there' for each in found)} in {cache}"]
-    if repo is not None:
-        places.append(f"{sum(each.shared == 'there' for each in found)} in {repo}")
+    places += [] if repo is None else [f"{sum(each.shared == 'there' for each in found)} in {repo}"]
     missing = sum(not each.is_there for each in found)
     terminal.print(f"{', '.join(places)}; {missing} to be compiled", soft_wrap=True)

@@ -8,9 +8,9 @@ import time
 from argparse import ArgumentParser
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.neuron_options import add_named_model, add_rank_options, run_options
 
 from optimum_neuron.cli import explain, reported_errors
-from optimum_neuron.command_options import add_named_model, add_rank_options, run_options
 from optimum_neuron.tools.chat.settings import Settings, add_settings_options
 
 

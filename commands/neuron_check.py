@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.neuron_options import (
+    add_artifact,
+    add_file,
+    add_number,
+    add_profile_option,
+    add_rank_options,
+    print_profile,
+)
 
-from optimum_neuron.cli import add_artifact, add_file, add_number, console, explain, reported_errors, write_json
-from optimum_neuron.command_options import add_profile_option, add_rank_options, print_profile
+from optimum_neuron.cli import console, explain, make_table, reported_errors, write_json
 
 
 if TYPE_CHECKING:
@@ -60,11 +68,11 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
     def run(self) -> None:
         args = self.args
         from optimum_neuron.artifact.artifact import Artifact
-        from optimum_neuron.runtime.profile import profile_to
+        from optimum_neuron.runtime.profile import Profile
 
         # Before torch is imported: a wrong folder is reported at once.
         artifact = Artifact.open(args.artifact)
-        with profile_to(args.profile) as profile:
+        with nullcontext() if args.profile is None else Profile(args.profile) as profile:
             from optimum_neuron.targets import RankOptions
             from optimum_neuron.tools.check.checks import check_artifact
 
@@ -78,9 +86,7 @@ class NeuronCheckCommand(BaseOptimumCLICommand):
 
 
 def _print(report: CheckReport, title: str) -> None:
-    from rich.table import Table
-
-    table = Table("check", "result", "s", "what was seen", title=title, title_justify="left")
+    table = make_table(title, ("check", "result", "s", "what was seen"))
     for result in report.results:
         seen = result.problem or ", ".join(f"{name} {value}" for name, value in result.values.items())
         table.add_row(result.name, result.status, f"{result.seconds:.1f}", seen)

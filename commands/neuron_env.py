@@ -7,6 +7,7 @@ import os
 import platform
 from argparse import ArgumentParser
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
@@ -47,17 +48,12 @@ def _lines(others: Mapping[str, str]) -> str:
         "C++ compiler": find_compiler() or "not installed",
         "Cache": str(cache_root()),
     }
-    found = {"`optimum-neuron-runtime` version": __version__} | {
-        f"`{name}` version": _version(name) for name in PACKAGES
-    }
+    found = {"`optimum-neuron-runtime` version": __version__}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[f"`{name}` version"] = version(name)
+        found.setdefault(f"`{name}` version", "not installed")
     return _optimum_lines(found | machine | dict(others))
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 # optimum has no place for other packages in its own command, and people paste its lines into reports.

@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from typing import Any
+from argparse import ArgumentParser
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.graph_options import add_quantization_options, add_size_options
+from optimum.commands.register.neuron_options import (
+    add_file,
+    add_model_options,
+    add_number,
+    add_quantization_options,
+    add_size_options,
+    given_options,
+    hub_options,
+)
 
-from optimum_neuron.cli import add_file, add_number, console, explain, reported_errors, write_json
-from optimum_neuron.command_options import add_checkpoint_options, hub_options, read_declared
-from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
+from optimum_neuron.cli import console, explain, reported_errors, write_json
+from optimum_neuron.config import NEURON_TARGETS
 
 
 DESCRIPTION = """\
@@ -47,7 +53,14 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
     def parse_args(parser: ArgumentParser) -> None:
         explain(parser, DESCRIPTION, EXAMPLES)
         add_model_options(parser.add_argument_group("model"), required=True)
-        _add_hardware_options(parser.add_argument_group("hardware"))
+        group = parser.add_argument_group("hardware")
+        text = (
+            "chips to compare: Inferentia2, Trainium1, Trainium2, Trainium3, or auto for this machine's (default: all)"
+        )
+        targets = ("auto", *NEURON_TARGETS)
+        group.add_argument("--target", choices=targets, nargs="+", default=list(NEURON_TARGETS), help=text)
+        text = "cores that share one copy of the model (default: compare all)"
+        add_number(group, "--tensor-parallel-size", "CORES", text)
         group = parser.add_argument_group("sizes", "For an artifact, those that it has, unless given.")
         add_size_options(group)
         text = "tokens in the cache when speeds are taken, in the graph of the smallest context bucket that holds them"
@@ -79,25 +92,3 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
             write_json(args.json, to_json(report))
         if args.plot is not None:
             draw_estimates(report.estimates, model_line(report), args.plot)
-
-
-def add_model_options(group: Any, *, required: bool) -> None:
-    """Options that name a model; shared by the commands that read its config alone."""
-    group.add_argument(
-        "-m", "--model", required=required, help="Hub id, folder with a config.json, .gguf file, or exported artifact"
-    )
-    add_checkpoint_options(group)
-
-
-def _add_hardware_options(group: Any) -> None:
-    text = "chips to compare: Inferentia2, Trainium1, Trainium2, Trainium3, or auto for this machine's (default: all)"
-    targets = ("auto", *NEURON_TARGETS)
-    group.add_argument("--target", choices=targets, nargs="+", default=list(NEURON_TARGETS), help=text)
-    text = "cores that share one copy of the model (default: compare all)"
-    add_number(group, "--tensor-parallel-size", "CORES", text)
-
-
-def given_options(args: Namespace) -> dict[str, Any]:
-    """Return the options of a NeuronConfig that were given, except those of the hardware."""
-    given = read_declared(args, NeuronConfig)
-    return {name: value for name, value in given.items() if name not in ("target", "tensor_parallel_size")}

@@ -6,19 +6,20 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-
-from optimum_neuron.cli import add_option, console, explain, reported_errors
-from optimum_neuron.command_options import (
+from optimum.commands.register.neuron_options import (
     add_named_model,
     add_profile_option,
     add_rank_options,
     print_profile,
     run_options,
 )
+
+from optimum_neuron.cli import add_option, console, explain, reported_errors
 from optimum_neuron.tools.chat.settings import Settings, add_settings_options
 
 
@@ -62,7 +63,7 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
     def run(self) -> None:
         args = self.args
         from optimum_neuron.export.first_use import open_named
-        from optimum_neuron.runtime.profile import profile_to
+        from optimum_neuron.runtime.profile import Profile
 
         # Before torch is imported: wrong options and folders are reported at once.
         options = {"max_new_tokens": args.max_new_tokens, **Settings.from_args(args).generate_keywords()}
@@ -71,7 +72,7 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
                 f"there is no prompt; give one with --prompt or on stdin, or chat: optimum-cli neuron chat {args.model}"
             )
         path = open_named(args).path
-        with profile_to(args.profile) as profile:
+        with nullcontext() if args.profile is None else Profile(args.profile) as profile:
             _answer(path, args, options, profile)
         print_profile(args.profile)
 

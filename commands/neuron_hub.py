@@ -6,8 +6,9 @@ from __future__ import annotations
 from argparse import ArgumentParser
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.neuron_options import add_artifact
 
-from optimum_neuron.cli import add_artifact, add_option, explain, reported_errors
+from optimum_neuron.cli import add_option, explain, reported_errors
 
 
 CARD = """\

@@ -8,11 +8,17 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.graph_options import add_quantization_options, add_size_options
-from optimum.commands.register.neuron_estimate import add_model_options, given_options
+from optimum.commands.register.neuron_options import (
+    add_artifact,
+    add_declared,
+    add_model_options,
+    add_quantization_options,
+    add_size_options,
+    given_options,
+    hub_options,
+)
 
-from optimum_neuron.cli import add_artifact, console, explain, make_table, reported_errors
-from optimum_neuron.command_options import add_declared, hub_options
+from optimum_neuron.cli import console, explain, make_table, reported_errors
 from optimum_neuron.config import HLO_TARGETS, NeuronConfig
 
 
@@ -132,9 +138,7 @@ def _print_findings(findings: list[Finding]) -> None:
     if not findings:
         console().print("no rule is broken")
         return
-    from rich.table import Table
-
-    table = Table("graph", "where", "problem", "remedy", title=f"{len(findings)} findings", title_justify="left")
+    table = make_table(f"{len(findings)} findings", ("graph", "where", "problem", "remedy"))
     for finding in findings:
         where = " in ".join(part for part in (finding.instruction, finding.module) if part)
         code = f" ({finding.code})" if finding.code else ""

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
+from optimum.commands.register.neuron_options import add_named_model, add_number, add_rank_options, run_options
 
-from optimum_neuron.cli import add_number, add_option, explain, reported_errors
-from optimum_neuron.command_options import add_named_model, add_rank_options, run_options
+from optimum_neuron.cli import add_option, explain, reported_errors
 
 
 KEY_VARIABLE = "OPTIMUM_NEURON_API_KEY"
@@ -46,6 +46,14 @@ NUMBERS: tuple[tuple[str, type[int] | type[float], str, str], ...] = (
         "starts another one (default: the artifact's batch size)"),
 )  # fmt: skip
 
+# Whether an option takes 0, and all that it takes.
+LIMITS = {
+    "--target-ongoing-requests": (False, "a number above 0"),
+    "--max-queue": (True, "at least 0, with which no request waits"),
+    "--drain-timeout": (True, "a number of seconds from 0 on"),
+    "--step-timeout": (False, "a number of seconds above 0"),
+}
+
 DESCRIPTION = """\
 Serve an artifact to OpenAI's clients: /v1/chat/completions, /v1/completions and /v1/models, with streaming; /health for
 load balancers and /metrics for Prometheus. A checkpoint is exported into the cache on first use.
@@ -74,11 +82,6 @@ examples:
   optimum-cli neuron serve smollm2/ --vllm-options --enable-auto-tool-choice --tool-call-parser hermes
   optimum-cli neuron serve smollm2/ --backend vllm --vllm-options --data-parallel-size 2
   optimum-cli neuron serve smollm2/ --backend engine --replicas 2
-
-from Python:
-  from openai import OpenAI
-  client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
-  client.chat.completions.create(model="smollm2", messages=[{{"role": "user", "content": "Hello!"}}])
 """
 
 
@@ -139,17 +142,13 @@ def _check(args: Namespace) -> None:
         raise ValueError(
             f"--target-ongoing-requests {target:g} says when Ray adds a replica; give --max-replicas, too"
         )
-    if target is not None and not 0 < target < float("inf"):
-        raise ValueError(f"--target-ongoing-requests {target:g} must be a number above 0")
-    if args.max_queue is not None and args.max_queue < 0:
-        raise ValueError(f"--max-queue {args.max_queue} must be at least 0, with which no request waits")
-    if args.drain_timeout is not None and not 0 <= args.drain_timeout < float("inf"):
-        raise ValueError(f"--drain-timeout {args.drain_timeout:g} must be a number of seconds from 0 on")
-    if args.step_timeout is not None and not 0 < args.step_timeout < float("inf"):
-        raise ValueError(f"--step-timeout {args.step_timeout:g} must be a number of seconds above 0")
-    for option in ("api_key", "served_model_name", "otlp_traces_endpoint"):
-        if getattr(args, option) == "":
-            raise ValueError(f"--{option.replace('_', '-')} is empty; give one, or leave it out")
+    for flag, (takes_zero, allowed) in LIMITS.items():
+        value = getattr(args, flag[2:].replace("-", "_"))
+        if value is not None and not (0 < value < float("inf") or (takes_zero and value == 0)):
+            raise ValueError(f"{flag} {value:g} must be {allowed}")
+    for flag, *_ in TEXTS:
+        if getattr(args, flag[2:].replace("-", "_")) == "":
+            raise ValueError(f"{flag} is empty; give one, or leave it out")
 
 
 def _check_backend(args: Namespace, backend: str) -> None:

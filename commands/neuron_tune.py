@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
-from optimum.commands.register.neuron_estimate import add_model_options
+from optimum.commands.register.neuron_options import add_file, add_model_options, add_number, hub_options
 
-from optimum_neuron.cli import add_file, add_number, add_option, console, explain, reported_errors, write_json
-from optimum_neuron.command_options import hub_options
+from optimum_neuron.cli import add_option, console, explain, reported_errors, write_json
 from optimum_neuron.config import DTYPES, NEURON_TARGETS
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .core import Request as Request
     from .engine.policy import SchedulerOptions as SchedulerOptions
     from .export.recipe import export_model as export_model
-    from .generate import NeuronModelForCausalLM as NeuronModelForCausalLM
+    from .generate.model import NeuronModelForCausalLM as NeuronModelForCausalLM
     from .generate.text_model import TextModel as TextModel
     from .runtime.profile import Profile as Profile
     from .step.spec import SamplingParams as SamplingParams
@@ -24,7 +24,7 @@ from .version import __version__ as __version__
 _PUBLIC = {
     "ExportOptions": ".config",
     "NeuronConfig": ".config",
-    "NeuronModelForCausalLM": ".generate",
+    "NeuronModelForCausalLM": ".generate.model",
     "Profile": ".runtime.profile",
     "Request": ".core",
     "SamplingParams": ".step.spec",

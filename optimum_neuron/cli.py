@@ -89,22 +89,6 @@ def add_option(group: Any, flag: str, **settings: Any) -> None:
         group.add_argument(alias, **{**settings, "dest": action.dest, "default": SUPPRESS, "help": SUPPRESS})
 
 
-def add_number(group: Any, flag: str, metavar: str, text: str, *, kind: type = int, **settings: Any) -> None:
-    """Add an option with a whole number, or with another kind of number."""
-    add_option(group, flag, type=kind, metavar=metavar, help=text, **settings)
-
-
-def add_file(group: Any, flag: str, text: str) -> None:
-    """Add an option with a file's name."""
-    group.add_argument(flag, type=Path, metavar="FILE", help=text)
-
-
-def add_artifact(parser: ArgumentParser, **settings: Any) -> None:
-    """Add the folder of an artifact."""
-    text = settings.pop("help", "folder that optimum-cli export neuron wrote")
-    parser.add_argument("artifact", type=Path, help=text, **settings)
-
-
 @contextmanager
 def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
     """End the process as a command line tool does: one line on stderr, and an exit code that says why.
@@ -112,7 +96,9 @@ def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
     Exit codes are 1 for an error, 130 for Ctrl-C, and 143 for SIGTERM, which unwinds like Ctrl-C, so that cleanup runs.
     """
     _show_log_messages()
-    _quiet_libraries()
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # else torch-xla warns that it chose it
+    if not sys.stderr.isatty():  # no bars in a log file
+        os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have characters that stdout's encoding lacks
     previous = signal.signal(signal.SIGTERM, _terminate)
@@ -129,13 +115,6 @@ def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
         raise SystemExit(1) from None
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _quiet_libraries() -> None:
-    """Turn off the libraries' progress bars in a log file, and torch-xla's warning that it chose its device."""
-    os.environ.setdefault("PJRT_DEVICE", "CPU")
-    if not sys.stderr.isatty():
-        os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TQDM_DISABLE="1")
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

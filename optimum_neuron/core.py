@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -104,15 +103,15 @@ class Prefix(NamedTuple):
         blocks: full blocks with them, which the request reads together with other requests.
         source: the block with the rest of them, copied or continued in place; None where there is no rest.
         ends: whether `source` has nothing else of use, so that it can be continued in place.
-        snapshot: the place of the state after them, where rows keep state next to keys and values.
-        cut: the place where the prompt parts from tokens that were computed before, where a snapshot is worth a cut; 0: nowhere.
+        state_place: the place of a copy of the state after them, where rows keep state next to keys and values.
+        cut: the place where the prompt parts from tokens that were computed before, where a copy of the state is worth it; 0: nowhere.
     """
 
     length: int = 0
     blocks: tuple[int, ...] = ()
     source: int | None = None
     ends: bool = False
-    snapshot: int | None = None
+    state_place: int | None = None
     cut: int = 0
 
     def shorten(self, length: int, block_length: int) -> Prefix:
@@ -158,23 +157,17 @@ class PromptPiece:
 
     @property
     def count(self) -> int:
-        """Number of tokens."""
         return len(self.token_ids)
 
     @property
     def end(self) -> int:
-        """Place after the last token."""
         return self.start + len(self.token_ids)
 
     def slice_tokens(self, offset: int, count: int) -> PromptPiece:
         """Return the piece of `count` tokens from `offset` on."""
         end = offset + count
-        return replace(
-            self,
-            token_ids=self.token_ids[offset:end],
-            start=self.start + offset,
-            is_last=self.is_last and end == self.count,
-        )
+        is_last = self.is_last and end == self.count
+        return replace(self, token_ids=self.token_ids[offset:end], start=self.start + offset, is_last=is_last)
 
 
 class RequestRow(NamedTuple):
@@ -207,8 +200,8 @@ class BlockCopy(NamedTuple):
     length: int
 
 
-class KeptSnapshot(NamedTuple):
-    """A copy of a row's state, of its first `length` tokens, to a snapshot's place; `arrival` as in `PromptPiece`."""
+class KeptState(NamedTuple):
+    """A copy of a row's state, of its first `length` tokens, to a place; `arrival` as in `PromptPiece`."""
 
     request_id: str
     slot: int
@@ -220,8 +213,8 @@ class KeptSnapshot(NamedTuple):
 class Step(NamedTuple):
     """One graph run, and what happens before and after it.
 
-    In this order: preempted requests leave their rows, blocks are assigned, copies made, states restored from the snapshots of
-    prefixes, the graph runs, snapshots are kept. A later copy may overwrite what an earlier one reads.
+    In this order: preempted requests leave their rows, blocks are assigned, copies made, states of prefixes
+    restored, the graph runs, copies of states are kept. A later copy may overwrite what an earlier one reads.
 
     Attributes:
         graph: runs the step. A piece with more tokens than `graph.chunk_size` takes several rows.
@@ -238,7 +231,7 @@ class Step(NamedTuple):
     preempted: tuple[RequestRow, ...] = ()
     assignments: tuple[Assignment, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    kept: tuple[KeptSnapshot, ...] = ()
+    kept: tuple[KeptState, ...] = ()
 
 
 class StepOutput(NamedTuple):
@@ -262,8 +255,9 @@ class StepOutput(NamedTuple):
     def of_prompts(self, pieces: Sequence[PromptPiece]) -> list[np.ndarray]:
         """Return a scoring graph's logits of all tokens of each piece, `[tokens, vocab]`."""
         assert self.prompt_logits is not None
-        size = self.prompt_logits.shape[1]
-        rows = [-(-piece.count // size) for piece in pieces]
-        tokens = self.prompt_logits.reshape(-1, self.prompt_logits.shape[-1])
-        firsts = itertools.accumulate(rows, initial=0)
-        return [tokens[first * size :][: piece.count] for first, piece in zip(firsts, pieces, strict=False)]
+        row, found = 0, []
+        for piece in pieces:
+            rows = -(-piece.count // self.prompt_logits.shape[1])
+            found.append(self.prompt_logits[row : row + rows].reshape(-1, self.prompt_logits.shape[-1])[: piece.count])
+            row += rows
+        return found

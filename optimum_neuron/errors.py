@@ -35,7 +35,10 @@ class UnsupportedModelError(ValueError):
 def explain_error(error: BaseException) -> str:
     """Return an error of the system as a sentence with a remedy, and any other error as its own text, or its type."""
     if isinstance(error, UnicodeError):
-        return _explain_text(error)
+        encoding = getattr(error, "encoding", "the encoding")
+        if isinstance(error, UnicodeDecodeError):
+            return f"a text that is read is not in {encoding} (byte {error.start}); write it in {encoding}, or set PYTHONIOENCODING"
+        return f"a text holds what {encoding} cannot hold; write it in UTF-8, or set PYTHONIOENCODING=utf-8"
     asked = _NO_MEMORY.search(str(error))
     if asked is not None or isinstance(error, MemoryError):
         size = f" for {int(asked[1]) / 1e9:,.1f} GB" if asked is not None else ""
@@ -49,13 +52,6 @@ def explain_error(error: BaseException) -> str:
     if error.errno in _OF_PATHS:
         return f"{name} {_OF_PATHS[error.errno]}"
     return f"{name}: {error.strerror}" if error.filename else str(error.strerror)
-
-
-def _explain_text(error: UnicodeError) -> str:
-    encoding = getattr(error, "encoding", "the encoding")
-    if isinstance(error, UnicodeDecodeError):
-        return f"a text that is read is not in {encoding} (byte {error.start}); write it in {encoding}, or set PYTHONIOENCODING"
-    return f"a text holds what {encoding} cannot hold; write it in UTF-8, or set PYTHONIOENCODING=utf-8"
 
 
 def first_line(error: BaseException) -> str:

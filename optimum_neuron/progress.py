@@ -28,29 +28,24 @@ class Advance(Protocol):
 
 
 @contextmanager
-def stage(title: str, total: float | None = None, *, likely_seconds: float | None = None) -> Iterator[Advance]:
+def stage(title: str, total: float | None = None) -> Iterator[Advance]:
     """Time a stage, and show its progress and the time that is left on stderr, if that is a terminal.
-
-    The time left follows from the finished work, or of a stage of one step, from others like it.
 
     Args:
         total: its work, where that is known: steps, or bytes.
-        likely_seconds: the time of a stage of one step, where others like it are done.
     """
     start = time.perf_counter()
-    with _shared_display() as display, _show_task(display, title, total, likely_seconds) as advance:
+    with _shared_display() as display, _show_task(display, title, total) as advance:
         yield advance
     logger.info("%s: %.1f s", title, time.perf_counter() - start)
 
 
 @contextmanager
-def _show_task(
-    display: Progress | None, title: str, total: float | None, likely_seconds: float | None
-) -> Iterator[Advance]:
+def _show_task(display: Progress | None, title: str, total: float | None) -> Iterator[Advance]:
     if display is None:
         yield lambda description, work=1: None
         return
-    task = display.add_task(title, total=total, likely_seconds=likely_seconds)
+    task = display.add_task(title, total=total)
 
     def advance(description: str, work: float = 1) -> None:
         display.update(task, advance=work, description=f"{title}: {description}")
@@ -61,22 +56,6 @@ def _show_task(
         display.remove_task(task)
 
 
-def time_text(elapsed: float, done: float, total: float | None, likely_seconds: float | None = None) -> str:
-    """Return in words how many seconds a stage has run, and how long it still will where that follows from its work."""
-    left = None
-    if total and done:
-        left = elapsed * max(0.0, total - done) / done
-    elif likely_seconds is not None and likely_seconds > elapsed:
-        left = likely_seconds - elapsed
-    return _clock(elapsed) + ("" if left is None else f", about {_clock(left)} left")
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 @contextmanager
 def _shared_display() -> Iterator[Progress | None]:
     global _display
@@ -84,15 +63,10 @@ def _shared_display() -> Iterator[Progress | None]:
         yield _display
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
-    from rich.text import Text
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    class TimeColumn(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            likely = task.fields.get("likely_seconds")
-            return Text(time_text(task.elapsed or 0.0, task.completed, task.total, likely), style="progress.elapsed")
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeColumn())
+    text, times = TextColumn("{task.description}", markup=False), (TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (SpinnerColumn(), text, BarColumn(bar_width=24), *times)
     with Progress(*columns, console=Console(stderr=True), transient=True) as _display:
         try:
             yield _display

@@ -15,7 +15,7 @@ import optimum_neuron
 PACKAGE = Path(optimum_neuron.__file__).parent
 # From the bottom up: a room may import those before it, wherever in a file the import stands.
 ROOMS = (
-    "kernels", "version", "errors", "arrays", "config", "progress", "step", "core", "parity", "checkpoints", "artifact", "cli", "command_options", "targets",
+    "kernels", "version", "errors", "arrays", "config", "progress", "step", "core", "parity", "checkpoints", "artifact", "cli", "targets",
     "runtime", "engine", "text", "export", "hub", "generate", "vllm", "tools", "__init__",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from optimum_neuron import progress
 from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
-from optimum_neuron.generate import NeuronModelForCausalLM
+from optimum_neuron.generate.model import NeuronModelForCausalLM
 from optimum_neuron.runtime.profile import Profile
 from optimum_neuron.tools.bench.measure import Spread
 

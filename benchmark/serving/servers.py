@@ -11,7 +11,7 @@ from typing import Any
 from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
-from optimum_neuron.generate import NeuronModelForCausalLM
+from optimum_neuron.generate.model import NeuronModelForCausalLM
 
 from ..systems import continuous_batching, next_output
 from .workloads import Job, Trace

@@ -98,7 +98,7 @@ def open_servers(checkpoint: str, args: Namespace, folder: Path, longest: int) -
     """Return the engine under each policy over one artifact, and the peer."""
     from optimum_neuron import progress
     from optimum_neuron.engine.policy import SchedulerOptions
-    from optimum_neuron.generate import NeuronModelForCausalLM
+    from optimum_neuron.generate.model import NeuronModelForCausalLM
 
     from ..model import export, load_transformers, serving_config
     from .servers import OurServer, TransformersServer

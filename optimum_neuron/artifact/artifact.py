@@ -31,6 +31,8 @@ WEIGHTS_FOLDER = "weights"
 WEIGHTS_NAME = "weights/model.safetensors"
 GRAPHS_FOLDER = "graphs"
 FORMAT = "optimum-neuron-runtime"
+# Folders of a repository in the Hub's cache: of commits, with links, and of the files that they lead to.
+HUB_FOLDERS = ("snapshots", "blobs")
 # A repository of the Hub, or a file of one.
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(?::.+\.gguf)?")
 # 2: a slot keeps more than keys and values, which a reader of 1 would overlook.
@@ -55,14 +57,10 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | Path, *, with_graphs: bool = True) -> Artifact:
-        """Read the manifest.
+        """Read the manifest; `with_graphs=False` neither expects nor reads the compiled graphs.
 
-        Args:
-            with_graphs: False neither expects nor reads the compiled graphs.
-
-        Raises:
-            FileNotFoundError: there is no such folder, or it holds no manifest.
-            ArtifactError: this version cannot honour the manifest, or files are missing, truncated, renamed or foreign.
+        Raises FileNotFoundError if there is no such folder, or it holds no manifest; ArtifactError if this version
+        cannot honour the manifest, or files are missing, truncated, renamed or foreign.
         """
         path = Path(path)
         manifest = read_manifest(path)
@@ -98,7 +96,7 @@ class Artifact:
     def states(self) -> tuple[TensorSpec, ...]:
         return state_specs(self.config, self.model)
 
-    def snapshots(self) -> tuple[TensorSpec, ...]:
+    def kept_states(self) -> tuple[TensorSpec, ...]:
         """Return places for copies of slots' states; none where slots keep only keys and values."""
         return kept_state_specs(self.config, self.model)
 
@@ -120,6 +118,10 @@ class Artifact:
             if not is_weight_file(name):
                 self.check_digest(name, file_sha256(self.file(name)))
 
+    def verify_described(self) -> None:
+        """Verify all files but weights and compiled graphs: those that describe the model and its texts."""
+        self.verify(name for name in self.manifest["files"] if not is_graph_file(name))
+
     def check_digest(self, name: str, digest: str) -> None:
         """Raise ArtifactError where `digest` is not the recorded one."""
         if digest != self.sha256(name):
@@ -140,7 +142,10 @@ class Artifact:
         }
         foreign = sorted(present - set(files))
         for name in missing:
-            self._refuse_missing(name, foreign)
+            for other in foreign:
+                if file_sha256(self.path / other) == self.sha256(name):
+                    raise ArtifactError(f"{self.path / name} was renamed to {other}; give it its old name back")
+            raise ArtifactError(f"{self.path / name} is missing; copy it again or export the model again")
         if foreign:
             raise ArtifactError(f"{self.path / foreign[0]} does not belong to this artifact; remove it")
         for name, entry in files.items():
@@ -156,17 +161,11 @@ class Artifact:
     def _check_inside(self, name: str) -> None:
         """Refuse a link to a file elsewhere, other than those by which the Hub's cache holds a repository's files."""
         folder, real = self.path.resolve(), (self.path / name).resolve()
-        in_cache = folder.parent.name == "snapshots" and real.is_relative_to((folder.parents[1] / "blobs").resolve())
-        if not in_cache and not real.is_relative_to(folder):
+        blobs = folder.parents[1] / HUB_FOLDERS[1] if folder.parent.name == HUB_FOLDERS[0] else folder
+        if not real.is_relative_to(blobs.resolve()) and not real.is_relative_to(folder):
             raise ArtifactError(
                 f"{self.path / name} is a link to {real}, which is outside of the artifact; put the file itself there"
             )
-
-    def _refuse_missing(self, name: str, foreign: list[str]) -> None:
-        for other in foreign:
-            if file_sha256(self.path / other) == self.sha256(name):
-                raise ArtifactError(f"{self.path / name} was renamed to {other}; give it its old name back")
-        raise ArtifactError(f"{self.path / name} is missing; copy it again or export the model again")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -207,26 +206,21 @@ def _what_it_is(path: Path) -> str:
     if path.is_dir():
         return f"{path} holds no {MANIFEST_NAME}; name the folder that optimum-cli export neuron wrote"
     if _HUB_ID.fullmatch(str(path)):
-        download = (
-            ""
-            if ":" in path.name
-            else f"; if it is an artifact there, download it: hf download {path} --local-dir OUT"
-        )
-        return f"{path} is no folder here; if it is a checkpoint on the Hub, export it: {export}{download}"
+        download = f"; if it is an artifact there, download it: hf download {path} --local-dir OUT"
+        return f"{path} is no folder here; if it is a checkpoint on the Hub, export it: {export}{'' if ':' in path.name else download}"
     return f"{path} does not exist; name the folder that optimum-cli export neuron wrote"
 
 
 def format_version(model: dict[str, Any], config: dict[str, Any], *, quantized: bool) -> int:
     """Return the oldest version that can honour an artifact of this model and config, both as a manifest has them."""
-    if config.get("activations"):
-        return 6
-    if quantized:
-        return 5
-    if model.get("compressions"):
-        return 4
-    if model.get("recurrences"):
-        return 3
-    return 2 if model.get("convolutions") or model.get("selections") else 1
+    needed = {
+        6: config.get("activations"),
+        5: quantized,
+        4: model.get("compressions"),
+        3: model.get("recurrences"),
+        2: model.get("convolutions") or model.get("selections"),
+    }
+    return next((version for version, is_needed in needed.items() if is_needed), 1)
 
 
 def is_graph_file(name: str) -> bool:

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from .. import progress
 _PIECE = 4 << 20
 # A larger file may take a second or more, which is shown.
 _LONG = 256 << 20
+# More than compiled graphs and tokenizer files take.
+_MARGIN = 64 << 20
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # A C library, kernel or file system without it (NFS has none), and sandboxes that forbid what they do not know.
@@ -32,11 +35,7 @@ _STATFS_LONGS = 32  # at least what struct statfs takes
 
 
 def exchange(left: Path, right: Path) -> bool:
-    """Swap the names of two paths in one step; return False, and do nothing, where the system cannot.
-
-    Raises:
-        OSError: a path does not exist, or may not be moved.
-    """
+    """Swap the names of two paths in one step; return False, and do nothing, where the system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
@@ -69,15 +68,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all: a reader meanwhile has the one before. The file replaces a link."""
+def replace_file(path: Path, text: str, mode: int | None = None) -> None:
+    """Write a text file, whole or not at all: a reader meanwhile has the one before. The file replaces a link.
+
+    Without `mode` it has the permissions of the one before, or the usual ones.
+    """
     descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(unfinished, _file_mode(path))
+        os.chmod(unfinished, _file_mode(path) if mode is None else mode)
         os.replace(unfinished, path)
     except BaseException:
         os.unlink(unfinished)
@@ -94,10 +96,7 @@ def _file_mode(path: Path) -> int:
 
 
 def is_local(descriptor: int) -> bool:
-    """Return whether only this machine's kernel changes an open file, and gives it a new ctime with each write.
-
-    It is False for network file systems, FUSE, and other systems than Linux.
-    """
+    """Return whether only this machine's kernel, a Linux, changes an open file, and gives it a new ctime with each write."""
     if sys.platform != "linux":
         return False
     libc, status = ctypes.CDLL(None), (ctypes.c_long * _STATFS_LONGS)()
@@ -115,6 +114,16 @@ def is_mount_point(folder: Path) -> bool:
     for code in (b"\\", b" ", b"\t", b"\n"):
         name = name.replace(code, b"\\%03o" % ord(code))
     return any(line.split(b" ")[4] == name for line in _MOUNTS.read_bytes().splitlines())
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Raise OSError where a folder's disk has less than so many bytes free, and a margin for small files next to them."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + _MARGIN:
+        raise OSError(
+            f"the artifact needs about {(needed + _MARGIN) / 1e9:.1f} GB, and {folder} has {free / 1e9:.1f} GB free; free some space "
+            f"or name another folder"
+        )
 
 
 @contextmanager

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.origin import CARD_NAME
-from .artifact import GRAPHS_FOLDER, MANIFEST_NAME, Artifact, is_graph_file, read_manifest
+from .artifact import GRAPHS_FOLDER, HUB_FOLDERS, MANIFEST_NAME, Artifact, is_graph_file, read_manifest
 
 
 # A trace of the Hub's client in a folder that it downloads a file into.
 _DOWNLOADED = f".cache/huggingface/download/{MANIFEST_NAME}.metadata"
 # A cache holds a folder per repository, and in it the files and folders of links to them.
 _REPOSITORY = re.compile(r"(models|datasets|spaces)--.+")
-_IN_REPOSITORY = ("snapshots", "blobs")
 # The system follows no more links.
 _MOST_LINKS = 40
 
@@ -37,22 +36,16 @@ def find_artifact(
     Args:
         export: True wants a checkpoint, False an artifact, None takes either.
         native_code: a Hub artifact's compiled graphs may be used, and are downloaded.
-        hub: `cache_dir`, `force_download` and `local_files_only` of the Hub's download functions.
 
-    Raises:
-        ValueError: `export=True` names an artifact, or `revision` is given for a folder.
-        FileNotFoundError: `export=False` names no artifact, or there is no such revision.
-        RuntimeError: the Hub refuses or fails, as `hub.explained_errors` says.
+    Raises ValueError if `export=True` names an artifact, or `revision` is given for a folder; FileNotFoundError if
+    `export=False` names no artifact, or there is no such revision; RuntimeError if the Hub refuses or fails, as
+    `hub.explained_errors` says.
     """
     path = Path(model_id).expanduser()
     if path.exists() and revision is None:
         return _find_local(path, export=export, native_code=native_code)
-    from ..checkpoints.hub import (  # takes longer than to open an artifact
-        commit_of,
-        download,
-        hub_file,
-        refuse_revision,
-    )
+    # It takes longer to import than to open an artifact.
+    from ..checkpoints.hub import commit_of, download, hub_file, refuse_revision
 
     if hub_file(model_id) is not None and export is not False:
         return None
@@ -61,8 +54,10 @@ def find_artifact(
         return _find_local(path, export=export, native_code=native_code)
     if export:
         return None
-    manifest = _hub_manifest(str(model_id), revision=revision, token=token, **hub)
-    if manifest is None:
+    # A checkpoint needs the other two files.
+    names = [MANIFEST_NAME, "config.json", CARD_NAME]
+    manifest = download(str(model_id), names, revision=revision, token=token, **hub) / MANIFEST_NAME
+    if not manifest.is_file():
         if export is False:
             raise FileNotFoundError(
                 f"{model_id} is neither a folder nor a Hub repository with {MANIFEST_NAME}; export it first"
@@ -95,22 +90,10 @@ def is_from_hub(folder: Path) -> bool:
     """Return whether an artifact's manifest or compiled graphs came from the Hub, through any cache and links."""
     graphs = folder / GRAPHS_FOLDER
     files = [folder / MANIFEST_NAME, *(graphs.iterdir() if graphs.is_dir() else ())]
-    return (folder / _DOWNLOADED).is_file() or any(map(is_in_hub_cache, files))
-
-
-def _hub_manifest(repo_id: str, **options: Any) -> Path | None:
-    """Return the manifest in the Hub's cache; None where the repository has none. A checkpoint needs the other two files."""
-    from ..checkpoints.hub import download
-
-    path = download(repo_id, [MANIFEST_NAME, "config.json", CARD_NAME], **options) / MANIFEST_NAME
-    return path if path.is_file() else None
-
-
-def is_in_hub_cache(path: Path) -> bool:
-    """Return whether a path, or one that a link on its way leads to, is in a repository's folder of a Hub cache."""
-    return any(
-        _REPOSITORY.fullmatch(parent) and name in _IN_REPOSITORY
-        for place in _follow_links(path)
+    return (folder / _DOWNLOADED).is_file() or any(
+        _REPOSITORY.fullmatch(parent) and name in HUB_FOLDERS
+        for file in files
+        for place in _follow_links(file)
         for parent, name in pairwise(place.parts)
     )
 

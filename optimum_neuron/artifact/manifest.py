@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -99,7 +100,10 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
         raise ValueError(
             f"it lists {ranks} files of weights, and has tensor_parallel_size={config.tensor_parallel_size}"
         )
-    _check_states(config, model)
+    states = Counter(state.name for state in state_specs(config, model))
+    for name, count in states.items():
+        if count > 1:
+            raise ValueError(f"model describes the state {name} twice")
     _check_graphs(manifest["graphs"], config, model, earlier_sampler=_EARLIER_OPTION in manifest["config"])
 
 
@@ -135,14 +139,6 @@ def check_member(name: str) -> None:
         raise ValueError(f"it names {shown(name)}, which is no path inside the artifact: do not use it")
 
 
-def _check_states(config: NeuronConfig, model: ModelSpec) -> None:
-    names = set()
-    for state in state_specs(config, model):
-        if state.name in names:
-            raise ValueError(f"model describes the state {state.name} twice")
-        names.add(state.name)
-
-
 def _check_graphs(
     recorded: Mapping[str, Any], config: NeuronConfig, model: ModelSpec, *, earlier_sampler: bool
 ) -> None:
@@ -151,17 +147,12 @@ def _check_graphs(
         raise ValueError(f"it lists the graphs {sorted(recorded)}, but its config asks for {sorted(derived)}")
     for name, spec in derived.items():
         described = describe_graph(spec, model)
-        if earlier_sampler:
-            _describe_earlier_sampler(described)
+        for each in described["inputs"] if earlier_sampler else ():
+            if each["name"].endswith(".sampling_params"):
+                each["shape"][1] = _EARLIER_PARAMS
         difference = first_difference(recorded[name], described)
         if difference is not None:
             field, found, expected = difference
             raise ValueError(
                 f"graphs[{name!r}] has {field} {shown(found)}, and its config and model ask for {shown(expected)}"
             )
-
-
-def _describe_earlier_sampler(described: dict[str, Any]) -> None:
-    for each in described["inputs"]:
-        if each["name"].endswith(".sampling_params"):
-            each["shape"][1] = _EARLIER_PARAMS

@@ -24,12 +24,7 @@ LOCK_NAME = "lock"
 def locked_folder(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a folder, made if need be; at the end it is removed if nothing but its lock is left in it.
 
-    Args:
-        wait: wait for another holder.
-
-    Raises:
-        BlockingIOError: another process or thread holds it, and `wait` is not set.
-        OSError: its file system has no locks.
+    Raises BlockingIOError, or waits, if another process or thread holds it; OSError if its file system has no locks.
     """
     lock = _lock_folder(folder, wait)
     try:
@@ -83,8 +78,9 @@ def _lock_folder(folder: Path, wait: bool) -> int:
             continue  # the same, after mkdir found it and before it looked what it is
         try:
             _lock_file(lock, folder, wait)
-            if _is_file(lock, path):
-                return lock
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(path)):
+                    return lock
         except BaseException:
             os.close(lock)
             raise
@@ -101,9 +97,3 @@ def _lock_file(lock: int, folder: Path, wait: bool) -> None:
             f"the file system of {folder} has no locks ({os.strerror(error.errno or 0)}), which keep two processes from "
             f"writing there at once; name a folder on another one, or mount it with locks"
         ) from error
-
-
-def _is_file(descriptor: int, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    return False

@@ -58,11 +58,7 @@ def read_formats(folder: Path) -> Mapping[str, WeightFormat]:
 
 
 def make_room_for_weights(model: nn.Module, folder: Path) -> None:
-    """Give a model without weights the quantized weights of a folder's model, to be filled.
-
-    Raises:
-        ValueError: the file is not one of these, or belongs to another model.
-    """
+    """Give a model without weights the quantized weights of a folder, to be filled; raise ValueError for another model's file."""
     formats = read_formats(folder)
     try:
         make_room(model, formats)

@@ -27,12 +27,7 @@ _SHOWN = 60
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file.
-
-    Raises:
-        ValueError: it is too large to be one, or none.
-        OSError: it is no regular file, or cannot be read.
-    """
+    """Return a JSON object from a file; raise ValueError if it is none, or too large, and OSError if it cannot be read."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > LARGEST_DOCUMENT:
@@ -43,7 +38,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def parse_object(data: bytes) -> dict[str, Any]:
     """Return a JSON object; raise ValueError where a name occurs twice, a number is not finite, or it is none."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_members, parse_constant=_not_finite)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_members, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not isinstance(value, dict):
@@ -60,7 +55,7 @@ def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _not_finite(text: str) -> None:
+def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON number")
 
 
@@ -87,57 +82,46 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
+def _value(accepts: Callable[[Any], bool], wanted: str) -> Check:
+    def check_value(name: str, value: object) -> None:
+        if not accepts(value):
+            raise ValueError(f"{name} is {shown(value)}, not {wanted}")
+
+    return check_value
+
+
 def whole(least: int, most: int = LARGEST) -> Check:
     """Check a whole number of a range."""
-
-    def check_whole(name: str, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{name} is {shown(value)}, not a whole number")
-        if not least <= value <= most:
-            raise ValueError(f"{name} is {shown(value)}, which is not within {least} and {most}")
-
-    return check_whole
+    return _value(
+        lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
+    )
 
 
-def number(least: float | None = None) -> Check:
+def number(least: float = -math.inf) -> Check:
     """Check a finite number, whole or not."""
-
-    def check_number(name: str, value: object) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} is {shown(value)}, not a number")
-        if not math.isfinite(value) or (least is not None and value < least):
-            raise ValueError(f"{name} is {shown(value)}, which is not a finite number of at least {least}")
-
-    return check_number
+    return _value(
+        lambda value: type(value) in (int, float) and -math.inf < value < math.inf and value >= least,
+        "a number" if least == -math.inf else f"a number of at least {least}",
+    )
 
 
 def text(pattern: str = r"[^\x00-\x1f\x7f\ud800-\udfff]*") -> Check:
     """Check a text that matches a pattern; by default any without control characters."""
-    compiled = re.compile(pattern)
-
-    def check_text(name: str, value: object) -> None:
-        if not isinstance(value, str):
-            raise ValueError(f"{name} is {shown(value)}, not a text")
-        if not compiled.fullmatch(value):
-            raise ValueError(f"{name} is {shown(value)}, which is not of the form {pattern}")
-
-    return check_text
+    matches = re.compile(pattern).fullmatch
+    return _value(lambda value: isinstance(value, str) and bool(matches(value)), f"a text of the form {pattern}")
 
 
 def choice(values: Collection[str]) -> Check:
     """Check one of some texts."""
-
-    def check_choice(name: str, value: object) -> None:
-        if not isinstance(value, str) or value not in values:
-            raise ValueError(f"{name} is {shown(value)}, not one of {', '.join(values)}")
-
-    return check_choice
+    return _value(lambda value: isinstance(value, str) and value in values, f"one of {', '.join(values)}")
 
 
-def flag(name: str, value: object) -> None:
-    """Check true or false."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {shown(value)}, neither true nor false")
+flag: Check = _value(lambda value: isinstance(value, bool), "true or false")
+TEXT: Check = text()
+
+
+def anything(name: str, value: object) -> None:
+    """Accept any value: one that is only compared."""
 
 
 def optional(each: Check) -> Check:
@@ -162,13 +146,6 @@ def listed(each: Check) -> Check:
     return check_listed
 
 
-TEXT: Check = text()
-
-
-def anything(name: str, value: object) -> None:
-    """Accept any value: one that is only compared."""
-
-
 def named(each: Check) -> Check:
     """Check an object of alike values under any names."""
 
@@ -183,13 +160,7 @@ def named(each: Check) -> Check:
 
 
 def record(required: Mapping[str, Check], others: Mapping[str, Check] | None = None, *, closed: bool = False) -> Check:
-    """Check an object with fields.
-
-    Args:
-        required: fields that it must have.
-        others: fields that it may have.
-        closed: it may have no further ones.
-    """
+    """Check an object that has the `required` fields and may have the others, and, if it is `closed`, no further ones."""
     known = {**required, **(others or {})}
 
     def check_record(name: str, value: object) -> None:

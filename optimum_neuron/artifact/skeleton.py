@@ -61,10 +61,7 @@ def read_generation_config(artifact: Artifact, config: PreTrainedConfig) -> Gene
 
 
 def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool, coded: bool = True) -> nn.Module:
-    """Return the model of a folder's config.json without weights, to be filled by `assign`.
-
-    Args:
-        coded: its quantized weights are the folder's; otherwise they are plain.
+    """Return the model of a folder's config.json without weights, to be filled by `assign`; if `coded`, with its quantized ones.
 
     Raises:
         ValueError: transformers cannot read the file or build the model, or its quantized layers belong to another model.
@@ -86,28 +83,22 @@ def empty_model(folder: Path, dtype: str, *, trust_remote_code: bool, coded: boo
             f"{folder / 'config.json'} describes no model: {_one_line(error)}; restore it or export the model again"
         ) from error
     keep_frequencies(model)
-    _keep_float32(model, options["dtype"])
+    # Some tensors stay in float32, as transformers loads them: for instance the correction of a router's scores.
+    names = (re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(options["dtype"]))
+    stays = re.compile("|".join(names) or "(?!)")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if stays.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
     if coded:
         with torch.device("meta"):
             make_room_for_weights(model, folder)
     return model.eval().requires_grad_(False)
 
 
-def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give tensors their types as transformers loads them: some stay in float32, such as the correction of a router's scores."""
-    names = re.compile(
-        "|".join(re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype)) or "(?!)"
-    )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if names.search(name) and tensor.is_floating_point():
-            tensor.data = tensor.data.float()
-
-
 def model_for(artifact: Artifact, layout: Mapping[str, TensorLike], *, trust_remote_code: bool) -> nn.Module:
     """Return the model of an artifact without weights; raise ValueError where its config.json describes no such model.
 
-    Args:
-        layout: the tensors in its file of weights: each layer has one of its own there, so no model is built that has more.
+    Each layer has a tensor of its own in `layout`, that of the file of weights: no model is built that has more.
     """
     config = read_config(artifact.path, trust_remote_code=trust_remote_code).get_text_config()
     layers = getattr(config, "num_hidden_layers", 0)
@@ -120,12 +111,9 @@ def model_for(artifact: Artifact, layout: Mapping[str, TensorLike], *, trust_rem
 
 
 def check_tensors(model: nn.Module, tensors: Mapping[str, TensorLike], dtype: str) -> None:
-    """Compare tensors, named as in `weights.named_tensors`, with those of an artifact's model.
+    """Raise ValueError where a tensor of an artifact's model, as `weights.named_tensors` names it, is missing or another one.
 
     More may be in float32 than transformers keeps so, whatever the model's type is.
-
-    Raises:
-        ValueError: one is missing, or has another shape or type.
     """
     expected = named_tensors(model)
     found = {name: dtype_name(each.dtype) for name, each in tensors.items()}
@@ -148,11 +136,7 @@ def check_tensors(model: nn.Module, tensors: Mapping[str, TensorLike], dtype: st
 
 
 def check_spec(model: nn.Module, spec: ModelSpec) -> None:
-    """Compare the manifest's description of a model with the model.
-
-    Raises:
-        ValueError: it keeps something else per slot, has another number of logits, or looks up fewer tokens.
-    """
+    """Raise ValueError where a model keeps something else per slot than its manifest says, or has other logits or fewer tokens."""
     pretrained = cast(PreTrainedModel, model)
     # An artifact may take fewer ids than there are rows: a model may look them up in several tables.
     table = cast(nn.Embedding | QuantizedEmbedding, pretrained.get_input_embeddings())
@@ -174,8 +158,7 @@ def assign(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
     Names that share a tensor share a parameter: torch.export then gives it one input.
 
-    Raises:
-        ValueError: the model has a parameter or buffer that `tensors` lacks.
+    Raises ValueError if the model has a parameter or buffer that `tensors` lacks.
     """
     parameters: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):

@@ -7,8 +7,9 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import numpy as np
 
@@ -30,12 +31,6 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST = 2**63 - 1
 _SIZE: Check = whole(0, _LARGEST)
 _ENTRY = record({"dtype": choice(DTYPES), "shape": listed(_SIZE), "data_offsets": listed(_SIZE)}, closed=True)
-
-
-class Readable(Protocol):
-    """A file, or memory that is read as one."""
-
-    def read(self, size: int, /) -> bytes: ...
 
 
 class TensorLike(Protocol):
@@ -100,7 +95,7 @@ def view_tensors(block: np.ndarray, stored: Mapping[str, StoredTensor]) -> dict[
     return tensors
 
 
-def read_head(file: Readable, path: Path) -> bytes:
+def read_head(file: BinaryIO | mmap, path: Path) -> bytes:
     """Return the header's length and the header; raise ArtifactError where the file has fewer bytes."""
     head = file.read(_LENGTH_BYTES)
     length = int.from_bytes(head, "little")
@@ -114,8 +109,7 @@ def read_head(file: Readable, path: Path) -> bytes:
 def parse_head(head: bytes, path: Path) -> dict[str, StoredTensor]:
     """Return the tensors that a file's head describes.
 
-    Raises:
-        ArtifactError: it is no head, or its tensors are not all of the file's bytes, each of them once.
+    Raises ArtifactError if it is no head, or its tensors are not all of the file's bytes, each of them once.
     """
     try:
         header = parse_object(head[_LENGTH_BYTES:])

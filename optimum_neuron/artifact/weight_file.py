@@ -26,15 +26,10 @@ Described = tuple[str, torch.dtype, tuple[int, ...]]
 def write_tensor_files(
     paths: Sequence[Path], tensors: Sequence[Described], make: Callable[[str, int], Tensor]
 ) -> None:
-    """Write safetensors files with tensors of the same names, types and shapes.
+    """Write safetensors files with tensors of the same names, types and shapes, in the order of `tensor_file.file_head`.
 
-    Args:
-        tensors: name, type and shape of each, in the order of `tensor_file.file_head`.
-        make: the tensor of a name and the number of a file; called for all files before the next name.
-
-    Raises:
-        OSError: a file cannot be written; the error names it.
-        ValueError: a tensor holds NaN or infinity.
+    `make` returns the tensor of a name and the number of a file; it is called for all files before the next name.
+    Raises OSError with the file's name if it cannot be written; ValueError if a tensor holds NaN or infinity.
     """
     head = file_head((name, np.dtype(dtype_name(dtype)), shape) for name, dtype, shape in tensors)
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in tensors]

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
+from itertools import accumulate
 from mmap import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
@@ -22,7 +22,7 @@ from .artifact import WEIGHTS_FOLDER, WEIGHTS_NAME, Artifact, ArtifactError
 from .filesystem import is_local
 from .pages import copied, mapped, zeroed
 from .tensor_file import StoredTensor, parse_head, read_head, stored_tensors, view_tensors
-from .verified import read_verified
+from .user_cache import read_verified
 
 
 if TYPE_CHECKING:
@@ -48,11 +48,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a file of weights, each once; and the tied names: alias to stored name.
-
-    Args:
-        tensors: as `named_tensors` returns them, also on the meta device.
-    """
+    """Return tensors as `named_tensors` has them, each once; and the tied names: alias to stored name."""
     stored: dict[Place, str] = {}
     unique, tied = {}, {}
     for name, tensor in tensors.items():
@@ -66,7 +62,7 @@ def untie(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
 
 
 def place(tensor: Tensor) -> Place:
-    """Return the storage of a tensor, which need have no memory, and how the tensor lies in it: equal for tied tensors."""
+    """Return the storage of a tensor, also of the meta device, and how the tensor lies in it: equal for tied tensors."""
     return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
@@ -116,21 +112,14 @@ def _read_contents(file: BinaryIO, expected: str) -> tuple[mmap, str]:
     descriptor = file.fileno()
     size = os.fstat(descriptor).st_size
     if size and is_local(descriptor):
-        return read_verified(descriptor, partial(_mapped_or_copied, file, size), expected)
+        small = size <= _LARGEST_COPY
+        return read_verified(descriptor, lambda: copied(file, size) if small else mapped(descriptor, size), expected)
     memory = copied(file, size)
     return memory, hashlib.sha256(memoryview(memory)[:size]).hexdigest()
 
 
-def _mapped_or_copied(file: BinaryIO, size: int) -> mmap:
-    return copied(file, size) if size <= _LARGEST_COPY else mapped(file.fileno(), size)
-
-
 def read_layout(artifact: Artifact) -> dict[str, StoredTensor]:
-    """Return type and shape of every tensor that `read_weights` returns.
-
-    Raises:
-        ArtifactError: the file is no safetensors file, or lacks a tied weight.
-    """
+    """Return type and shape of every tensor that `read_weights` returns; raise ArtifactError as that."""
     return _with_tied(stored_tensors(artifact.file(WEIGHTS_NAME)), artifact)
 
 
@@ -151,7 +140,7 @@ def check_memory(specs: Sequence[TensorSpec]) -> None:
     if needed > memory:
         raise ValueError(
             f"the artifact's KV cache takes {needed / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f} GB of memory; export "
-            f"with a smaller batch_size, sequence_length, kv_cache_tokens or state_snapshots"
+            f"with a smaller batch_size, sequence_length or kv_cache_tokens, or fewer copies of its state"
         )
 
 
@@ -169,15 +158,10 @@ def allocate_states(specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
     """Return zeroed KV state tensors by name, in one block; raise ValueError where they exceed this machine's memory."""
     check_memory(specs)
     dtypes = [np.dtype(spec.dtype) for spec in specs]
-    sizes = [_aligned(math.prod(spec.shape) * dtype.itemsize) for spec, dtype in zip(specs, dtypes, strict=True)]
-    block = np.frombuffer(zeroed(sum(sizes)), np.uint8)
-    states, start = {}, 0
-    for spec, dtype, size in zip(specs, dtypes, sizes, strict=True):
-        used = math.prod(spec.shape) * dtype.itemsize
-        states[spec.name] = block[start : start + used].view(dtype).reshape(spec.shape)
-        start += size
-    return states
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    sizes = [math.prod(spec.shape) * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)]
+    *starts, end = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+    block = np.frombuffer(zeroed(end), np.uint8)
+    return {
+        spec.name: block[start : start + size].view(dtype).reshape(spec.shape)
+        for spec, dtype, size, start in zip(specs, dtypes, sizes, starts, strict=True)
+    }

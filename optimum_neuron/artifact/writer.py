@@ -40,8 +40,7 @@ class ArtifactWriter:
     def commit(self, manifest: dict[str, Any]) -> None:
         """Write the manifest with the digest of every file, last, and move the folder to its place.
 
-        Raises:
-            FileExistsError: something that may not be replaced has meanwhile appeared there.
+        Raises FileExistsError if something that may not be replaced has meanwhile appeared there.
         """
         files = {
             path.relative_to(self.path).as_posix(): {"sha256": file_sha256(path), "size": path.stat().st_size}
@@ -62,7 +61,10 @@ class ArtifactWriter:
 
     def _publish(self) -> None:
         if self._output.is_dir():
-            _keep_access(self._output, self.path)
+            status = self._output.stat()
+            with suppress(PermissionError):
+                os.chown(self.path, status.st_uid, status.st_gid)
+            self.path.chmod(status.st_mode & 0o7777)
         if (self._output / MANIFEST_NAME).is_file():
             replaced = self.path.with_name(_REPLACED)
             self.path.rename(replaced)
@@ -71,8 +73,14 @@ class ArtifactWriter:
                 self._output.rename(replaced)
                 self.path.rename(self._output)
         else:
-            with _explained_files(self._output):
+            try:
                 self.path.rename(self._output)  # this replaces an empty folder, and no other
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise FileExistsError(
+                    f"{self._output} was filled by another process while its artifact was made; name another folder"
+                ) from error
         with suppress(PermissionError):  # a folder that takes files but does not list them
             sync(self._output.parent)
 
@@ -83,18 +91,16 @@ def write_artifact(output: Path, *, overwrite: bool = False) -> Iterator[Artifac
 
     A folder keeps its permissions, and the files that it holds apart from an artifact that is replaced.
 
-    Raises:
-        FileExistsError: `output` exists and may not be replaced, or another process writes to it; before anything is written.
-        NotADirectoryError: `output` is a file.
-        OSError: the disk is full.
+    Raises FileExistsError if `output` exists and may not be replaced, or another process writes to it; before
+    anything is written; NotADirectoryError if `output` is a file; OSError if the disk is full.
     """
     check_output(output, overwrite=overwrite)
-    output = _real_path(output)
+    output = Path(os.path.realpath(output))  # a link stays, and its destination is replaced
     with explained_full_disk(output.parent, "name an output folder on another disk"):
         output.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(output)
         with _work_folder(output) as work, ExitStack() as stack:
-            stack.callback(_clear_new, work)
+            stack.callback(shutil.rmtree, work / _NEW, ignore_errors=True)
             stack.callback(_settle_work, work, output)
             _check_taken(output, overwrite=overwrite)
             for folder in (_NEW, *(f"{_NEW}/{owned}" for owned in OWNED_FOLDERS)):
@@ -105,12 +111,10 @@ def write_artifact(output: Path, *, overwrite: bool = False) -> Iterator[Artifac
 def check_output(output: Path, *, overwrite: bool) -> None:
     """Raise where an artifact may not be written to `output`; put back an artifact that a killed process was replacing there.
 
-    Raises:
-        FileExistsError: it is taken, or a mount point, or another process writes to it.
-        NotADirectoryError: it is a file.
-        PermissionError: its parent may not be written to.
+    Raises FileExistsError if it is taken, or a mount point, or another process writes to it; NotADirectoryError if
+    it is a file; PermissionError if its parent may not be written to.
     """
-    output = _real_path(output)
+    output = Path(os.path.realpath(output))  # a link stays, and its destination is replaced
     if is_mount_point(output):
         raise FileExistsError(
             f"{output} is a mount point, which cannot be replaced as a whole; name a folder below it"
@@ -133,20 +137,11 @@ def write_signpost(folder: Path) -> None:
 
 
 def copy_artifact(artifact: Artifact, folder: Path) -> None:
-    """Copy an artifact's files into a folder that has the owned folders.
-
-    Raises:
-        ArtifactError: a file is not the one in the manifest: it was changed, or the artifact replaced.
-    """
+    """Copy an artifact's files into a folder; raise ArtifactError for one that is not the manifest's: it was changed or replaced."""
     for name in artifact.manifest["files"]:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(artifact.path / name, folder / name)
         artifact.check_digest(name, file_sha256(folder / name))
-
-
-def _real_path(output: Path) -> Path:
-    """Return the real path of `output`: a link stays, and its destination is replaced."""
-    return Path(os.path.realpath(output))
 
 
 def _check_taken(output: Path, *, overwrite: bool) -> None:
@@ -179,7 +174,7 @@ def _work_folder(output: Path) -> Iterator[Path]:
         if foreign:
             raise FileExistsError(f"{work / foreign[0]} is in the way of an export to {output}; move it")
         _settle_work(work, output)
-        _clear_new(work)
+        shutil.rmtree(work / _NEW, ignore_errors=True)
         yield work
 
 
@@ -207,10 +202,6 @@ def _settle_work(work: Path, output: Path) -> None:
             shutil.rmtree(new, ignore_errors=True)
 
 
-def _clear_new(work: Path) -> None:
-    shutil.rmtree(work / _NEW, ignore_errors=True)
-
-
 def _own_names(folder: Path) -> set[str]:
     """Return the files of an artifact, as far as its manifest can be read."""
     names = {MANIFEST_NAME, *OWNED_FOLDERS}
@@ -229,22 +220,3 @@ def _move_foreign(old: Path, new: Path, own: set[str], prefix: str = "") -> None
             _move_foreign(entry, place, own, f"{name}/")
         elif not os.path.lexists(place):
             entry.rename(place)
-
-
-def _keep_access(old: Path, new: Path) -> None:
-    status = old.stat()
-    with suppress(PermissionError):
-        os.chown(new, status.st_uid, status.st_gid)
-    new.chmod(status.st_mode & 0o7777)
-
-
-@contextmanager
-def _explained_files(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-        raise FileExistsError(
-            f"{output} was filled by another process while its artifact was made; name another folder"
-        ) from error

@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
-from .export_options import ExportOptions
-from .graph_options import (
-    ACTIVATIONS,
-    DTYPES,
-    HLO_TARGETS,
-    KERNEL_TARGETS,
-    LARGEST_SIZE,
-    MOST_LOGPROBS,
-    NEURON_TARGETS,
-    SMALLEST_BLOCK,
-    TARGETS,
-    TARGETS_WITHOUT_FP8,
-    TASKS,
-)
-from .graph_sizes import LARGEST_SCAN_BLOCK
-from .neuron_config import NeuronConfig
-from .option import OptionSpec, read_dtype, refuse_unknown, takes_options
-
-
-__all__ = [
-    "ACTIVATIONS", "DTYPES", "HLO_TARGETS", "KERNEL_TARGETS", "LARGEST_SCAN_BLOCK", "LARGEST_SIZE", "MOST_LOGPROBS", "NEURON_TARGETS",
-    "SMALLEST_BLOCK", "TARGETS", "TARGETS_WITHOUT_FP8", "TASKS", "ExportOptions", "NeuronConfig", "OptionSpec", "read_dtype",
-    "refuse_unknown", "takes_options",
-]  # fmt: skip
+from .export_options import ExportOptions as ExportOptions
+from .graph_options import ACTIVATIONS as ACTIVATIONS
+from .graph_options import DTYPES as DTYPES
+from .graph_options import HLO_TARGETS as HLO_TARGETS
+from .graph_options import KERNEL_TARGETS as KERNEL_TARGETS
+from .graph_options import LARGEST_SIZE as LARGEST_SIZE
+from .graph_options import MOST_LOGPROBS as MOST_LOGPROBS
+from .graph_options import NEURON_TARGETS as NEURON_TARGETS
+from .graph_options import SMALLEST_BLOCK as SMALLEST_BLOCK
+from .graph_options import TARGETS as TARGETS
+from .graph_options import TARGETS_WITHOUT_FP8 as TARGETS_WITHOUT_FP8
+from .graph_options import TASKS as TASKS
+from .graph_sizes import LARGEST_SCAN_BLOCK as LARGEST_SCAN_BLOCK
+from .neuron_config import NeuronConfig as NeuronConfig
+from .option import OptionSpec as OptionSpec
+from .option import read_dtype as read_dtype
+from .option import refuse_unknown as refuse_unknown
+from .option import takes_options as takes_options

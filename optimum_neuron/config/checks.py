@@ -10,29 +10,21 @@ from . import graph_options as known
 from .graph_sizes import GraphSizes
 
 
-_SIZES = ("batch_size", "sequence_length", "ctx_batch_size", "tensor_parallel_size")
-_SWITCHES = (
-    "on_device_sampling", "output_logits", "prompt_logits", "float32_reduce", "long_frequencies", "quantization_zero_point",
-)  # fmt: skip
-_COUNTS = {
-    "top_logprobs": (0, known.MOST_LOGPROBS), "state_snapshots": (0, known.LARGEST_SIZE), "state_snapshot_interval": (1, known.LARGEST_SIZE),
-}  # fmt: skip
-
-
-def check_choice(name: str, value: object, choices: tuple[str | int | None, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str | int, ...]) -> None:
     if value not in choices:
-        allowed = ", ".join(str(each) for each in choices if each is not None)
-        raise ValueError(f"{name}={value!r} is not known; choose one of {allowed}")
+        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(str, choices))}")
 
 
-def check_size(name: str, value: object) -> int:
-    """Return a whole number from 1 to the largest that graphs count to; raise TypeError or ValueError for another value."""
+def check_size(name: str, value: object, least: int = 1, most: int = known.LARGEST_SIZE) -> int:
+    """Return a whole number of a range; raise TypeError or ValueError for another value."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-    if value > known.LARGEST_SIZE:
-        raise ValueError(f"{name}={value} is above {known.LARGEST_SIZE}, as far as graphs count; lower it")
+    if most < known.LARGEST_SIZE and not least <= value <= most:
+        raise ValueError(f"{name}={value} must be between {least} and {most}")
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+    if value > most:
+        raise ValueError(f"{name}={value} is above {most}, as far as graphs count; lower it")
     return value
 
 
@@ -55,30 +47,20 @@ def take_names(name: str, values: object, what: str = "names") -> tuple[str, ...
 
 
 def check_values(config: GraphSizes) -> None:
-    """Check sizes, switches and counts, each alone."""
-    for name in _SIZES:
-        check_size(name, getattr(config, name))
-    for name in _SWITCHES if config.mixed_step is None else (*_SWITCHES, "mixed_step"):
-        if not isinstance(getattr(config, name), bool):
-            raise TypeError(f"{name} must be true or false, not {getattr(config, name)!r}")
-    for name, (least, most) in _COUNTS.items():
+    """Check each value alone, by its declaration, except those of several sizes."""
+    for name, option in config.declared().items():
         value = getattr(config, name)
-        if value is not None and type(value) is not int:
-            raise TypeError(f"{name} must be a whole number or None, not {value!r}")
-        if value is not None and not least <= value <= most:
-            raise ValueError(f"{name}={value} must be between {least} and {most}")
-
-
-def check_choices(config: GraphSizes) -> None:
-    for each in config.kernels:
-        check_choice("kernels", each, known.KERNELS)
+        if value is None and option.takes_none:
+            continue
+        if option.is_switch and not isinstance(value, bool):
+            raise TypeError(f"{name} must be true or false, not {value!r}")
+        if option.choices:
+            for each in value if option.many else (value,):
+                check_choice(name, each, option.choices)
+        elif option.parse is int and not option.many:
+            check_size(name, value, *option.span)
     if len(set(config.kernels)) != len(config.kernels):
         raise ValueError(f"kernels={config.kernels} names one twice; name it once")
-    check_choice("dtype", config.dtype, known.DTYPES)
-    check_choice("target", config.target, known.TARGETS)
-    check_choice("quantization", config.quantization, (None, *known.QUANTIZATIONS))
-    check_choice("activations", config.activations, (None, *known.ACTIVATION_CHOICES))
-    check_choice("kv_cache_dtype", config.kv_cache_dtype, (None, *known.KV_CACHE_DTYPES))
 
 
 def check_quantization(config: GraphSizes) -> None:
@@ -97,7 +79,6 @@ def check_quantization(config: GraphSizes) -> None:
     for name, value in only_int4.items():
         if value is not None and kind != "int4":
             raise ValueError(f"{name}={value!r} needs quantization='int4', not {kind!r}; leave out one of them")
-    check_choice("quantization_group_size", group, (None, *known.INT4_GROUP_SIZES))
     if config.activations not in known.ACTIVATIONS:
         return
     if config.target in known.HLO_TARGETS:
@@ -145,7 +126,6 @@ def check_blocks(config: GraphSizes) -> None:
                 f"kv_cache_tokens={tokens} needs a cache of blocks, and kv_block_size is left out; give both, as kv_block_size=128"
             )
         return
-    check_size("kv_block_size", block)
     if block < known.SMALLEST_BLOCK or block & (block - 1):
         raise ValueError(
             f"kv_block_size={block} must be a power of two of at least {known.SMALLEST_BLOCK}, as 128; choose another"
@@ -157,20 +137,10 @@ def check_blocks(config: GraphSizes) -> None:
         )
     if tokens is None:
         return
-    check_size("kv_cache_tokens", tokens)
     if tokens < length or tokens % block:
         raise ValueError(
             f"kv_cache_tokens={tokens} must be a multiple of kv_block_size={block} and hold one request of "
             f"sequence_length={length} at least; make it {max(length, -(-tokens // block) * block)}"
-        )
-
-
-def check_kept_states(config: GraphSizes) -> None:
-    if config.state_snapshot_interval is not None and not config.state_places:
-        asked = config.state_snapshots == 0
-        why = "; leave out one" if asked else f", the default of target={config.target!r}; give both"
-        raise ValueError(
-            f"state_snapshot_interval={config.state_snapshot_interval} has nowhere to keep state with state_snapshots=0{why}"
         )
 
 

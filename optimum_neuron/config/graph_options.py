@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .option import LARGEST_SIZE as LARGEST_SIZE
 from .option import REPEATED, SIZES, WORDS, Options, option, read_dtype
 
 
@@ -27,8 +28,6 @@ ACTIVATION_CHOICES = ("auto", "none", *ACTIVATIONS)
 # Codes that an export rounds weights to, or "checkpoint" for a quantized checkpoint's own.
 QUANTIZATIONS = ("int8", "int4", "fp8", "checkpoint")
 INT4_GROUP_SIZES = (32, 64, 128)
-# Graphs count positions and tokens in int32.
-LARGEST_SIZE = 2**31 - 1
 # Attention kernels take this many columns at a time, and a block is a multiple of it.
 SMALLEST_BLOCK = 64
 # The most that servers of OpenAI's API return.
@@ -43,8 +42,8 @@ class DefaultSize(int):
     """A size that was not asked for."""
 
 
-def _tokens(default: Any, text: str, group: str, **settings: Any) -> Any:
-    return option(default, text, group, parse=int, metavar="TOKENS", **settings)
+def _count(default: Any, text: str, group: str, metavar: str = "TOKENS", **settings: Any) -> Any:
+    return option(default, text, group, parse=int, metavar=metavar, **settings)
 
 
 def _switch(group: str, text: str) -> Any:
@@ -55,57 +54,54 @@ def _switch(group: str, text: str) -> Any:
 class GraphOptions(Options):
     """The type, default and help of each option. NeuronConfig adds checks and derived values."""
 
-    batch_size: int = option(
-        1, "requests that are served at the same time: rows of a decode step", "basic", parse=int, metavar="ROWS"
-    )
-    sequence_length: int = _tokens(
+    batch_size: int = _count(1, "requests that are served at the same time: rows of a decode step", "basic", "ROWS")
+    sequence_length: int = _count(
         DefaultSize(1024),
         "prompt and answer of one request together; an export lowers the default to the positions of its model",
         "basic",
     )
-    kv_block_size: int | None = _tokens(
+    kv_block_size: int | None = _count(
         None,
         "make the KV cache of blocks of this size, which requests take as they grow; a power of two from 64 on, such as 128 (default: a "
         "slot of `sequence_length` for each row)",
         "cache",
     )
-    kv_cache_tokens: int | None = _tokens(
+    kv_cache_tokens: int | None = _count(
         None,
         "tokens that all requests together hold in blocks, at most; `batch_size` then only counts rows (default: `batch_size` times "
         "`sequence_length`)",
         "cache",
     )
-    state_snapshots: int | None = option(
+    state_snapshots: int | None = _count(
         None,
         "for a model with recurrences, short convolutions or compressed keys, copies of a slot's state that are kept, so that prompts with "
         "a common start share it; each takes the memory of one slot's state; 0 turns this off (default: twice `batch_size`; for Neuron 0)",
         "cache",
-        parse=int,
-        metavar="COUNT",
+        "COUNT",
+        span=(0, LARGEST_SIZE),
     )
-    state_snapshot_interval: int | None = _tokens(
+    state_snapshot_interval: int | None = _count(
         None,
         "tokens of a long prompt after which its state is kept again, where a step ends; in vLLM's blocks a multiple of the block "
         "(default: it is kept where the prompt ends, and where it parts from others)",
         "cache",
     )
-    prefill_chunk_size: int = _tokens(
+    prefill_chunk_size: int = _count(
         DERIVED,
         "prompt tokens that one step takes in (default: the largest power of two up to 512 that the other sizes allow)",
         "basic",
     )
-    prefill_chunk_buckets: tuple[int, ...] = _tokens(
+    prefill_chunk_buckets: tuple[int, ...] = _count(
         (),
         "smaller chunk sizes, ascending, compiled as well so that a short prompt costs less, as in 32,128 or 32 128 (default: none)",
         "prompts",
         many=SIZES,
     )
-    ctx_batch_size: int = option(
+    ctx_batch_size: int = _count(
         1,
         "chunk rows of a step: short prompts that one step takes in together, or rows that a long one fills",
         "prompts",
-        parse=int,
-        metavar="ROWS",
+        "ROWS",
     )
     mixed_step: bool = option(
         DERIVED,
@@ -115,7 +111,7 @@ class GraphOptions(Options):
         off="compile no graphs that decode and take in a prompt in the same step: prompts and decoding then take turns (default: compile "
         "them if `batch_size` is above 1)",
     )
-    context_buckets: tuple[int, ...] = _tokens(
+    context_buckets: tuple[int, ...] = _count(
         DERIVED,
         "cache lengths that attention reads, ascending up to `sequence_length` (default: for Neuron the sequence length and its quarters "
         "down to 256; for the host the sequence length alone, where attention stops at each token)",
@@ -153,12 +149,12 @@ class GraphOptions(Options):
         "compile one more graph of each chunk size, which returns the logits of all tokens of a prompt: for model(input_ids), the loss of "
         "labels, and vLLM's prompt_logprobs",
     )
-    top_logprobs: int | None = option(
+    top_logprobs: int | None = _count(
         None,
         f"return the log-probability of each chosen token, and of the COUNT most likely ones, 0 to {MOST_LOGPROBS}",
         "sampling",
-        parse=int,
-        metavar="COUNT",
+        "COUNT",
+        span=(0, MOST_LOGPROBS),
     )
     quantization: str | None = option(
         None,
@@ -168,14 +164,13 @@ class GraphOptions(Options):
         "basic",
         choices=QUANTIZATIONS,
     )
-    quantization_group_size: int | None = option(
+    quantization_group_size: int | None = _count(
         None,
         f"inputs that share a scale in int4: {', '.join(map(str, INT4_GROUP_SIZES))}; fewer are more exact, and larger (default: "
         f"{INT4_GROUP_SIZES[0]})",
         "weights",
-        parse=int,
+        "INPUTS",
         choices=INT4_GROUP_SIZES,
-        metavar="INPUTS",
     )
     quantization_zero_point: bool = _switch(
         "weights",
@@ -196,13 +191,12 @@ class GraphOptions(Options):
         "weights",
         choices=ACTIVATION_CHOICES,
     )
-    tensor_parallel_size: int = option(
+    tensor_parallel_size: int = _count(
         1,
         "cores that share one copy of the model, as many as a host connects: inf2 1, 2, 4, 8, 24; trn1 1, 2, 8, 16, 32; trn2 and trn3 1, 2, "
         "4, 8, 16, 32, 64",
         "devices",
-        parse=int,
-        metavar="DEVICES",
+        "DEVICES",
     )
     float32_reduce: bool = _switch(
         "devices",
@@ -229,3 +223,24 @@ class GraphOptions(Options):
         "basic",
         choices=TARGETS,
     )
+
+    @property
+    def kept_states(self) -> dict[str, int | None]:
+        """The options of copies of slots' state, by name."""
+        return {name: getattr(self, name) for name in ("state_snapshots", "state_snapshot_interval")}
+
+    @property
+    def state_places(self) -> int:
+        """Copies of a slot's state that are kept at the same time, for a model that has any."""
+        if self.state_snapshots is not None:
+            return self.state_snapshots
+        return 0 if self.target in HLO_TARGETS else 2 * self.batch_size
+
+    def check_kept_states(self) -> None:
+        """Raise ValueError where state is to be kept, and there is no place for it."""
+        if self.state_snapshot_interval is not None and not self.state_places:
+            asked = self.state_snapshots == 0
+            why = "; leave out one" if asked else f", the default of target={self.target!r}; give both"
+            raise ValueError(
+                f"state_snapshot_interval={self.state_snapshot_interval} has nowhere to keep state with state_snapshots=0{why}"
+            )

@@ -41,18 +41,6 @@ class GraphSizes(GraphOptions):
         return min(LARGEST_SCAN_BLOCK, max(2, 1 << (self.prefill_chunk_size.bit_length() - 1)))
 
     @property
-    def kept_states(self) -> dict[str, int | None]:
-        """The options of copies of slots' state, by name."""
-        return {name: getattr(self, name) for name in ("state_snapshots", "state_snapshot_interval")}
-
-    @property
-    def state_places(self) -> int:
-        """Copies of a slot's state that are kept at the same time, for a model that has any."""
-        if self.state_snapshots is not None:
-            return self.state_snapshots
-        return 0 if self.target in HLO_TARGETS else 2 * self.batch_size
-
-    @property
     def int4_group_size(self) -> int:
         """Inputs that share a scale, where weights are rounded to int4."""
         return self.quantization_group_size or INT4_GROUP_SIZES[0]

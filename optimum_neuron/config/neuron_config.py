@@ -35,25 +35,21 @@ class NeuronConfig(GraphSizes):
     """
 
     def __post_init__(self) -> None:
-        checks.check_values(self)
-        self._set(
-            dtype=read_dtype(self.dtype),
-            kernels=checks.take_names("kernels", self.kernels),
-            mixed_step=self.batch_size > 1 if self.mixed_step is None else self.mixed_step,
-        )
+        self._set(dtype=read_dtype(self.dtype), kernels=checks.take_names("kernels", self.kernels))
         if self.quantization_exclude is not None:
             patterns = checks.take_names("quantization_exclude", self.quantization_exclude, "patterns of names")
             self._set(quantization_exclude=patterns)
-        checks.check_choices(self)
+        checks.check_values(self)
+        if self.mixed_step is None:
+            self._set(mixed_step=self.batch_size > 1)
         if self.activations == "none" or (self.activations == "auto" and self.target in HLO_TARGETS):
             self._set(activations=None)
         checks.check_quantization(self)
         checks.check_types(self)
         checks.check_blocks(self)
-        checks.check_kept_states(self)
+        self.check_kept_states()
         if self.prefill_chunk_size is None:
             self._set(prefill_chunk_size=self._default_chunk_size())
-        checks.check_size("prefill_chunk_size", self.prefill_chunk_size)
         self._set(prefill_chunk_buckets=checks.take_sizes("prefill_chunk_buckets", self.prefill_chunk_buckets))
         if self.context_buckets is None or isinstance(self.context_buckets, _Followed):
             self._set(context_buckets=_Followed(self._default_context_buckets()))

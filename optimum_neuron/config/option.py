@@ -8,11 +8,14 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, TypeVar
 
 
 # Ways of a command line to take several values: one flag for each, words after the flag, or sizes separated by commas too.
 REPEATED, WORDS, SIZES = "repeated", "words", "sizes"
+# Graphs count positions and tokens in int32.
+LARGEST_SIZE = 2**31 - 1
 _DTYPE_SPELLINGS = {"float": "float32", "fp32": "float32", "bf16": "bfloat16", "half": "float16", "fp16": "float16"}
 _Class = TypeVar("_Class")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -26,7 +29,7 @@ class OptionSpec:
     Attributes:
         help: one text for Python and the command line; names of options stand in backticks.
         group: the group of the command line's help; empty for an option that only Python has.
-        parse: makes a value of a word of the command line.
+        parse: makes a value of a word of the command line; int stands for a whole number of `span`.
         many: REPEATED, WORDS or SIZES of an option with several values.
         is_switch: the flag takes no value and sets true.
         off: the help of a switch that is on by default: its flag begins with --no- and sets false.
@@ -42,6 +45,8 @@ class OptionSpec:
     many: str = ""
     is_switch: bool = False
     off: str = ""
+    span: tuple[int, int] = (1, LARGEST_SIZE)
+    takes_none: bool = False
 
     @property
     def flag(self) -> str:
@@ -70,9 +75,15 @@ class Options:
     """A base of dataclasses with fields that `option` makes."""
 
     @classmethod
+    @cache
     def declared(cls) -> dict[str, OptionSpec]:
         """Return the declaration of each option by its name."""
-        return {each.name: OptionSpec(each.name, each.default, **each.metadata) for each in fields(cls)}  # type: ignore[arg-type]
+        return {
+            each.name: OptionSpec(
+                each.name, each.default, **each.metadata, takes_none=each.default is None or "None" in str(each.type)
+            )
+            for each in fields(cls)  # type: ignore[arg-type]
+        }
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ class BlockDraft:
         has = full + (1 if found.source is None else self._pool.count_tokens(found.source))
         resumed = self._snapshots.resume_prompt(tokens, found.length, has=has)
         shortened = found.shorten(resumed.length, self._size)
-        return shortened._replace(snapshot=resumed.snapshot, cut=resumed.cut)
+        return shortened._replace(state_place=resumed.state_place, cut=resumed.cut)
 
     def count_room(self, state: RequestState, prefix: Prefix) -> int:
         """Return by how many tokens a request could advance with what is left."""

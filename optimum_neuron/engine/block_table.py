@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from ..config import NeuronConfig
-from ..core import Assignment, KeptSnapshot, Step
+from ..core import Assignment, KeptState, Step
 from .block_draft import BlockDraft
 from .block_pool import MIN_REUSE, BlockPool
 from .request import RequestState
@@ -102,7 +102,7 @@ class BlockTable:
         self.pool.release_blocks(self._blocks[row])
         self._blocks[row], self._known[row] = [], 0
 
-    def apply_step(self, step: Step, live: Callable[[Assignment | KeptSnapshot], RequestState | None]) -> None:
+    def apply_step(self, step: Step, live: Callable[[Assignment | KeptState], RequestState | None]) -> None:
         """Follow what a step did to blocks and snapshots.
 
         Args:

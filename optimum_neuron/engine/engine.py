@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 
 from ..core import Request, Step
+from ..runtime.lengths import check_token_ids
 from ..runtime.runner import GraphRunner
 from ..runtime.step_rows import StepRows
-from ..runtime.token_ids import check_token_ids
 from .events import Event, RequestFailedError, RequestFailure, TokenEvent
 from .policy import SchedulerOptions
 from .sampler import RequestSampler, check_sampling
@@ -171,7 +171,7 @@ class Engine:
             runner.copy_block(*copy)
         for piece in step.pieces:
             if piece.prefix is not None:
-                runner.resume_slot(piece.slot, piece.prefix.length, piece.prefix.snapshot)
+                runner.resume_slot(piece.slot, piece.prefix.length, piece.prefix.state_place)
 
     def _choose_token(self, sampler: RequestSampler, logits: np.ndarray) -> int | RequestFailure:
         request_id = sampler.request.request_id

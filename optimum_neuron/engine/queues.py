@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, itemgetter
 
-from ..core import Assignment, KeptSnapshot, PromptPiece, RequestRow
+from ..core import Assignment, KeptState, PromptPiece, RequestRow
 from .request import RequestState, RequestStatus
 
 
@@ -74,7 +74,7 @@ class RequestQueues:
         state.status = RequestStatus.FINISHED
         del self.live[state.request.request_id]
 
-    def find_current(self, item: PromptPiece | RequestRow | Assignment | KeptSnapshot) -> RequestState | None:
+    def find_current(self, item: PromptPiece | RequestRow | Assignment | KeptState) -> RequestState | None:
         """Return the request that a step means; None where it was aborted since, even if a new one has its id."""
         state = self.live.get(item.request_id)
         return state if state is not None and state.arrival == item.arrival else None

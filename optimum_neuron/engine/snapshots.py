@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from ..core import KeptSnapshot, Prefix, PromptPiece, Step
+from ..core import KeptState, Prefix, PromptPiece, Step
 from .request import RequestState
 
 
@@ -70,7 +70,7 @@ class SnapshotTable:
         place = self.find_longest(prompt[:common])
         length = self._count_tokens(place)
         parts = has > common and common - length >= self._min_reuse
-        return Prefix(length, snapshot=place, cut=common if parts else 0)
+        return Prefix(length, state_place=place, cut=common if parts else 0)
 
     def is_worth(self, start: int, end: int, left: int, cut: int) -> bool:
         """Return whether a snapshot is to be taken where a prompt's piece ends.
@@ -116,7 +116,7 @@ class SnapshotTable:
                 kept[name] = free
         return kept
 
-    def plan_step(self, step: Step, find: Callable[[str], RequestState]) -> tuple[KeptSnapshot, ...]:
+    def plan_step(self, step: Step, find: Callable[[str], RequestState]) -> tuple[KeptState, ...]:
         """Return what is kept of the rows that a step advances; no snapshot that the step itself needs gives its place.
 
         Args:
@@ -131,12 +131,12 @@ class SnapshotTable:
                 pieces.append(piece)
                 texts.append(state.tokens[: piece.end])
         return tuple(
-            KeptSnapshot(piece.request_id, piece.slot, len(text), place, piece.arrival)
+            KeptState(piece.request_id, piece.slot, len(text), place, piece.arrival)
             for piece, text, place in zip(pieces, texts, self.pick_places(texts, _needed_places(step)), strict=True)
             if place is not None
         )
 
-    def apply_step(self, step: Step, live: Callable[[KeptSnapshot], RequestState | None]) -> None:
+    def apply_step(self, step: Step, live: Callable[[KeptState], RequestState | None]) -> None:
         """Follow what a step did.
 
         Args:
@@ -176,4 +176,4 @@ class SnapshotTable:
 def _needed_places(step: Step) -> list[int]:
     """Return the places of snapshots after which a step's requests continue."""
     prefixes = (piece.prefix for piece in step.pieces if piece.prefix is not None)
-    return [prefix.snapshot for prefix in prefixes if prefix.snapshot is not None]
+    return [prefix.state_place for prefix in prefixes if prefix.state_place is not None]

@@ -24,7 +24,6 @@ from ..artifact.find import find_artifact
 from ..artifact.partial import locked_folder
 from ..artifact.user_cache import cache_folder
 from ..checkpoints.origin import read_origin
-from ..command_options import hub_options
 from ..config import ExportOptions, NeuronConfig
 from ..version import __version__
 
@@ -39,7 +38,7 @@ CACHE_KIND = "exports"
 DEFAULT_ROWS, LONGEST_DEFAULT = 4, 4096
 _LONGEST_STEM = 60
 _OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
-# The options of `command_options.add_named_model`.
+# The options of a command that runs a named model.
 _OWN_OPTIONS = {"--batch-size", "--sequence-length", "--revision", "--token", "--trust-remote-code"}
 _EXPORT = ("optimum-cli", "export", "neuron")
 _UNKNOWN = "MODEL"
@@ -70,7 +69,8 @@ def open_named(args: Namespace) -> Artifact:
     """Open the artifact that a command's words name, as `open_or_export`."""
     given = {name: getattr(args, name) for name in ("batch_size", "sequence_length")}
     sizes = {name: size for name, size in given.items() if size is not None}
-    return open_or_export(args.model, ExportOptions(**hub_options(args)), sizes).artifact
+    reading = ExportOptions(revision=args.revision, token=args.token, trust_remote_code=args.trust_remote_code)
+    return open_or_export(args.model, reading, sizes).artifact
 
 
 def open_artifact(model: str, reading: ExportOptions, options: Mapping[str, Any]) -> Opened | None:

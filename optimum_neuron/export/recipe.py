@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 
 from .. import progress
 from ..artifact.artifact import MANIFEST_NAME
-from ..artifact.disk_space import check_disk, expected_bytes, written_bytes
-from ..artifact.filesystem import explained_full_disk
+from ..artifact.filesystem import check_disk, explained_full_disk
 from ..artifact.manifest import describe_graph
 from ..artifact.quantization import write_formats
-from ..artifact.weights import check_memory, named_tensors
+from ..artifact.weights import check_memory, named_tensors, untie
 from ..artifact.writer import check_output, write_artifact, write_signpost
 from ..checkpoints.checkpoint import Checkpoint
 from ..checkpoints.find import find_checkpoint
@@ -43,7 +42,7 @@ from ..step.spec import graph_specs
 from ..step.state_specs import kept_state_specs, state_specs
 from ..targets import CompileJob, Target, get_target, resolve_target
 from ..targets.threads import fit_threads
-from ..text.record import write_record
+from ..text.tokenizer import write_record
 from ..version import __version__
 from .adapters import PeftAdapter, find_adapters
 
@@ -94,7 +93,6 @@ def export_model(
     text = reading.quantization_calibration
     calibration = None if text is None else read_calibration(text, checkpoint, config)
     folder = next(parent for parent in output.parents if parent.is_dir())
-    check_disk(folder, expected_bytes(checkpoint, config))
     with scratch_folder(folder), explained_full_disk(folder, "name an output folder on another disk"):
         loaded, config = _load_model(checkpoint, adapters, config)
         check_every_step_has_a_graph(config, graph_specs(config))
@@ -104,7 +102,7 @@ def export_model(
         spec = _check_model(loaded, config)
         # After the check: with activations that differ in a last bit, codes can be others.
         round_activations(loaded, config)
-        check_disk(folder, written_bytes(named_tensors(loaded)))
+        check_disk(folder, sum(each.nbytes for each in untie(named_tensors(loaded))[0].values()))
         with write_artifact(output, overwrite=overwrite) as writer:
             write_verbatim(checkpoint, loaded, writer.path, [each.folder for each in adapters])
             fit_tokenizer(writer.path, config.sequence_length)

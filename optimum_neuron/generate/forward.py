@@ -81,7 +81,10 @@ class Forward(Module):
                 score_prompts(self.runner, prompts, places, columns.numpy(), logits.numpy())
             finally:
                 self.runner.reset_slots()
-        return CausalLMOutput(loss=None if labels is None else self._compute_loss(logits, labels), logits=logits)
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        loss = cast(Any, self._empty).loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
+        return CausalLMOutput(loss=loss, logits=logits)
 
     def _split_prompts(
         self, input_ids: Tensor, attention_mask: Tensor | None, cu_seq_lens_q: Tensor | None
@@ -131,17 +134,12 @@ class Forward(Module):
                 f"from the logits"
             )
 
-    def _compute_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        function: Callable[..., Tensor] = cast(Any, self._empty).loss_function
-        return function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
-
 
 def _select_columns(logits_to_keep: int | Tensor, width: int) -> Tensor | None:
     """Return the columns of a batch that are kept, `[kept]` int64; None: each prompt's last token, wherever it stands.
 
-    Raises:
-        TypeError: it is no number and no tensor.
-        ValueError: it is below 0, or no row of columns that there are.
+    Raises TypeError if it is no number and no tensor; ValueError if it is below 0, or no row of columns that there
+    are.
     """
     every = torch.arange(width)
     if isinstance(logits_to_keep, Tensor):

@@ -82,11 +82,7 @@ class Generation(Defaults):
         )
 
     def own_tokenizer(self) -> Any:
-        """Return the artifact's tokenizer.
-
-        Raises:
-            ValueError: it has none.
-        """
+        """Return the artifact's tokenizer; raise ValueError if it has none."""
         path = self.artifact.path
         return load_tokenizer(path, str(path), trust_remote_code=self._trust_remote_code)
 

@@ -9,15 +9,13 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from .. import progress
-from ..artifact.artifact import Artifact, is_graph_file
+from ..artifact.artifact import Artifact
 from ..artifact.find import find_artifact
 from ..artifact.skeleton import read_config
 from ..config import ExportOptions, NeuronConfig, refuse_unknown, takes_options
@@ -26,13 +24,12 @@ from ..engine.engine import Engine
 from ..runtime.arguments import refuse_other_options
 from ..runtime.process import OwnProcess, end_idle_workers
 from ..runtime.profile import Profile
-from ..runtime.timing import open_runner
-from ..targets import Executable, RankOptions, get_target
-from .auto import load_artifacts_by
+from ..runtime.runner import GraphRunner
+from ..runtime.timing import load_runner
+from ..targets import RankOptions
+from .auto import load_artifacts_by, make_known, own_options
 from .forward import Forward
 from .generation import Generation
-from .keywords import own_options
-from .module import make_known
 from .saving import Saving, read_defaults
 
 
@@ -52,21 +49,16 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, Saving):
     def __init__(
         self,
         artifact: Artifact,
-        executable: Executable,
+        runner: GraphRunner,
         config: Any,
         generation_config: GenerationConfig,
         *,
-        deterministic: bool = False,
         trust_remote_code: bool = False,
-        profile: Profile | None = None,
     ) -> None:
+        super().__init__(config, generation_config, artifact.config)
         self.artifact = artifact
-        self.config = config
-        self.generation_config = generation_config
-        self.neuron_config: NeuronConfig = artifact.config
-        self.device = torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, artifact.config.dtype)
-        self.runner = open_runner(artifact, executable, deterministic=deterministic, profile=profile)
+        self.runner = runner
         self._trust_remote_code = trust_remote_code
         self._lock = threading.RLock()
         self._engine: Engine | None = None  # kept by generate_batch for the prefixes in its slots
@@ -121,14 +113,10 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, Saving):
         if config is not None and options:
             raise TypeError(f"pass config or single options, not both: {', '.join(sorted(options))}")
         refuse_unknown(options, (*NeuronConfig.option_names(), *named))
-        ranks = RankOptions(None if rank_python is None else str(rank_python), rank_timeout)
         wanted = NeuronConfig.from_dict(options) if config is None else config
-        loading: dict[str, Any] = {
-            "trust_remote_code": reading.trust_remote_code,
-            "deterministic": deterministic,
-            "ranks": ranks,
-            "profile": profile,
-        }
+        ranks = RankOptions(None if rank_python is None else str(rank_python), rank_timeout)
+        loading: dict[str, Any] = {"deterministic": deterministic, "ranks": ranks, "profile": profile}
+        loading["trust_remote_code"] = reading.trust_remote_code
         found = find_artifact(model_id, export=export, native_code=reading.trust_remote_code, **reading.hub)
         if found is None:
             return cls._export_checkpoint(model_id, wanted, reading, **loading)
@@ -154,35 +142,13 @@ class NeuronModelForCausalLM(Forward, ContinuousBatching, Generation, Saving):
         return model
 
     @classmethod
-    def _load_artifact(
-        cls,
-        artifact: Artifact,
-        *,
-        trust_native_code: bool,
-        trust_remote_code: bool,
-        deterministic: bool,
-        ranks: RankOptions,
-        profile: Profile | None,
-    ) -> NeuronModelForCausalLM:
+    def _load_artifact(cls, artifact: Artifact, *, trust_remote_code: bool, **loading: Any) -> NeuronModelForCausalLM:
         # Before transformers reads, or with trust_remote_code runs, any of these files.
-        artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
+        artifact.verify_described()
         config = read_config(artifact.path, trust_remote_code=trust_remote_code)
-        generation_config = read_defaults(artifact, config)
-        if profile is not None:
-            ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
-        with progress.stage("Loading the artifact"):
-            executable = get_target(artifact.target).load(
-                artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code, ranks=ranks
-            )
-        return cls(
-            artifact,
-            executable,
-            config,
-            generation_config,
-            deterministic=deterministic,
-            trust_remote_code=trust_remote_code,
-            profile=profile,
-        )
+        defaults = read_defaults(artifact, config)
+        runner = load_runner(artifact, trust_remote_code=trust_remote_code, **loading)
+        return cls(artifact, runner, config, defaults, trust_remote_code=trust_remote_code)
 
     @contextmanager
     def _hold_slots(self, *, keep_engine: bool = False) -> Iterator[None]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..artifact.artifact import Artifact
 from ..artifact.skeleton import empty_model
@@ -18,11 +17,6 @@ from ..step.features.codes.formats import coded_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def make_known(name: str) -> None:
-    """Register a class as one that generates text; else pipelines log the names of all classes that do."""
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("neuron", name)
 
 
 class Module:
@@ -69,7 +63,6 @@ class Module:
 
     @cached_property
     def _empty(self) -> nn.Module:
-        """The model of config.json without weights, as the artifact stores them."""
         return self._model_without_weights(coded=True)
 
     def _model_without_weights(self, *, coded: bool) -> nn.Module:
@@ -83,11 +76,7 @@ class Module:
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """Return self where `mode` is False.
-
-        Raises:
-            ValueError: graphs that are compiled for inference do not learn.
-        """
+        """Return self where `mode` is False; raise ValueError for True: graphs that are compiled for inference do not learn."""
         if mode:
             raise ValueError(
                 "compiled graphs cannot be trained; train the checkpoint with transformers and export it again"
@@ -99,11 +88,7 @@ class Module:
         return self.train(requires_grad)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return self: compiled graphs stay where they were compiled for.
-
-        Raises:
-            ValueError: another dtype than theirs.
-        """
+        """Return self, as compiled graphs stay where they were compiled for; raise ValueError for another dtype than theirs."""
         for wanted in (*args, *kwargs.values()):
             if isinstance(wanted, torch.dtype) and wanted != self.dtype:
                 name = str(wanted).removeprefix("torch.")
@@ -117,7 +102,6 @@ class Module:
         return self
 
     def cuda(self, device: Any = None) -> Self:
-        """Return self, as `to` does."""
         return self
 
     def float(self) -> Self:

@@ -38,10 +38,7 @@ class Saving(PushToHubMixin):
         """Write the artifact to a folder, with the present `generation_config`; `push_to_hub` uploads it as well.
 
         `kwargs` are those of `push_to_hub`; `max_shard_size` and `safe_serialization` are accepted and have no meaning
-        for compiled graphs.
-
-        Raises:
-            FileExistsError: the folder holds something else.
+        for compiled graphs. Raises FileExistsError if the folder holds something else.
         """
         for unused in ("max_shard_size", "safe_serialization"):
             kwargs.pop(unused, None)
@@ -79,12 +76,10 @@ class Saving(PushToHubMixin):
             revision: the branch, which is made where there is none.
             create_pr: ask for the files to be taken over, in place of a commit to the branch.
             max_shard_size: accepted as in transformers; compiled graphs have no shards.
-            tags: further ones of the card.
             base_model: Hub id of the checkpoint, for the card; default: the repository that the export read.
 
-        Raises:
-            ArtifactError: a file was changed after the export.
-            ValueError, FileNotFoundError, RuntimeError: the Hub refuses, fails, or cannot be reached; each in one sentence.
+        Raises ArtifactError if a file was changed after the export; ValueError, FileNotFoundError or RuntimeError if the Hub refuses,
+        fails, or cannot be reached.
         """
         from ..hub.push import push_artifact
 

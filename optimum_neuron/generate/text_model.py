@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from .. import progress
-from ..artifact.artifact import Artifact, is_graph_file
+from ..artifact.artifact import Artifact
 from ..artifact.find import find_artifact
 from ..config import ExportOptions, refuse_unknown
 from ..engine.plain_requests import CHOICES, PlainRequests, RequestMaker, read_plain_defaults
@@ -19,8 +17,8 @@ from ..engine.policy import SchedulerOptions
 from ..errors import first_line
 from ..runtime.lengths import most_new_tokens
 from ..runtime.profile import Profile
-from ..targets import RankOptions, get_target
-from ..text.answer import TextAnswer
+from ..targets import RankOptions
+from ..text.stream import TextAnswer
 from ..text.template import Message
 from ..text.tokenizer import open_tokenizer
 
@@ -49,12 +47,7 @@ class TextModel:
     """
 
     def __init__(
-        self,
-        artifact: Artifact,
-        runner: GraphRunner,
-        tokenizer: Any,
-        *,
-        trust_remote_code: bool = False,
+        self, artifact: Artifact, runner: GraphRunner, tokenizer: Any, *, trust_remote_code: bool = False
     ) -> None:
         self.artifact = artifact
         self.neuron_config = artifact.config
@@ -96,34 +89,29 @@ class TextModel:
         found = find_artifact(model_id, export=False, native_code=trust_remote_code, **options | hub)
         assert found is not None  # export=False raises instead
         artifact, from_hub = found
-        artifact.verify(name for name in artifact.manifest["files"] if not is_graph_file(name))
-        tokenizer = _load_tokenizer(artifact, trust_remote_code)
+        artifact.verify_described()
+        tokenizer: Any = open_tokenizer(artifact.path)
+        if tokenizer is None:
+            from ..checkpoints.tokenizer import load_tokenizer
+
+            tokenizer = load_tokenizer(artifact.path, str(artifact.path), trust_remote_code=trust_remote_code)
         if check_tokenizer is not None:
             check_tokenizer(tokenizer)
-        ranks = RankOptions(None if rank_python is None else str(rank_python), rank_timeout)
-        if profile is not None:
-            ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
-        with progress.stage("Loading the artifact"):
-            executable = get_target(artifact.target).load(
-                artifact,
-                trust_native_code=trust_remote_code or not from_hub,
-                trust_remote_code=trust_remote_code,
-                ranks=ranks,
-            )
-        from ..runtime.timing import open_runner
+        from ..runtime.timing import load_runner
 
-        runner = open_runner(artifact, executable, profile=profile)
+        runner = load_runner(
+            artifact,
+            trust_native_code=trust_remote_code or not from_hub,
+            trust_remote_code=trust_remote_code,
+            ranks=RankOptions(None if rank_python is None else str(rank_python), rank_timeout),
+            profile=profile,
+        )
         return cls(artifact, runner, tokenizer, trust_remote_code=trust_remote_code)
 
     def make_requests(self, asked: Mapping[str, Any] = MappingProxyType({})) -> RequestMaker:
-        """Return a maker of requests.
+        """Return a maker of requests that choose tokens by `asked`, keywords of `generate`; others are the artifact's.
 
-        Args:
-            asked: keywords of `generate` by which all of them choose tokens; others are the artifact's.
-
-        Raises:
-            ValueError: the artifact cannot do what they ask.
-            TypeError: `generate` has no such keyword.
+        Raises ValueError if the artifact cannot do what they ask; TypeError if `generate` has no such keyword.
         """
         if self._defaults is None or not asked.keys() <= {*CHOICES}:
             return self._requests_by_transformers(asked)
@@ -153,15 +141,8 @@ class TextModel:
     ) -> EngineService:
         """Serve requests from any thread until the service is closed.
 
-        Args:
-            options: how steps are filled.
-            seed: seeds the requests that bring no seed of their own.
-            step_timeout: seconds that a step may take.
-            warm_up: run each graph once before the first request.
-
-        Raises:
-            ValueError: the artifact cannot do what the options ask.
-            RuntimeError: another service runs.
+        `seed` seeds the requests that bring none; a step may take `step_timeout` seconds; `warm_up` runs each graph once before the first
+        request. Raises ValueError if the artifact cannot do what the options ask; RuntimeError if another service runs.
         """
         from ..engine.engine import Engine
         from ..engine.service import EngineService
@@ -208,13 +189,10 @@ class TextModel:
         return TextAnswer(stream, self.tokenizer, requests.stop_strings, prompt_tokens=len(ids))
 
     def encode_prompt(self, prompt: str | Sequence[int] | Sequence[Message]) -> list[int]:
-        """Return the token ids of a prompt, as `answer` takes it.
-
-        Raises:
-            ValueError: it has bytes that are no UTF-8, or the chat template refuses the messages.
-        """
+        """Return the token ids of a prompt, and raise ValueError, as `answer` does."""
         if isinstance(prompt, str):
-            return list(_encode_text(self.tokenizer, prompt))
+            prompt.encode()  # an argument or a line may hold bytes that are no UTF-8, which no tokenizer takes
+            return list(self.tokenizer(prompt)["input_ids"])
         if len(prompt) and isinstance(prompt[0], Mapping):
             return encode_chat(self.tokenizer, cast("Sequence[Message]", prompt))
         return list(cast("Sequence[int]", prompt))
@@ -231,33 +209,15 @@ class TextModel:
         self.close()
 
 
-def _load_tokenizer(artifact: Artifact, trust_remote_code: bool) -> Any:
-    found = open_tokenizer(artifact.path)
-    if found is not None:
-        return found
-    from ..checkpoints.tokenizer import load_tokenizer
-
-    return load_tokenizer(artifact.path, str(artifact.path), trust_remote_code=trust_remote_code)
-
-
-def _encode_text(tokenizer: Any, text: str) -> Sequence[int]:
-    text.encode()  # an argument or a line may hold bytes that are no UTF-8, which no tokenizer takes
-    ids: Sequence[int] = tokenizer(text)["input_ids"]
-    return ids
-
-
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Return the token ids of a conversation, with the beginning of an answer.
 
-    Raises:
-        ValueError: the chat template refuses it, or a message has bytes that are no UTF-8.
+    Raises ValueError if the chat template refuses it, or a message has bytes that are no UTF-8.
     """
     for message in messages:
         str(message.get("content")).encode()
     try:
-        ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+        ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     except Exception as error:  # a template is a program
         raise ValueError(
             f"the chat template of {tokenizer.name_or_path} fails ({first_line(error)}); correct it, or give the prompt as a text "

@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from ..artifact.artifact import Artifact
 from ..config import NeuronConfig
 from ..core import check_whole_numbers
+from .lengths import check_token_ids
 from .refused import check_settings, refuse_settings
-from .token_ids import check_token_ids
 
 
 def refuse_other_options(artifact: Artifact, config: NeuronConfig, given: Collection[str]) -> None:
@@ -34,11 +34,7 @@ def refuse_other_options(artifact: Artifact, config: NeuronConfig, given: Collec
 
 
 def check_pad_token(pad: Tensor | None, rows: int, num_embeddings: int) -> int | None:
-    """Return the token that rows get after their end token, None where a row has none to wait for.
-
-    Raises:
-        ValueError: there is none, or the model does not take it.
-    """
+    """Return the token that rows get after their end token, None for one row; raise ValueError if there is none that fits."""
     if rows == 1:
         return None
     if pad is None:
@@ -67,9 +63,8 @@ _MODEL_ARGUMENTS = {"input_ids", "attention_mask", "output_attentions", "output_
 def check_options(given: GenerationConfig | None, defaults: GenerationConfig, options: dict[str, Any]) -> None:
     """Look at what a call asks for, not at the checkpoint's defaults: these may be meant for training.
 
-    Raises:
-        TypeError: `given` is no GenerationConfig, or a length or a token id is no whole number.
-        ValueError: an option asks for what compiled graphs cannot do.
+    Raises TypeError if `given` is no GenerationConfig, or a length or a token id is no whole number; ValueError if
+    an option asks for what compiled graphs cannot do.
     """
     if given is not None and not isinstance(given, GenerationConfig):
         raise TypeError(f"generation_config is a {type(given).__name__}; give a transformers GenerationConfig")

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..config import NeuronConfig
+from .lengths import count_blocks
 
 
 class BlockTables:
     """The blocks of all rows, in the order of their tokens.
 
     Attributes:
-        block_length: tokens of a block.
         blocks: `[batch_size, blocks_per_row]` int32; after a row's last block, the first block of trash.
         counts: `[batch_size]` int32, blocks that each row has.
     """
@@ -30,7 +30,7 @@ class BlockTables:
         """`[batch_size]`, tokens that each row has room for."""
         return self.counts * self.block_length
 
-    def read_blocks(self, active: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def read_blocks(self, active: np.ndarray | bool, lengths: np.ndarray) -> np.ndarray:
         """Return `[batch_size]`, the blocks that active rows read: those with a token before the step."""
         return np.where(active, -(-lengths // self.block_length), 0)
 
@@ -40,11 +40,7 @@ class BlockTables:
         return int(self.blocks.max(initial=-1, where=held))
 
     def assign_blocks(self, row: int, first: int, blocks: Sequence[int]) -> None:
-        """Give a row blocks for the tokens from block `first` on; it loses those that it had there.
-
-        Raises:
-            ValueError: a block does not exist, or the row has fewer than `first`, or would have more than a sequence takes.
-        """
+        """Give a row blocks from its block `first` on, in place of those there; raise ValueError for any that cannot be."""
         most, end = self._config.kv_blocks, first + len(blocks)
         if not all(0 <= block < most for block in blocks):
             raise ValueError(f"row {row} is given the blocks {list(blocks)}, and there are {most}, from 0 on")
@@ -67,10 +63,9 @@ class BlockTables:
         self.counts.fill(0)
 
     def reserve_rows(self, tokens: Sequence[int]) -> None:
-        """Give the first rows room for so many tokens each, and the others none; the blocks follow one another.
+        """Give the first rows room for so many tokens each, in blocks that follow one another, and the others none.
 
-        Raises:
-            ValueError: there are not so many blocks. No row is changed.
+        Raises ValueError if there are not so many blocks. No row is changed then.
         """
         needed = count_blocks(tokens, self._config)
         self.clear_rows()
@@ -78,19 +73,3 @@ class BlockTables:
         for row, count in enumerate(needed):
             self.assign_blocks(row, 0, range(start, start + count))
             start += count
-
-
-def count_blocks(tokens: Sequence[int], config: NeuronConfig) -> list[int]:
-    """Return the blocks that rows of so many tokens take.
-
-    Raises:
-        ValueError: there are fewer.
-    """
-    needed = [config.blocks_of(count) for count in tokens]
-    if sum(needed) > config.kv_blocks:
-        raise ValueError(
-            f"{len(tokens)} rows of {', '.join(map(str, tokens))} tokens take {sum(needed) * config.block_length:,} tokens of "
-            f"the cache in blocks of {config.block_length}, and kv_cache_tokens={config.kv_blocks * config.block_length:,}; pass "
-            f"fewer rows at a time, lower max_new_tokens, or export with a larger --kv-cache-tokens"
-        )
-    return needed

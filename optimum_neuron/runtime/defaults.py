@@ -38,13 +38,7 @@ OF_VLLM = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_
 
 
 class Defaults(GenerationMixin):
-    """The part of a model that gives defaults to calls.
-
-    Args:
-        config: the model's transformers config.
-        generation_config: the artifact's defaults.
-        neuron_config: the sizes that a length has to fit.
-    """
+    """The part of a model that gives an artifact's defaults to calls."""
 
     neuron_config: NeuronConfig
     device = torch.device("cpu")
@@ -55,7 +49,7 @@ class Defaults(GenerationMixin):
         self.config, self.generation_config, self.neuron_config = config, generation_config, neuron_config
 
     def settled(self, given: GenerationConfig | None = None) -> GenerationConfig:
-        """Return a copy of `given` in which each setting has the value that a request gets, but for the lengths: see `new_tokens`."""
+        """Return a copy of `given` with the value of each setting that a request gets, but for the lengths: see `new_tokens`."""
         config: GenerationConfig = self._prepare_generation_config(given or GenerationConfig())[0]
         for name in _LENGTHS:
             value = getattr(given, name, None)
@@ -109,11 +103,7 @@ def _asks_length(given: GenerationConfig | None, defaults: GenerationConfig, key
 
 
 def usable(found: GenerationConfig, sizes: NeuronConfig) -> tuple[GenerationConfig, dict[str, str]]:
-    """An artifact's defaults without what no artifact of its sizes does.
-
-    Returns:
-        The settings that are honoured, and of each other one, by name, the reason.
-    """
+    """Return an artifact's defaults without what no artifact of its sizes does, and of each of these, by name, the reason."""
     config = copy.deepcopy(found)
     reasons = split_defaults(config)
     if config.temperature is not None and config.temperature <= 0:
@@ -139,10 +129,9 @@ def in_vocabulary(config: GenerationConfig, model: ModelSpec) -> GenerationConfi
 
 
 def follow_defaults(found: GenerationConfig, model_config: Any, sizes: NeuronConfig, source: str) -> NeuronConfig:
-    """Return the options of an export with what a checkpoint's own defaults need. What no artifact does is logged.
+    """Return the options of an export with what a checkpoint's defaults need; raise ValueError if transformers refuses one.
 
-    Raises:
-        ValueError: transformers refuses a value of theirs.
+    What no artifact does is logged.
     """
     config, reasons = usable(found, sizes)
     for name, reason in reasons.items():
@@ -164,11 +153,7 @@ def _shown(value: object) -> str:
 
 
 def settings_of_host(config: GenerationConfig, model_config: Any, sizes: NeuronConfig, source: str) -> list[str]:
-    """Return settings that are applied to logits on the host, by a call that takes the best token or by one that draws.
-
-    Raises:
-        ValueError: transformers refuses a value of them.
-    """
+    """Return settings that are applied to logits on the host, in any call; raise ValueError if transformers refuses a value."""
     rules = Defaults(model_config, GenerationConfig(), sizes)
     eos = 0 if config.eos_token_id is None else config.eos_token_id
     names = []
@@ -205,11 +190,7 @@ def stop_strings(config: GenerationConfig) -> tuple[str, ...]:
 
 
 def left_to_requests(config: GenerationConfig, of_logits: Sequence[str]) -> list[str]:
-    """Return settings of a file that vLLM takes from requests alone, or not at all.
-
-    Args:
-        of_logits: those that are applied to logits on the host.
-    """
+    """Return settings of a file that vLLM takes from requests alone, or not at all, among them those `of_logits`."""
     ends = [name for name in ("stop_strings", "max_time") if getattr(config, name)]
     return [name for name in (*of_logits, *ends) if name not in OF_VLLM]
 

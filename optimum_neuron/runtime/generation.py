@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from .decode_steps import DecodeSteps
+from ..core import StepOutput
 from .lengths import count_cached
 from .prefill import prefill_prompts
 from .runner import GraphRunner
+from .step_tensors import FROM_SLOT, DecodeRows
 from .token_choice import HostChoice, OnDeviceChoice
 
 
@@ -42,10 +43,7 @@ class Stopping:
     ) -> list[bool]:
         """Return for each row whether it ends with its last token.
 
-        Args:
-            sequences: `[rows, most]`; the first `length` columns are set.
-            tokens: the last of them, by row.
-            scores: of all steps, each `[rows, vocab]`, where they are kept.
+        `sequences` `[rows, most]` are set up to `length`, and end with `tokens`. Each of `scores` is `[rows, vocab]`, of a step.
         """
         full = any(length >= most for most in self._lengths)
         ended = [full or token in self._ends for token in tokens]
@@ -53,6 +51,59 @@ class Stopping:
             return ended
         others = self._others(sequences[:, :length], scores).tolist()
         return [own or other for own, other in zip(ended, others, strict=True)]
+
+
+class DecodeSteps:
+    """Decode steps in which row i of the batch is slot i.
+
+    Args:
+        ahead: start each step while the last one runs. Its rows then take the tokens that their slots chose. A row that ends with
+            a token that is not read yet decodes once more: nothing reads that, and it uses up no random number.
+        all_rows: whether rows that have ended continue.
+    """
+
+    def __init__(
+        self, runner: GraphRunner, choice: OnDeviceChoice | HostChoice, rows: int, *, ahead: bool, all_rows: bool
+    ) -> None:
+        self._runner, self._choice, self._count = runner, choice, rows
+        self._ahead, self._all_rows = ahead, all_rows
+        self._logits = isinstance(choice, HostChoice)
+        slots = runner.config.batch_size
+        sampling = np.tile(np.asarray(choice.sampling, dtype=np.float32), (slots, 1))
+        uniforms = np.zeros(slots, dtype=np.float32)
+        self._rows = DecodeRows(np.zeros(slots, dtype=np.int32), np.zeros(slots, dtype=bool), sampling, uniforms)
+        # The same memory without numpy: after a step its code has left the processor's caches.
+        self._tokens, self._active = self._rows.token_ids.data, self._rows.active.data
+        self._started: Callable[[], StepOutput] | None = None
+        self._random: Tensor | None = None
+
+    def run_next(self, tokens: Sequence[int], unfinished: Sequence[bool], *, more: bool) -> StepOutput:
+        """Return what follows the last token of each row; with `more`, another step may follow this one."""
+        if not self._ahead:
+            self._fill_rows(tokens, unfinished)
+            return self._runner.run_step((), self._rows, logits=self._logits)
+        step, self._started = self._started, None
+        if step is None:
+            self._fill_rows(tokens, unfinished)
+            step = self._runner.start_step((), self._rows, logits=False)
+        if more:
+            self._random = torch.get_rng_state() if self._choice.sampling.temperature else None
+            self._fill_rows([FROM_SLOT] * self._count, unfinished)
+            self._started = self._runner.start_step((), self._rows, logits=False)
+        return step()
+
+    def drop_started(self) -> None:
+        """Drop the step that was started for nothing, if there is one; the next one draws its random numbers."""
+        if self._started is not None and self._random is not None:
+            torch.set_rng_state(self._random)
+        self._started = None
+
+    def _fill_rows(self, tokens: Sequence[int], unfinished: Sequence[bool]) -> None:
+        for row, token in enumerate(tokens):
+            self._tokens[row] = token
+            self._active[row] = self._all_rows or unfinished[row]
+        if isinstance(self._choice, OnDeviceChoice) and self._choice.sampling.temperature:
+            self._rows.uniforms[: self._count] = self._choice.uniforms(self._count)
 
 
 # They look at tokens and the time alone: a step later they decide the same. What others look at is not known.
@@ -78,12 +129,9 @@ class GenerationLoop:
     streamer: BaseStreamer | None = None
 
     def generate_tokens(self, input_ids: Tensor, prompts: Sequence[np.ndarray], max_length: int) -> Tensor:
-        """Return `[rows, length]`: the prompts as given, padding included, then the generated tokens.
+        """Return `[rows, length]`: `input_ids` as given, padding included, then the generated tokens, up to `max_length` columns.
 
-        Args:
-            input_ids: `[rows, prompt_length]`.
-            prompts: the real tokens of each row.
-            max_length: columns of the longest result.
+        `prompts` are the real tokens of each row.
         """
         rows, column = input_ids.shape
         sequences = torch.empty((rows, max_length), dtype=torch.int64)
@@ -107,7 +155,8 @@ class GenerationLoop:
                 column += 1
                 if self.streamer is not None:
                     self.streamer.put(torch.tensor(tokens))
-                ended = stopping.find_ended(sequences, column, tokens, self._list_scores())
+                kept = self.choice.scores if isinstance(self.choice, HostChoice) else None
+                ended = stopping.find_ended(sequences, column, tokens, None if kept is None else tuple(kept))
                 unfinished = [going and not end for going, end in zip(unfinished, ended, strict=True)]
                 if column == max_length or not any(unfinished):
                     break
@@ -141,7 +190,3 @@ class GenerationLoop:
         assert tokens is not None
         chosen: list[int] = tokens[:rows].tolist()
         return chosen
-
-    def _list_scores(self) -> tuple[Tensor, ...] | None:
-        scores = self.choice.scores if isinstance(self.choice, HostChoice) else None
-        return None if scores is None else tuple(scores)

@@ -39,12 +39,7 @@ KEPT_LOGITS = 8
 
 @dataclass(frozen=True)
 class Golden:
-    """A prompt, the greedy tokens that follow it, and per token the largest logits that it was chosen from.
-
-    Attributes:
-        tokens: up to `NEW_TOKENS` tokens; the first one follows the prompt.
-        candidates, logits: `[tokens][KEPT_LOGITS]`, the most probable tokens and their logits, falling.
-    """
+    """A prompt, the greedy tokens that follow it, and for each the most probable candidates and their logits, falling."""
 
     prompt: list[int]
     tokens: list[int]
@@ -53,8 +48,7 @@ class Golden:
 
     @classmethod
     def read(cls, folder: Path) -> Golden:
-        """Raise FileNotFoundError where an artifact has none: the cpu and eager targets record none; ValueError where they
-        cannot be read."""
+        """Read an artifact's; raise FileNotFoundError where it has none, and ValueError where they cannot be read."""
         path = folder / GOLDEN_NAME
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -77,8 +71,6 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
         prompt_logits=False,
         tensor_parallel_size=1,
         float32_reduce=False,
-        state_snapshots=0,
-        state_snapshot_interval=None,
         kernels=(),
         target="eager",
     )
@@ -89,9 +81,8 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
     # The last token is not fed, so it takes no row of the cache.
     length = min(own.prefill_chunk_size * 3 // 2 + 1, LONGEST_PROMPT, own.sequence_length - count + 1)
     prompt = np.random.default_rng(0).integers(0, min(spec.vocab_size, spec.num_embeddings), length).astype(np.int32)
-    steps_taken = replay(runner, prompt, count)
-    rows = [row for _, row in steps_taken if row is not None]
-    top = [torch.from_numpy(row).topk(min(KEPT_LOGITS, spec.vocab_size)) for row in rows]
+    rows = [torch.from_numpy(row) for _, row in replay(runner, prompt, count) if row is not None]
+    top = [row.topk(min(KEPT_LOGITS, spec.vocab_size)) for row in rows]
     return Golden(
         prompt=prompt.tolist(),
         tokens=[int(row.argmax()) for row in rows],
@@ -103,15 +94,9 @@ def record(model: nn.Module, config: NeuronConfig, spec: ModelSpec) -> Golden:
 def replay(
     runner: GraphRunner, prompt: np.ndarray, count: int, tokens: list[int] | None = None
 ) -> list[tuple[int, np.ndarray | None]]:
-    """Feed a prompt and then tokens to slot 0.
+    """Feed a prompt and then `count` - 1 tokens to slot 0: `tokens`, or those that the runner chooses.
 
-    Args:
-        count: tokens that follow; the last is not fed.
-        tokens: what is fed whatever the runner would choose; None feeds what it chooses.
-
-    Returns:
-        What follows the prompt and each fed token: the greedy token, and logits `[vocab]`, None where the artifact's
-        decode graphs return none.
+    Return what follows the prompt and each fed token: the greedy token, and logits `[vocab]`, None where graphs return none.
     """
     runner.reserve_slots([len(prompt) + count - 1])
     slots = np.arange(runner.config.batch_size, dtype=np.int32)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lengths that fit a slot: the one place that knows. Imports no torch."""
+"""The lengths that fit a slot and the token ids that a model takes: the one place that knows. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..config import NeuronConfig
-from .block_tables import count_blocks
 
 
 def most_new_tokens(prompt_tokens: int, sizes: NeuronConfig, rows: int = 1) -> int:
-    """Return how many tokens can follow the prompt of each of `rows` rows: the last one is returned and never fed back, so it needs no row of
-    the cache."""
+    """Return how many tokens can follow the prompt of each of `rows` rows; the last one is never fed back, so the cache has no row for it."""
     length = sizes.sequence_length
     if rows > 1 and sizes.kv_block_size:
         length = min(length, sizes.kv_blocks // rows * sizes.block_length)
@@ -19,13 +19,9 @@ def most_new_tokens(prompt_tokens: int, sizes: NeuronConfig, rows: int = 1) -> i
 
 
 def check_length(prompt_tokens: int, new_tokens: int | None, sizes: NeuronConfig, what: str = "a prompt") -> int:
-    """Return `new_tokens`, or the most that fit where it is None.
+    """Return `new_tokens`, or the most that fit where it is None. `what` begins an error's message.
 
-    Args:
-        what: begins the message.
-
-    Raises:
-        ValueError: a slot does not hold the prompt and all but the last new token, or one of them is not there.
+    Raises ValueError if a slot does not hold the prompt and all but the last new token, or one of them is not there.
     """
     length, most = sizes.sequence_length, most_new_tokens(prompt_tokens, sizes)
     if not prompt_tokens:
@@ -66,5 +62,34 @@ def check_fits(prompts: Sequence, new_tokens: int, sizes: NeuronConfig) -> None:
 
 
 def count_cached(prompts: Sequence, new_tokens: int) -> list[int]:
-    """Return tokens of each row that the cache has to hold: the last new one is returned and never fed back."""
+    """Return tokens of each row that the cache has to hold."""
     return [len(prompt) + new_tokens - 1 for prompt in prompts]
+
+
+def count_blocks(tokens: Sequence[int], config: NeuronConfig) -> list[int]:
+    """Return the blocks that rows of so many tokens take; raise ValueError if there are fewer."""
+    needed = [config.blocks_of(count) for count in tokens]
+    if sum(needed) > config.kv_blocks:
+        raise ValueError(
+            f"{len(tokens)} rows of {', '.join(map(str, tokens))} tokens take {sum(needed) * config.block_length:,} tokens of "
+            f"the cache in blocks of {config.block_length}, and kv_cache_tokens={config.kv_blocks * config.block_length:,}; pass "
+            f"fewer rows at a time, lower max_new_tokens, or export with a larger --kv-cache-tokens"
+        )
+    return needed
+
+
+def check_token_ids(token_ids: np.ndarray, size: int, what: str) -> None:
+    """Check token ids of any shape and width; `what` begins an error's message.
+
+    Raises TypeError if they are no whole numbers; ValueError if one is negative or not below `size`.
+    """
+    if not token_ids.size:
+        return
+    if token_ids.dtype.kind not in "iu":
+        raise TypeError(f"{what} holds {token_ids.dtype} values; give whole numbers from 0 to {size - 1}")
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"{what} has the token id {low if low < 0 else high}, and the model's are 0 to {size - 1}; take ids from its own "
+            f"tokenizer"
+        )

@@ -25,12 +25,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def score_tokens(logits: np.ndarray, chosen: np.ndarray, count: int) -> TokenLogprobs:
-    """Return log-probabilities of chosen tokens and of the `count` most likely ones.
-
-    Args:
-        logits: `[rows, vocab]` float32.
-        chosen: `[rows]` int32.
-    """
+    """Return log-probabilities of `chosen` `[rows]` int32, and of the `count` most likely tokens of `logits` `[rows, vocab]`."""
     largest = logits.max(-1, keepdims=True)
     whole = largest + np.log(np.exp(logits - largest).sum(-1, keepdims=True))
     logit = np.take_along_axis(logits, chosen[:, None], -1)

@@ -16,14 +16,9 @@ from .runner import GraphRunner
 
 
 def cut_pieces(pieces: Iterable[PromptPiece], rows: int, size: int) -> Iterator[list[PromptPiece]]:
-    """Cut pieces of prompts into steps; a long one takes as many rows as are left.
+    """Cut pieces of prompts into steps of `rows` rows of `size` tokens, and yield the pieces of each step, in order.
 
-    Args:
-        rows: chunk rows of a step; a row never holds two prompts.
-        size: tokens of a row.
-
-    Yields:
-        The pieces of each step, in order.
+    A long one takes as many rows as are left; a row never holds two prompts.
     """
     step: list[PromptPiece] = []
     free = rows
@@ -57,13 +52,11 @@ def prefill_prompts(
     """Write prompt i into slot i, which must be free, and return what follows each.
 
     Args:
-        prompts: token ids of each row, at most `batch_size` of them, each at most `sequence_length` long.
         uniforms: `[rows]` float32 in [0, 1), one draw for each row's first token.
         logits: whether the caller reads logits.
 
     Returns:
-        Tokens `[rows]` int32 from the on-device sampler, None without one, and logits `[rows, vocab]` float32, None where the
-        caller reads none.
+        Tokens `[rows]` int32 from the on-device sampler, None without one, and logits `[rows, vocab]` float32, None if not read.
 
     Raises:
         ValueError: too many prompts, or one that does not fit its slot. No slot is changed.
@@ -76,39 +69,28 @@ def prefill_prompts(
         PromptPiece(row, prompt, sampling, 0.0 if uniforms is None else float(uniforms[row]))
         for row, prompt in enumerate(prompts)
     ]
-    found = _Following({}, {}, logits)
+    tokens: dict[int, np.ndarray] = {}
+    kept: dict[int, np.ndarray] = {}
+
+    def keep_rows(output: StepOutput, ends: Mapping[int, int]) -> None:
+        for index, row in ends.items():  # copied, as a graph may use its memory again in the next run
+            if output.chunk_tokens is not None:
+                tokens[row] = output.chunk_tokens[index].copy()
+            if logits:
+                assert output.chunk_logits is not None
+                kept[row] = output.chunk_logits[index].copy()
+
     started: list[tuple[Callable[[], StepOutput], dict[int, int]]] = []
     for step in cut_pieces(pieces, runner.config.ctx_batch_size, runner.config.prefill_chunk_size):
         ends = {index: piece.slot for index, piece in enumerate(step) if piece.is_last}
         if runner.runs_ahead:
             started.append((runner.start_step(step, logits=logits and bool(ends)), ends))
         else:
-            found.keep_rows(runner.run_step(step, logits=logits, outputs=bool(ends)), ends)
+            keep_rows(runner.run_step(step, logits=logits, outputs=bool(ends)), ends)
     for wait, ends in started:
         if ends:
-            found.keep_rows(wait(), ends)
-    return _stack_rows(found.tokens), _stack_rows(found.logits)
-
-
-class _Following(NamedTuple):
-    """Tokens and logits that follow prompts, by row."""
-
-    tokens: dict[int, np.ndarray]
-    logits: dict[int, np.ndarray]
-    keeps_logits: bool
-
-    def keep_rows(self, output: StepOutput, ends: Mapping[int, int]) -> None:
-        """Copy rows of an output, as a graph may use its memory again in the next run.
-
-        Args:
-            ends: the row of each piece that ends a prompt.
-        """
-        for index, row in ends.items():
-            if output.chunk_tokens is not None:
-                self.tokens[row] = output.chunk_tokens[index].copy()
-            if self.keeps_logits:
-                assert output.chunk_logits is not None
-                self.logits[row] = output.chunk_logits[index].copy()
+            keep_rows(wait(), ends)
+    return _stack_rows(tokens), _stack_rows(kept)
 
 
 def _stack_rows(rows: Mapping[int, np.ndarray]) -> np.ndarray | None:
@@ -134,7 +116,6 @@ def score_prompts(
     All pieces run in graphs of one kind, even those with logits that are not kept, so that what is kept changes no bit.
 
     Args:
-        prompts: token ids of each, which fit the compiled sizes.
         columns: `[kept]` int64, the columns of the batch that are kept.
         out: `[rows, kept, vocab]` float32; places without a prompt's token stay as they are.
 
@@ -156,10 +137,6 @@ def score_prompts(
 
 
 def find_scoring_graph(runner: GraphRunner, pieces: Sequence[PromptPiece]) -> GraphSpec:
-    """Return the graph in which a step of pieces scores.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the graph in which a step of pieces scores; raise ValueError if there is none."""
     context = max(int(runner.lengths[piece.slot]) + piece.count for piece in pieces)
     return runner.family.select("scoring", context, [piece.count for piece in pieces])

@@ -18,10 +18,6 @@ def _count_fork() -> None:
     _forks += 1
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
-
-
 class OwnProcess:
     """The process in which it was made. A check costs no system call, so a token can make one."""
 
@@ -30,12 +26,11 @@ class OwnProcess:
 
     @property
     def is_here(self) -> bool:
-        """False in a process that was forked since."""
         return self._forks == _forks
 
     def check_fork(self) -> None:
         """Raise RuntimeError in a process that was forked since: there, a computation or a wait would never end."""
-        if self._forks != _forks:
+        if not self.is_here:
             raise RuntimeError(
                 "the model was loaded before this process was forked, and a fork brings along neither threads nor devices; "
                 "load the model in this process, or start processes by multiprocessing's method 'spawn'"
@@ -77,4 +72,4 @@ _libraries = cache(_find_libraries)
 
 if hasattr(os, "register_at_fork"):
     # A child's first computation would wait for ever for workers that a fork does not bring along.
-    os.register_at_fork(before=lambda: _end_workers(_find_libraries()))
+    os.register_at_fork(before=lambda: _end_workers(_find_libraries()), after_in_child=_count_fork)

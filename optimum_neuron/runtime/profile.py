@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from ..artifact.filesystem import replace_file
 from ..config import NEURON_TARGETS
 
 
 Track = Literal["steps", "graphs", "operators"]
-# In the order in which they are shown. Their numbers are threads of the file's one process.
+# In the order in which they are shown, as threads of the file's one process.
 TRACKS: tuple[Track, ...] = ("steps", "graphs", "operators")
 _PROCESS = 1
 
 now = time.perf_counter_ns
-
-
-class _TraceSpan(NamedTuple):
-    track: Track
-    name: str
-    start: int
-    end: int
-    facts: dict[str, Any]
 
 
 class RunTrace:
@@ -38,68 +31,36 @@ class RunTrace:
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
         self._start = now()
-        self._spans: list[_TraceSpan] = []
-        self._counts: list[tuple[str, int, dict[str, int]]] = []
+        self._events: list[dict[str, Any]] = []
 
     def __bool__(self) -> bool:
-        """Return whether anything happened."""
-        return bool(self._spans)
+        return bool(self._events)
 
     def add_span(self, track: Track, name: str, start: int, **facts: Any) -> int:
         """Note what began at `start`, by `now`, and ends here; return when that is."""
-        end = now()
-        self._spans.append(_TraceSpan(track, name, start, end, facts))
+        end, thread = now(), TRACKS.index(track) + 1
+        times = {"ts": self._microseconds(start), "dur": (end - start) / 1000}
+        self._events.append({"name": name, "cat": track, "ph": "X", **times, "tid": thread, "args": facts})
         return end
 
     def add_count(self, name: str, at: int, **values: int) -> None:
         """Note that a counter has these values from then on."""
-        self._counts.append((name, at, values))
+        self._events.append({"name": name, "ph": "C", "ts": self._microseconds(at), "args": values})
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON takes. On each track events stand in the order in which they began, the longest first."""
-        spans = sorted(self._spans, key=lambda each: (TRACKS.index(each.track), each.start, -each.end))
-        used = [track for track in TRACKS if any(span.track == track for span in spans)]
-        return {
-            "displayTimeUnit": "ms",
-            "otherData": self.facts,
-            "traceEvents": [
-                _metadata("process_name", {"name": f"optimum-neuron, target {self.facts.get('target')}"}),
-                *(_metadata("thread_name", {"name": track}, _thread_number(track)) for track in used),
-                *(
-                    _metadata("thread_sort_index", {"sort_index": _thread_number(track)}, _thread_number(track))
-                    for track in used
-                ),
-                *(self._describe_span(span) for span in spans),
-                *(self._describe_count(*count) for count in self._counts),
-            ],
-        }
-
-    def _describe_span(self, span: _TraceSpan) -> dict[str, Any]:
-        return {
-            "name": span.name,
-            "cat": span.track,
-            "ph": "X",
-            "ts": self._microseconds(span.start),
-            "dur": (span.end - span.start) / 1000,
-            "pid": _PROCESS,
-            "tid": _thread_number(span.track),
-            "args": span.facts,
-        }
-
-    def _describe_count(self, name: str, at: int, values: dict[str, int]) -> dict[str, Any]:
-        return {"name": name, "ph": "C", "ts": self._microseconds(at), "pid": _PROCESS, "args": values}
+        title = f"optimum-neuron, target {self.facts.get('target')}"
+        about: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "args": {"name": title}}]
+        for number, track in enumerate(TRACKS, 1):
+            if any(event.get("cat") == track for event in self._events):
+                for name, value in (("name", track), ("sort_index", number)):
+                    about.append({"name": f"thread_{name}", "ph": "M", "tid": number, "args": {name: value}})
+        events = sorted(self._events, key=lambda each: (each.get("tid", 0), each["ts"], -each.get("dur", 0)))
+        traced = [event | {"pid": _PROCESS} for event in (*about, *events)]
+        return {"displayTimeUnit": "ms", "otherData": self.facts, "traceEvents": traced}
 
     def _microseconds(self, at: int) -> float:
         return (at - self._start) / 1000
-
-
-def _thread_number(track: Track) -> int:
-    return TRACKS.index(track) + 1
-
-
-def _metadata(name: str, values: dict[str, Any], thread: int | None = None) -> dict[str, Any]:
-    event = {"name": name, "ph": "M", "pid": _PROCESS, "args": values}
-    return event if thread is None else event | {"tid": thread}
 
 
 TRACE_NAME, CAPTURE_NAME = "trace.json", "device"
@@ -121,34 +82,19 @@ class Profile:
         self.trace = RunTrace()
 
     def __enter__(self) -> Profile:
-        """Make the folder.
-
-        Raises:
-            FileExistsError: something has its name.
-            OSError: it cannot be made.
-        """
+        """Make the folder; raise FileExistsError if something has its name; OSError if it cannot be made."""
         try:
             self.folder.mkdir(parents=True)
-        except FileExistsError:
-            raise FileExistsError(
-                f"a profile would be written to {self.folder}, which exists; name a new folder"
-            ) from None
         except OSError as error:
-            raise OSError(
-                f"a profile cannot be written to {self.folder} ({error.strerror}); name another folder"
+            raise type(error)(
+                f"a profile cannot be written to {self.folder} ({error.strerror}); name a new folder"
             ) from error
         return self
 
     def __exit__(self, *_: object) -> None:
         """Write the trace, whole or not at all, even of a run that failed."""
         if self.trace:
-            text = json.dumps(self.trace.to_dict(), separators=(",", ":"))
-            unfinished = self.folder / f".{TRACE_NAME}.partial"
-            try:
-                unfinished.write_text(text + "\n", encoding="utf-8")
-                unfinished.replace(self.folder / TRACE_NAME)
-            finally:
-                unfinished.unlink(missing_ok=True)
+            replace_file(self.folder / TRACE_NAME, json.dumps(self.trace.to_dict(), separators=(",", ":")) + "\n")
         for folder in (self.folder / CAPTURE_NAME, self.folder):
             with suppress(OSError):  # not empty
                 folder.rmdir()
@@ -160,8 +106,3 @@ class Profile:
         folder = self.folder / CAPTURE_NAME
         folder.mkdir(exist_ok=True)
         return folder
-
-
-def profile_to(folder: Path | None) -> AbstractContextManager[Profile | None]:
-    """Return a profile in a new folder, or none."""
-    return nullcontext() if folder is None else Profile(folder)

@@ -9,20 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .token_ids import check_token_ids
+from .lengths import check_token_ids
+
+
+def _kind(given: object) -> str:
+    return str(given.dtype) if isinstance(given, Tensor) else type(given).__name__
 
 
 def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int) -> None:
     """Look at padded rows as a caller gave them.
 
-    Raises:
-        TypeError: either is no tensor, or ids are no 32- or 64-bit whole numbers.
-        ValueError: ids are not `[rows, tokens]` or not all below `num_embeddings`, or the mask has another shape or other
-            values than 0 and 1.
+    Raises TypeError if either is no tensor, or ids are no 32- or 64-bit whole numbers; ValueError if ids are not
+    `[rows, tokens]` or not all below `num_embeddings`, or the mask has another shape or other values than 0 and 1.
     """
     if not isinstance(input_ids, Tensor) or input_ids.dtype not in (torch.int32, torch.int64):
-        kind = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise TypeError(f"input_ids hold {kind}; give a tensor of torch.int64, as tokenizers return it")
+        raise TypeError(f"input_ids hold {_kind(input_ids)}; give a tensor of torch.int64, as tokenizers return it")
     if input_ids.dim() != 2 or not input_ids.numel() or input_ids.device.type != "cpu":
         raise ValueError(
             f"input_ids have the shape {list(input_ids.shape)} on {input_ids.device}; give [rows, tokens] on the CPU, at least "
@@ -32,9 +33,7 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, num_embeddin
     if attention_mask is None:
         return
     if not isinstance(attention_mask, Tensor):
-        raise TypeError(
-            f"attention_mask is a {type(attention_mask).__name__}; give a tensor of the shape of input_ids"
-        )
+        raise TypeError(f"attention_mask is a {_kind(attention_mask)}; give a tensor of the shape of input_ids")
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask has the shape {list(attention_mask.shape)}, and input_ids {list(input_ids.shape)}; give both "
@@ -47,8 +46,7 @@ def check_prompts(input_ids: Tensor, attention_mask: Tensor | None, num_embeddin
 def unpad(input_ids: Tensor, attention_mask: Tensor | None, num_embeddings: int) -> list[np.ndarray]:
     """Return the real tokens of each row, whichever side the padding is on, as int32.
 
-    Raises:
-        TypeError, ValueError: as `check_prompts`; or a row has no token, or its mask has a hole.
+    Raises TypeError or ValueError as `check_prompts`; ValueError if a row has no token, or its mask has a hole.
     """
     check_prompts(input_ids, attention_mask, num_embeddings)
     if attention_mask is None:
@@ -75,24 +73,17 @@ def unpack(input_ids: Tensor, cu_seqlens: Tensor, num_embeddings: int) -> list[n
         cu_seqlens: `[prompts + 1]`, where each prompt starts, and the number of tokens: the cumulative sequence lengths
             of variable-length attention (Dao 2023, arXiv 2307.08691).
 
-    Raises:
-        TypeError: `cu_seqlens` is no tensor of whole numbers, or as `check_prompts`.
-        ValueError: `cu_seqlens` does not start at 0, does not rise, or does not end with the number of tokens, or as
-            `check_prompts`.
+    Raises TypeError or ValueError as `check_prompts`; or if `cu_seqlens` are no whole numbers that rise from 0 to the number of tokens.
     """
     check_prompts(input_ids, None, num_embeddings)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens hold {kind}; give a tensor of torch.int32")
-    starts, tokens = cu_seqlens.flatten().tolist(), input_ids.numel()
-    if cu_seqlens.dim() != 1 or len(starts) < 2 or starts[0] != 0:
-        raise ValueError(f"cu_seqlens={starts} must be one row that starts at 0 and names each prompt's end")
-    if any(later <= earlier for earlier, later in pairwise(starts)):
-        raise ValueError(f"cu_seqlens={starts} must rise: each prompt has at least one token")
-    if starts[-1] != tokens or input_ids.shape[0] != 1:
+        raise TypeError(f"cu_seqlens hold {_kind(cu_seqlens)}; give a tensor of torch.int32")
+    starts, (rows, tokens) = cu_seqlens.flatten().tolist(), input_ids.shape
+    rises = all(earlier < later for earlier, later in pairwise(starts))
+    if cu_seqlens.dim() != 1 or len(starts) < 2 or starts[0] or not rises or starts[-1] != tokens or rows != 1:
         raise ValueError(
-            f"cu_seqlens={starts} must end with the number of tokens of one packed row, and input_ids has shape "
-            f"{list(input_ids.shape)}"
+            f"cu_seqlens={starts} must rise from 0, by at least one token for each prompt, to the tokens of one packed row, and input_ids "
+            f"has shape {[rows, tokens]}"
         )
     packed = input_ids[0].numpy().astype(np.int32)
     return [packed[start:stop] for start, stop in pairwise(starts)]

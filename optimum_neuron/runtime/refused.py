@@ -11,6 +11,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = bool | int | float | str | list | tuple | dict
 _SECOND_CACHE = "it needs a second cache per row"
 _RETURNED = dict.fromkeys(
     ("output_attentions", "output_hidden_states"), "compiled graphs return tokens and logits only"
@@ -75,30 +76,20 @@ def split_defaults(config: Any) -> dict[str, str]:
 
 
 def refuse_settings(settings: Mapping[str, Any], *, returns_dict: bool) -> None:
-    """Check settings, wherever they come from.
-
-    Args:
-        returns_dict: whether the call returns more than tokens.
-
-    Raises:
-        ValueError: one asks for what no artifact does.
-    """
+    """Raise ValueError where a setting asks for what no artifact does; `returns_dict`: the call returns more than tokens."""
     for name, value in settings.items():
         if name in _REFUSED and _asks(name, value) and (returns_dict or name not in _RETURNED):
-            raise _refusal(name, value, _REFUSED[name])
+            asked = f"{name}={value!r}" if isinstance(value, _SHOWN) else name
+            raise ValueError(f"{asked} is not supported: {_REFUSED[name]}; leave it out")
 
 
 def check_settings(asked: Mapping[str, Any], *, returns_dict: bool) -> None:
-    """Check what a call asks for, and log once what has no effect.
-
-    Raises:
-        ValueError: one asks for what no artifact does.
-    """
+    """Raise ValueError as `refuse_settings` for what a call asks for, and log once what has no effect."""
     refuse_settings(asked, returns_dict=returns_dict)
     for name, (wrong, reason) in _INERT.items():
         value = asked.get(name)
         if value is not None and value == wrong:
-            raise _refusal(name, value, reason)
+            raise ValueError(f"{name}={value!r} is not supported: {reason}; leave it out")
         if value and value is not (wrong is False):  # a cache is what all graphs have
             warn_once(f"{name}={value!r} has no effect: the graphs and their cache were made at export")
 
@@ -106,11 +97,7 @@ def check_settings(asked: Mapping[str, Any], *, returns_dict: bool) -> None:
 def member_refusal(name: str, value: object, choices: int) -> str | None:
     """Return what to do about a request's member, where it would change the answer; None where it changes nothing.
 
-    Args:
-        choices: of each prompt; `best_of` may be as many.
-
-    Raises:
-        KeyError: no server knows such a member.
+    `best_of` may be as many as the `choices` of each prompt. Raises KeyError if no server knows such a member.
     """
     if name in _HINTS or value in _NEUTRAL[name] or (name == "best_of" and value == choices):
         return None
@@ -118,14 +105,9 @@ def member_refusal(name: str, value: object, choices: int) -> str | None:
 
 
 def _asks(name: str, value: Any) -> bool:
-    if isinstance(value, bool | int | float | str | list | tuple | dict):
+    if isinstance(value, _SHOWN):
         return bool(value) and not (name in _ONE_IS_NONE and value == 1)
     return value is not None
-
-
-def _refusal(name: str, value: Any, reason: str) -> ValueError:
-    asked = f"{name}={value!r}" if isinstance(value, bool | int | float | str | list | tuple | dict) else name
-    return ValueError(f"{asked} is not supported: {reason}; leave it out")
 
 
 def sampling_keywords(

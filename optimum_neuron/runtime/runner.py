@@ -28,23 +28,22 @@ from .step_tensors import DecodeRows, InputArrays, StepGraph, copy_output, join_
 
 
 class GraphRunner:
-    """Runs the step graphs of one artifact over its slots.
+    """The step graphs of one artifact over its slots.
+
+    In a process that was forked since it was made nothing runs, and no slot is copied: methods raise RuntimeError.
 
     Args:
-        deterministic: run every step in one graph, the largest mixed one. A request's results are then the same to the
-            bit whatever else is served, also where graphs of different shapes round differently; every step costs the
-            most.
         model: whether slots keep state next to keys and values, and which token ids it takes; None: neither is known or checked.
+        deterministic: run every step in one graph, the largest mixed one. A request's results are then the same to the bit whatever
+            else is served, also where graphs of different shapes round differently; every step costs the most.
 
     Attributes:
         lengths: `[batch_size]`, tokens of each slot that are in the cache. A slot of length 0 is free.
-        num_embeddings: as `ModelSpec.num_embeddings`, None where it is not known.
         graph_calls: how often each graph ran.
         family: the graphs, and which of them holds a step.
-        kept: the length of each snapshot, where slots keep state next to keys and values.
+        kept: copies of the state that slots keep next to keys and values.
         tables: the blocks of each slot; None where a slot is one block of its own.
         runs_ahead: whether `start_step` may be called, and FROM_SLOT be a token.
-        process: where it was made: nothing runs, and no slot is copied, in a process that was forked since.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class GraphRunner:
         self._graphs = {graph.name: StepGraph(graph, arrays, self.tables) for graph in self.family}
 
     def reset_slot(self, slot: int) -> None:
-        """Free a slot and its blocks. What they hold stays as it is: no mask ever shows it to the next request."""
+        """Free a slot and its blocks. Their contents stay: no mask ever shows them to the next request."""
         self.lengths[slot] = 0
         if self.tables is not None:
             self.tables.clear_row(slot)
@@ -90,8 +89,7 @@ class GraphRunner:
     def reserve_slots(self, tokens: Sequence[int]) -> None:
         """Free all slots and make room for so many tokens in each of the first, for a caller who plans no blocks.
 
-        Raises:
-            ValueError: the cache's blocks do not hold them. No slot is changed.
+        Raises ValueError if the cache's blocks do not hold them. No slot is changed then.
         """
         if self.tables is not None:
             self.tables.reserve_rows(tokens)
@@ -100,10 +98,8 @@ class GraphRunner:
     def assign_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         """Give a slot blocks of the cache, from its block `first` on; several slots may share one that none of them writes.
 
-        Without blocks in the cache, slot i has block i and no other.
-
-        Raises:
-            ValueError: a block does not exist, or the slot has fewer than `first`, or the artifact has no blocks.
+        Without blocks in the cache, slot i has block i and no other. Raises ValueError for a block that does not exist, or a slot with
+        fewer than `first`.
         """
         if self.tables is not None:
             self.tables.assign_blocks(slot, first, blocks)
@@ -113,31 +109,25 @@ class GraphRunner:
                 f"--kv-block-size (kv_block_size=128)"
             )
 
-    def resume_slot(self, slot: int, length: int, snapshot: int | None = None) -> None:
+    def resume_slot(self, slot: int, length: int, place: int | None = None) -> None:
         """Make a slot hold the first `length` tokens that its blocks contain already.
 
         Args:
-            snapshot: of these tokens, where slots keep state next to keys and values.
+            place: has the copy of the state after them, where slots keep state next to keys and values.
 
-        Raises:
-            ValueError: it has fewer blocks, or the model's state is not in them, and the snapshot is of other tokens.
-            RuntimeError: the process was forked since the graphs were loaded.
+        Raises ValueError if it has fewer blocks, or the model's state is not in them, and the copy is of other tokens.
         """
         self.process.check_fork()
         room = self.config.sequence_length if self.tables is None else int(self.tables.capacity[slot])
         if not 1 <= length <= room:
             raise ValueError(f"slot {slot} has room for {room} tokens: {length} of them cannot be resumed")
-        self.kept.check_snapshot(slot, length, snapshot)
-        self.kept.restore_snapshot(snapshot, slot)
+        self.kept.check_copy(slot, length, place)
+        if place is not None:
+            self.kept.restore_copy(place, slot)
         self.lengths[slot] = length
 
     def copy_block(self, source: int, destination: int, length: int) -> None:
-        """Copy the first `length` tokens of a block, or slot, into another, on the device.
-
-        Raises:
-            ValueError: a block does not exist, or has fewer tokens.
-            RuntimeError: the process was forked since the graphs were loaded.
-        """
+        """Copy the first `length` tokens of a block, or slot, into another, on the device; raise ValueError where there are none."""
         self.process.check_fork()
         size, most = self.config.block_length, self.config.kv_blocks
         if not (0 <= source < most and 0 <= destination < most and 1 <= length <= size):
@@ -146,21 +136,15 @@ class GraphRunner:
             )
         self.executable.copy_slot(source, destination, length)
 
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        """Copy what a slot keeps next to keys and values, of all its tokens, to the place of a snapshot.
-
-        Raises:
-            ValueError: there is no such place, or the slot has no tokens.
-            RuntimeError: the process was forked since the graphs were loaded.
-        """
+    def keep_state(self, slot: int, place: int) -> None:
+        """Copy what a slot keeps next to keys and values to a place; raise ValueError where there is none, or the slot is empty."""
         self.process.check_fork()
-        self.kept.keep_snapshot(slot, int(self.lengths[slot]), snapshot)
+        self.kept.keep_copy(slot, int(self.lengths[slot]), place)
 
     def warm_up(self) -> None:
         """Take the memory of all states and run every graph with idle rows, the first time that it is called.
 
-        Else the first request of each slot waits for memory, and the first run of a graph is slow: also of those that only
-        some requests need, samplers, log-probabilities, copies of slots.
+        Else the first request of each slot waits for memory, and the first run of each graph is slow.
         """
         self.process.check_fork()
         if self._warm:
@@ -195,13 +179,9 @@ class GraphRunner:
             logits: whether the caller reads logits; otherwise they need not leave a device.
             outputs: whether the caller reads any output; otherwise the step need not compute them.
 
-        Raises:
-            ValueError: a slot twice, or pieces that fit no graph or no slot, or an active slot that is full, or both
-                groups and no mixed graph, or a graph that does not hold the step, or a token id that the model does not
-                take. No slot is changed.
-            RuntimeError: the process was forked since the graphs were loaded.
+        Raises ValueError for a step that fits no graph or slot, or a token id that the model does not take. No slot is changed.
         """
-        given = GivenStep(pieces, decode, () if decode is None else decode.list_slots(), graph)
+        given = GivenStep.from_arguments(pieces, decode, graph)
         if self.executable.runs_ahead:
             output = self._launch_graph(given, logits=logits)()
         else:
@@ -216,7 +196,7 @@ class GraphRunner:
 
         Slots count as longer from here on, even where the step then fails.
         """
-        given = GivenStep(pieces, decode, () if decode is None else decode.list_slots(), None)
+        given = GivenStep.from_arguments(pieces, decode)
         wait = self._launch_graph(given, logits=logits)
         self._advance_lengths(given)
         return wait
@@ -253,8 +233,9 @@ class GraphRunner:
         alone = decode.active & (self.lengths == 0)
         for number, rows in enumerate(groups):
             active = np.isin(np.arange(self.config.batch_size), rows) | (alone if number == 0 else False)
-            part = decode._replace(active=active)
-            yield GivenStep(() if number else pieces, part, part.list_slots(), None if number else graph)
+            yield GivenStep.from_arguments(
+                () if number else pieces, decode._replace(active=active), None if number else graph
+            )
 
     def _prepare_step(self, given: GivenStep) -> tuple[StepGraph, list[int]]:
         """Check a step and fill the inputs of its graph; return that, and the rows of pieces' last tokens."""
@@ -276,14 +257,9 @@ class GraphRunner:
             lengths[slot] += 1
 
     def find_logprobs(self, group: str, rows: Sequence[int], output: StepOutput) -> TokenLogprobs:
-        """Return the log-probabilities of the tokens that the last step chose, in the order of `rows`.
+        """Return the log-probabilities of the tokens that the last step chose for rows of DECODE or CHUNK, a part of its `output`.
 
-        Args:
-            group: DECODE or CHUNK.
-            rows: of the group's part of `output`, which is the last step's.
-
-        Raises:
-            ValueError: the artifact was exported without `top_logprobs`.
+        Raises ValueError if the artifact was exported without `top_logprobs`.
         """
         count = self.config.top_logprobs
         if count is None:

@@ -14,8 +14,8 @@ from ..core import PromptPiece
 from ..step.family import GraphFamily, holds, rows_needed
 from ..step.spec import GraphKind, GraphSpec
 from .block_tables import BlockTables
+from .lengths import check_token_ids
 from .step_tensors import DecodeRows
-from .token_ids import check_token_ids
 
 
 class GivenStep(NamedTuple):
@@ -26,6 +26,12 @@ class GivenStep(NamedTuple):
     slots: Sequence[int]
     graph: GraphSpec | None
 
+    @classmethod
+    def from_arguments(
+        cls, pieces: Sequence[PromptPiece], decode: DecodeRows | None, graph: GraphSpec | None = None
+    ) -> GivenStep:
+        return cls(pieces, decode, () if decode is None else decode.list_slots(), graph)
+
     @property
     def active(self) -> np.ndarray:
         assert self.decode is not None
@@ -34,12 +40,9 @@ class GivenStep(NamedTuple):
 
 @dataclass(frozen=True)
 class StepChecks:
-    """Checks of the parts of a step against the state of the slots. All methods raise ValueError, and change nothing.
+    """Checks of the parts of a step against the state of a runner's slots. All methods raise ValueError, and change nothing.
 
-    Attributes:
-        lengths, tables, family: the runner's; lengths as Python has numbers.
-        num_embeddings: token ids that the model takes; None: they are not checked.
-        checks_decodes: whether tokens that the model chose are checked, too.
+    Token ids are checked where `num_embeddings` is known, and those that the model chose with `checks_decodes`.
     """
 
     config: NeuronConfig
@@ -73,7 +76,6 @@ class StepChecks:
         return longest
 
     def check_pieces(self, pieces: Sequence[PromptPiece]) -> None:
-        """Check the pieces of a step."""
         sizes = self.config
         slots = [piece.slot for piece in pieces]
         rows = rows_needed((piece.count for piece in pieces), sizes.prefill_chunk_size)

@@ -37,15 +37,7 @@ class UniformStream:
 
 
 class RowRequest(Protocol):
-    """A request as a step's rows need it.
-
-    Attributes:
-        slot: its row of the cache.
-        sampling: how the graphs choose; greedy where the host chooses.
-        uniforms: its random numbers, where the graphs draw with them.
-        on_host: whether the host chooses its tokens, from logits.
-        logprobs: whether it wants the log-probabilities of tokens that the graphs choose.
-    """
+    """A request as a step's rows need it: greedy where the host chooses; with its random numbers where the graphs draw."""
 
     slot: int
     sampling: SamplingParams
@@ -78,9 +70,6 @@ class _FilledStep(NamedTuple, Generic[R]):
 class StepRows(Generic[R]):
     """The rows of all slots, kept between steps.
 
-    Args:
-        runner: the graphs and slots.
-
     Attributes:
         logprobs: by slot, a row of `TokenLogprobs` for each token of the last run that a request wants them of.
         scored: after a run of a scoring graph, logits `[tokens, vocab]` of each piece, in memory that the next run may use again.
@@ -103,11 +92,7 @@ class StepRows(Generic[R]):
         self._none = np.zeros(slots, bool).data
 
     def start_request(self, request: R, *, resets: bool = True) -> None:
-        """Give a request's slot to it.
-
-        Args:
-            resets: the slot is empty then; else it holds what it held.
-        """
+        """Give a request's slot to it, emptied with `resets`."""
         if resets:
             self._runner.reset_slot(request.slot)
         self._requests[request.slot] = request
@@ -121,14 +106,9 @@ class StepRows(Generic[R]):
     def run_rows(
         self, decodes: Sequence[R], pieces: Sequence[PromptPiece], graph: GraphSpec | None = None
     ) -> Chosen[R]:
-        """Run one graph once.
+        """Run one graph once, with pieces of requests that were started in their slots.
 
-        Args:
-            pieces: of requests that were started in their slots.
-            graph: as in `GraphRunner.run_step`.
-
-        Returns:
-            Each request that is due a token, decodes first, with its token or logits; the next run may use their memory again.
+        Return each request that is due a token, decodes first, with its token or logits; the next run may use their memory again.
         """
         filled = self._fill_step(decodes, pieces)
         scores = graph is not None and graph.scores_prompts
@@ -140,13 +120,17 @@ class StepRows(Generic[R]):
             outputs=scores or bool(filled.due or filled.ended),
         )
         self.scored = output.of_prompts(pieces) if scores else []
-        self.logprobs = self._find_logprobs(DECODE, filled.due, output) | self._find_logprobs(
-            CHUNK, filled.ended, output
-        )
+        self.logprobs = {}
+        for group, rows in ((DECODE, filled.due), (CHUNK, filled.ended)):
+            wanted = [(request.slot, row) for request, row in rows if request.logprobs and not request.on_host]
+            if wanted:
+                found = self._runner.find_logprobs(group, [row for _, row in wanted], output)
+                for place, (slot, _) in enumerate(wanted):
+                    self.logprobs[slot] = TokenLogprobs(*(each[place] for each in found))
         return self._read_chosen(filled, output)
 
     def may_run_ahead(self, decodes: Sequence[R], pieces: Sequence[PromptPiece]) -> bool:
-        """Return whether `start_rows` may be called: the device runs ahead, and chooses for all that are due a token, without more."""
+        """Return whether the device runs ahead, and chooses for all that are due a token: then `start_rows` may be called."""
         due = (*decodes, *(self._requests[piece.slot] for piece in pieces if piece.is_last))
         return self._runner.runs_ahead and not any(request.on_host or request.logprobs for request in due)
 
@@ -163,8 +147,12 @@ class StepRows(Generic[R]):
         return lambda: self._read_chosen(filled, wait())
 
     def _fill_step(self, decodes: Sequence[R], pieces: Sequence[PromptPiece]) -> _FilledStep[R]:
-        # Drawn only where a token is: the n-th draw of a request is its n-th token's, however its prompt was cut.
-        filled = [self._sample_piece(piece) if piece.is_last else piece for piece in pieces]
+        filled = list(pieces)
+        for place, piece in enumerate(pieces):
+            if piece.is_last:  # the n-th draw of a request is its n-th token's, however its prompt was cut
+                owner = self._requests[piece.slot]
+                uniform = 0.0 if owner.uniforms is None else owner.uniforms.draw_number()
+                filled[place] = replace(piece, sampling=owner.sampling, uniform=uniform)
         self._active[:] = self._none
         for request in decodes:
             self._active[request.slot] = True
@@ -174,11 +162,6 @@ class StepRows(Generic[R]):
         ended = [(self._requests[piece.slot], row) for row, piece in enumerate(pieces) if piece.is_last]
         return _FilledStep(filled, self._decode if decodes else None, due, ended)
 
-    def _sample_piece(self, piece: PromptPiece) -> PromptPiece:
-        request = self._requests[piece.slot]
-        uniform = 0.0 if request.uniforms is None else request.uniforms.draw_number()
-        return replace(piece, sampling=request.sampling, uniform=uniform)
-
     def _wants_logits(self, filled: _FilledStep[R]) -> bool:
         if not self._runner.executable.runs_ahead:
             return True  # they cost nothing there
@@ -186,17 +169,6 @@ class StepRows(Generic[R]):
         if self._runner.config.returns_decode_logits:
             wanted += [request.logprobs for request, _ in filled.due]
         return any(wanted) or any(request.on_host for request in filled.list_requests())
-
-    def _find_logprobs(
-        self, group: str, rows: Sequence[tuple[R, int]], output: StepOutput
-    ) -> dict[int, TokenLogprobs]:
-        if not rows:
-            return {}
-        wanted = [(request.slot, row) for request, row in rows if request.logprobs and not request.on_host]
-        if not wanted:
-            return {}
-        found = self._runner.find_logprobs(group, [row for _, row in wanted], output)
-        return {slot: TokenLogprobs(*(each[place] for each in found)) for place, (slot, _) in enumerate(wanted)}
 
     def _read_chosen(self, filled: _FilledStep[R], output: StepOutput) -> Chosen[R]:
         chosen: Chosen[R] = []
@@ -206,10 +178,7 @@ class StepRows(Generic[R]):
             tokens, logits = output.of_group(group)
             on_device = None if tokens is None else tokens.tolist()
             for request, row in rows:
-                if request.on_host:
-                    assert logits is not None
-                    chosen.append((request, logits[row]))
-                else:
-                    assert on_device is not None
-                    chosen.append((request, on_device[row]))
+                source = logits if request.on_host else on_device
+                assert source is not None
+                chosen.append((request, source[row]))
         return chosen

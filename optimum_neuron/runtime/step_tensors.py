@@ -61,12 +61,7 @@ InputArrays = dict[TensorSpec, np.ndarray]
 
 
 class GroupInputs:
-    """Input arrays of one row group of a graph.
-
-    Args:
-        tables: the blocks of each row; None of a cache without blocks.
-        owners: sizes of the owners of blocks that decode rows attend in place; None where they do not.
-    """
+    """Input arrays of one row group of a graph, with the owners of blocks where decode rows attend in place."""
 
     def __init__(
         self,
@@ -96,18 +91,13 @@ class GroupInputs:
         self._idle = self.position_ids.reshape(-1).copy().data
 
     def fill_decode(self, rows: DecodeRows | None, slots: Sequence[int], lengths: memoryview) -> None:
-        """Set the rows of a step, or make all of them idle.
+        """Set the rows of a step, those of `slots`, or make all of them idle; `lengths` are of all slots.
 
-        Args:
-            slots: of the rows that are active.
-            lengths: of all slots.
-
-        Raises:
-            TooManySharedBlocksError: more blocks have several owners than the graph has places for.
-            ValueError: rows that attend in place share a block that is not at one place of their texts.
+        Raises TooManySharedBlocksError if more blocks have several owners than the graph has places for; ValueError
+        if rows that attend in place share a block that is not at one place of their texts.
         """
         if self._tables is not None:
-            self._fill_tables(self._tables, np.zeros(len(lengths), bool) if rows is None else rows.active, lengths)
+            self._fill_tables(self._tables, False if rows is None else rows.active, np.asarray(lengths))
         ids, positions = self._ids, self._positions
         positions[:] = self._idle
         if rows is None:
@@ -120,9 +110,7 @@ class GroupInputs:
             self.sampling_params[:] = rows.sampling_params
             self.uniforms[:] = rows.uniforms
 
-    def _fill_tables(self, tables: BlockTables, active: np.ndarray, lengths: memoryview) -> None:
-        """Set the blocks of decode rows, and the owners of those that attend in place."""
-        held = np.asarray(lengths)
+    def _fill_tables(self, tables: BlockTables, active: np.ndarray | bool, held: np.ndarray) -> None:
         if self._owners is not None:
             fill_owners(self._owner_views, self._owners, tables.blocks, tables.read_blocks(active, held))
         else:
@@ -147,7 +135,10 @@ class GroupInputs:
                 self.position_ids[row, :real] = np.arange(start + offset, start + offset + real)
                 self.position_ids[row, real:] = start + offset + real - 1
                 self.seq_ids[row] = piece.slot
-                self._fill_blocks(row, piece.slot)
+                if self._tables is not None:
+                    blocks = self._tables.blocks[piece.slot]
+                    self._block_table[row] = blocks[: self._block_table.shape[1]]
+                    self._write_blocks[row] = blocks[self.position_ids[row] // self._tables.block_length]
                 row += 1
             last_rows.append(row - 1)
             if self.sampling_params is not None and self.uniforms is not None:
@@ -155,19 +146,9 @@ class GroupInputs:
                 self.uniforms[row - 1] = piece.uniform
         return last_rows
 
-    def _fill_blocks(self, row: int, slot: int) -> None:
-        if self._tables is not None:
-            blocks = self._tables.blocks[slot]
-            self._block_table[row] = blocks[: self._block_table.shape[1]]
-            self._write_blocks[row] = blocks[self.position_ids[row] // self._tables.block_length]
-
 
 class StepGraph:
-    """A graph with its input arrays, and what a step needs to know of it, found once.
-
-    Attributes:
-        inputs: in the order of its spec; the same arrays in every step.
-    """
+    """A graph with its input arrays, the same in every step, and what a step needs to know of it, found once."""
 
     def __init__(self, graph: GraphSpec, arrays: InputArrays, tables: BlockTables | None) -> None:
         self.name = graph.name
@@ -195,26 +176,14 @@ class StepGraph:
     ) -> list[int]:
         """Set the inputs of a step, or make all rows idle; return the row of each piece's last token.
 
-        Args:
-            slots: those that decode.
-            lengths: of all slots, before the step.
-
-        Raises:
-            TooManySharedBlocksError, ValueError: as `GroupInputs.fill_decode`.
+        Arguments and errors are those of `GroupInputs.fill_decode`.
         """
         if self._decode is not None:
             self._decode.fill_decode(decode, slots, lengths)
         return [] if self._chunk is None else self._chunk.fill_pieces(pieces, lengths)
 
     def name_outputs(self, outputs: Sequence[np.ndarray | None], last_rows: list[int]) -> StepOutput:
-        """Return a run's outputs by name.
-
-        Args:
-            last_rows: as `fill_inputs` returned them.
-
-        Raises:
-            ValueError: these are more or fewer than the graph's.
-        """
+        """Return a run's outputs by name, with `last_rows` of `fill_inputs`; raise ValueError for more or fewer than the graph's."""
         if len(outputs) != self._count:
             raise ValueError(f"graph {self.name} returned {len(outputs)} outputs, and has {self._count}")
         decode_tokens, decode_logits, chunk_tokens, chunk_logits, prompt_logits = self._places

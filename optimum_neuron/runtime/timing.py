@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from .. import progress
 from ..artifact.artifact import Artifact
 from ..core import PromptPiece, StepOutput
 from ..step.family import rows_needed
 from ..step.spec import GraphSpec
-from ..targets import Executable
+from ..targets import IN_ENVIRONMENT, Executable, RankOptions, get_target
 from .profile import Profile, RunTrace, now
 from .runner import GraphRunner
 from .step_tensors import DecodeRows
@@ -30,14 +32,29 @@ def measure_seconds(call: Callable[[], object]) -> float:
 OPERATOR_RUNS = 8
 
 
-def open_runner(
-    artifact: Artifact, executable: Executable, *, deterministic: bool = False, profile: Profile | None = None
+def load_runner(
+    artifact: Artifact,
+    *,
+    trust_native_code: bool,
+    trust_remote_code: bool = False,
+    deterministic: bool = False,
+    ranks: RankOptions = IN_ENVIRONMENT,
+    profile: Profile | None = None,
 ) -> GraphRunner:
-    """Return a runner over an artifact's loaded graphs."""
+    """Load an artifact's graphs, and return a runner over them; the arguments are those of `Target.load` and `GraphRunner`."""
+    if profile is not None:
+        ranks = replace(ranks, capture=profile.capture_folder(artifact.target))
+    with progress.stage("Loading the artifact"):
+        executable = get_target(artifact.target).load(
+            artifact, trust_native_code=trust_native_code, trust_remote_code=trust_remote_code, ranks=ranks
+        )
+    described = (artifact.config, artifact.graphs, artifact.model)
     if profile is None:
-        return GraphRunner(executable, artifact.config, artifact.graphs, artifact.model, deterministic=deterministic)
+        return GraphRunner(executable, *described, deterministic=deterministic)
     profile.trace.facts |= {"artifact": str(artifact.path), "target": artifact.target}
-    return TracedRunner(artifact, executable, profile.trace, deterministic=deterministic)
+    runner = TracedRunner(TracedExecutable(executable, profile.trace), *described, deterministic=deterministic)
+    runner.trace = profile.trace
+    return runner
 
 
 class TracedExecutable(Executable):
@@ -47,6 +64,8 @@ class TracedExecutable(Executable):
         self._executable = executable
         self._trace = trace
         self._runs: Counter[str] = Counter()
+        for name in ("touch_states", "idle_inputs", "keep_state", "restore_state", "read_state", "write_state"):
+            setattr(self, name, getattr(executable, name))
 
     def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         return self._note_run(graph, inputs, outputs=True)
@@ -59,13 +78,12 @@ class TracedExecutable(Executable):
         executable, start = self._executable, now()
         found: Sequence[np.ndarray] = ()
         if self._runs[graph] <= OPERATOR_RUNS:
-            began = start
+            began = [start]
 
-            def ended(operator: str) -> None:
-                nonlocal began
-                began = self._trace.add_span("operators", operator, began)
+            def note_operator(operator: str) -> None:
+                began.append(self._trace.add_span("operators", operator, began[-1]))
 
-            found = executable.run_by_operators(graph, inputs, ended, outputs=outputs)
+            found = executable.run_by_operators(graph, inputs, note_operator, outputs=outputs)
         elif outputs:
             found = executable.run(graph, inputs)
         else:
@@ -73,36 +91,14 @@ class TracedExecutable(Executable):
         self._trace.add_span("graphs", graph, start, run=self._runs[graph])
         return found
 
-    def touch_states(self) -> None:
-        self._executable.touch_states()
-
-    def idle_inputs(self) -> Mapping[str, Sequence[np.ndarray]]:
-        return self._executable.idle_inputs()
-
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         start = now()
         self._executable.copy_slot(source, destination, length)
         self._trace.add_span("graphs", "copy_slot", start, source=source, destination=destination, length=length)
 
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        self._executable.keep_state(slot, snapshot)
-
-    def restore_state(self, snapshot: int, slot: int) -> None:
-        self._executable.restore_state(snapshot, slot)
-
-    def read_state(self, name: str) -> np.ndarray:
-        return self._executable.read_state(name)
-
-    def write_state(self, name: str, array: np.ndarray) -> None:
-        self._executable.write_state(name, array)
-
 
 class TimedRunner(GraphRunner):
-    """A runner that adds up how long its steps take.
-
-    Attributes:
-        spent: seconds of all steps so far.
-    """
+    """A runner that adds up the seconds of its steps in `spent`."""
 
     spent = 0.0
 
@@ -122,26 +118,21 @@ class TimedRunner(GraphRunner):
         return output
 
     def _note_step(self, pieces: Sequence[PromptPiece], decode: DecodeRows | None, start: int) -> None:
-        """Note a step that began at `start` and ends here."""
+        """Take note of a step that began at `start`."""
 
 
 class TracedRunner(TimedRunner):
     """A runner that notes each step in a trace, and each run of a graph within it."""
 
-    def __init__(
-        self, artifact: Artifact, executable: Executable, trace: RunTrace, *, deterministic: bool = False
-    ) -> None:
-        traced = TracedExecutable(executable, trace)
-        super().__init__(traced, artifact.config, artifact.graphs, artifact.model, deterministic=deterministic)
-        self._trace = trace
+    trace: RunTrace
 
     def _note_step(self, pieces: Sequence[PromptPiece], decode: DecodeRows | None, start: int) -> None:
         name = "decode" if not pieces else "prefill chunk" if decode is None else "mixed"
         decoding = [] if decode is None else np.flatnonzero(decode.active).tolist()
         tokens = [piece.count for piece in pieces]
         rows = rows_needed(tokens, self.config.prefill_chunk_size)
-        self._trace.add_count("live rows", start, decode=len(decoding), chunk=rows)
-        self._trace.add_span(
+        self.trace.add_count("live rows", start, decode=len(decoding), chunk=rows)
+        self.trace.add_span(
             "steps",
             name,
             start,
@@ -154,9 +145,9 @@ class TracedRunner(TimedRunner):
     def copy_block(self, source: int, destination: int, length: int) -> None:
         start = now()
         super().copy_block(source, destination, length)
-        self._trace.add_span("steps", "copy prefix", start, slot=destination, source=source, tokens=length)
+        self.trace.add_span("steps", "copy prefix", start, slot=destination, source=source, tokens=length)
 
     def warm_up(self) -> None:
         start = now()
         super().warm_up()
-        self._trace.add_span("steps", "warm-up", start)
+        self.trace.add_span("steps", "warm-up", start)

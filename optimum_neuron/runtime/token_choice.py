@@ -63,14 +63,12 @@ class HostChoice:
 
     @property
     def keeps(self) -> bool:
-        """Return whether anything of a step is kept."""
         return self.scores is not None or self.logits is not None
 
     def choose_tokens(self, input_ids: Tensor, rows: np.ndarray) -> list[int]:
         """Choose a token for each of `rows [rows, vocab]` float32, logits, after `input_ids [rows, length]`.
 
-        Raises:
-            ValueError: the processors returned other than a score per token.
+        Raises ValueError if the processors returned other than a score per token.
         """
         logits = to_torch(rows)
         if self.keeps or self.processors:  # processors may keep them, too, and the next run uses their memory again
@@ -83,22 +81,20 @@ class HostChoice:
             self.logits.append(logits)
         if self.scores is not None:
             self.scores.append(scores)
-        chosen: list[int]
-        if not self.do_sample:
-            chosen = scores.argmax(-1).tolist()
+        if self.do_sample:
+            best = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1, generator=self.generator)[:, 0]
         else:
-            weights = torch.softmax(scores, dim=-1)
-            chosen = torch.multinomial(weights, num_samples=1, generator=self.generator)[:, 0].tolist()
+            best = scores.argmax(-1)
+        chosen: list[int] = best.tolist()
         return chosen
 
 
 def choose_how(
     processors: LogitsProcessorList, config: NeuronConfig, *, do_sample: bool, keep_scores: bool, keep_logits: bool
 ) -> OnDeviceChoice | HostChoice:
-    """On device where its sampler honours everything that was asked; otherwise on the host.
+    """Choose on the device where its sampler honours everything that was asked; otherwise on the host.
 
-    Raises:
-        ValueError: the host would have to choose, and the graphs return no logits.
+    Raises ValueError if the host would have to choose, and the graphs return no logits.
     """
     if keep_scores or keep_logits:
         obstacle: str | None = f"{'output_scores' if keep_scores else 'output_logits'}=True needs logits on the host"
@@ -107,7 +103,10 @@ def choose_how(
     else:
         obstacle = find_host_reason(processors, do_sample)
     if obstacle is None:
-        return OnDeviceChoice(_sampling_params(processors, do_sample))
+        if not do_sample:
+            return OnDeviceChoice(GREEDY)
+        asked = {name: getattr(each, name) for each in processors for name in [_ON_DEVICE[type(each)]]}
+        return OnDeviceChoice(SamplingParams(temperature=1.0)._replace(**asked).in_float32())
     if not config.returns_decode_logits:
         raise ValueError(
             f"{obstacle}, and this artifact returns no logits; export it with --output-logits (output_logits=True)"
@@ -125,16 +124,6 @@ def find_host_reason(processors: LogitsProcessorList, do_sample: bool) -> str | 
     for processor in processors:
         plain = type(processor)(getattr(processor, _ON_DEVICE[type(processor)]))
         if vars(processor) != vars(plain):
-            return f"{type(processor).__name__} with {_options(processor)} is applied to logits on the host"
+            options = ", ".join(f"{name}={value}" for name, value in vars(processor).items())
+            return f"{type(processor).__name__} with {options} is applied to logits on the host"
     return None
-
-
-def _options(processor: LogitsProcessor) -> str:
-    return ", ".join(f"{name}={value}" for name, value in vars(processor).items())
-
-
-def _sampling_params(processors: LogitsProcessorList, do_sample: bool) -> SamplingParams:
-    if not do_sample:
-        return GREEDY
-    asked = {_ON_DEVICE[type(processor)]: getattr(processor, _ON_DEVICE[type(processor)]) for processor in processors}
-    return SamplingParams(temperature=1.0)._replace(**asked).in_float32()

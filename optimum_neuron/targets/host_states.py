@@ -66,4 +66,4 @@ def allocate_places(config: NeuronConfig, model: ModelSpec) -> dict[str, np.ndar
 
 def check_state_memory(artifact: Artifact) -> None:
     """Raise ValueError where all states of an artifact, and the places for their snapshots, are larger than this machine's memory."""
-    check_memory((*artifact.states(), *artifact.snapshots()))
+    check_memory((*artifact.states(), *artifact.kept_states()))

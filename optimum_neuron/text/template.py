@@ -34,7 +34,6 @@ class _Answers(Extension):
 def _write_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON. Jinja2's own filter escapes characters of HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -42,17 +41,13 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _format_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 @lru_cache(maxsize=16)
 def _compile_template(source: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, loopcontrols]
     )
-    environment.filters["tojson"] = _write_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _format_now}
+    environment.filters["tojson"] = _write_json  # jinja2's own escapes characters of HTML
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment.from_string(source)
 
 
@@ -66,9 +61,8 @@ def render_chat(
         values: other names that the template may use.
         continues_last: end the text where the content of the last message ends.
 
-    Raises:
-        TemplateError: the template cannot be read, or refuses the messages.
-        ValueError: the last message cannot be continued.
+    Raises TemplateError if the template cannot be read, or refuses the messages; ValueError if the last message
+    cannot be continued.
     """
     template = _compile_template(source)
     if not continues_last:

@@ -1,18 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TextTokenizer: an artifact's tokenizer with its chat template, equal to transformers' own."""
+"""TextTokenizer: an artifact's tokenizer with its chat template, equal to transformers' own, without transformers.
+
+Transformers builds a tokenizer from several files by rules of its class. The export has it built once, and notes the result in
+neuron_text.json.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from ..artifact.artifact import ArtifactError
+from ..artifact.schema import anything, choice, read_object, record
 from ..errors import first_line
-from .record import TextRecord, read_record
 from .template import Message, render_chat
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+RECORD_NAME = "neuron_text.json"
+# The checkpoint's own file, and the one that an export writes where transformers changes the first.
+_OWN, _BUILT = "tokenizer.json", "neuron_tokenizer.json"
+# Methods that a tokenizer's class may have of its own. Then the `tokenizers` library alone does not do the same.
+_METHODS = (
+    "__call__", "_encode_plus", "_decode", "decode", "apply_chat_template", "get_chat_template", "convert_ids_to_tokens", "get_vocab",
+)  # fmt: skip
+_CHECK = record({"file": choice((_OWN, _BUILT)), "special_tokens": anything, "chat_template": anything}, closed=True)
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """A tokenizer as transformers builds it: the file of the `tokenizers` library, and what templates use."""
+
+    file: str
+    special_tokens: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | dict[str, str] | None = None
+
+
+def write_record(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Note an artifact's tokenizer, as transformers loads it from the folder, unless only transformers can do what it does."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = type(tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or any(
+        getattr(own, name) is not getattr(PreTrainedTokenizerFast, name) for name in _METHODS
+    ):
+        return
+    backend = tokenizer.backend_tokenizer
+    cleans = tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
+    if cleans or tokenizer.split_special_tokens:
+        return
+    built = _without_limits(Tokenizer.from_str(backend.to_str()))
+    own_file, file = folder / _OWN, _OWN
+    if not own_file.is_file() or _without_limits(Tokenizer.from_file(str(own_file))).to_str() != built.to_str():
+        file = _BUILT
+        built.save(str(folder / _BUILT))
+    noted = TextRecord(file, tokenizer.special_tokens_map, tokenizer.chat_template)
+    (folder / RECORD_NAME).write_text(json.dumps(asdict(noted), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def read_record(folder: Path) -> TextRecord | None:
+    """Return what an artifact's export noted, None where it noted nothing; raise ArtifactError for another file."""
+    path = folder / RECORD_NAME
+    if not path.is_file():
+        return None
+    try:
+        found = read_object(path)
+        _CHECK("it", found)
+        template, tokens = found["chat_template"], found["special_tokens"]
+        texts = template.values() if isinstance(template, dict) else () if template is None else (template,)
+        if not isinstance(tokens, dict) or not all(isinstance(each, str) for each in texts):
+            raise ValueError("its special_tokens are no object, or its chat_template is no text")
+    except ValueError as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; export the model again") from error
+    return TextRecord(**found)
 
 
 class TextTokenizer:
@@ -24,11 +98,11 @@ class TextTokenizer:
         special_tokens_map: special tokens by name.
     """
 
-    def __init__(self, backend: Tokenizer, record: TextRecord, name: str) -> None:
+    def __init__(self, backend: Tokenizer, noted: TextRecord, name: str) -> None:
         self._backend = backend
         self.name_or_path = name
-        self.chat_template = record.chat_template
-        self.special_tokens_map = record.special_tokens
+        self.chat_template = noted.chat_template
+        self.special_tokens_map = noted.special_tokens
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Return the token ids of a text as `input_ids`."""
@@ -40,11 +114,7 @@ class TextTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Return the text of tokens.
-
-        Args:
-            clean_up_tokenization_spaces: taken for transformers' sake. A tokenizer with texts that it changes has no record.
-        """
+        """Return the text of tokens. A tokenizer with texts that `clean_up_tokenization_spaces` changes has no record."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
@@ -69,9 +139,8 @@ class TextTokenizer:
     ) -> Any:
         """Return a conversation as `input_ids`, as a list of these without `return_dict`, or as text without `tokenize`.
 
-        Raises:
-            ValueError: there are no messages, or no template, or both the last message and a new one are to be written.
-            TemplateError: the template refuses the messages.
+        Raises ValueError if there are no messages, or no template, or both the last message and a new one are to be
+        written; TemplateError if the template refuses the messages.
         """
         if not conversation:
             raise ValueError("the conversation is empty; give at least one message")
@@ -106,20 +175,14 @@ class TextTokenizer:
 def open_tokenizer(folder: Path) -> TextTokenizer | None:
     """Return an artifact's tokenizer; None where only transformers can make it.
 
-    Args:
-        folder: of an artifact with verified files.
-
-    Raises:
-        ArtifactError: its files cannot be read.
+    Its files are verified by then. Raises ArtifactError if they cannot be read.
     """
-    record = read_record(folder)
-    if record is None:
+    noted = read_record(folder)
+    if noted is None:
         return None
-    path = folder / record.file
+    path = folder / noted.file
     try:
         backend = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ArtifactError(f"{path} cannot be read: {first_line(error)}; export the model again") from error
-    backend.no_truncation()
-    backend.no_padding()
-    return TextTokenizer(backend, record, str(folder))
+    return TextTokenizer(_without_limits(backend), noted, str(folder))

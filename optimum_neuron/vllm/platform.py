@@ -13,7 +13,7 @@ import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from ..artifact.artifact import Artifact
-from ..runtime.token_ids import check_token_ids
+from ..runtime.lengths import check_token_ids
 from . import PLUGIN_NAME
 
 

@@ -143,9 +143,9 @@ class BlockPrefixes:
         used: list[int] = []
         for request_id, start, end in _list_advances(scheduler_output):
             length, prefix = self._prompts[request_id]
-            if request_id in starting and prefix.snapshot is not None:
+            if request_id in starting and prefix.state_place is not None:
                 plan.prefixes[request_id] = prefix
-                used.append(prefix.snapshot)
+                used.append(prefix.state_place)
             at_border = end % self._size == 0 and end <= length
             if at_border and self._table.is_worth(start, end, length - end, prefix.cut):
                 kept[request_id] = np.asarray(requests[request_id].all_token_ids[:end], np.int32)
@@ -232,7 +232,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
                 prompt, cut = self._prompts[request_id]
                 if end <= prompt and snapshots.is_worth(start, end, prompt - end, cut):
                     texts[request_id] = np.asarray(self._requests[request_id].all_token_ids[:end], dtype=np.int32)
-            used = [prefix.snapshot for prefix in plan.prefixes.values() if prefix.snapshot is not None]
+            used = [prefix.state_place for prefix in plan.prefixes.values() if prefix.state_place is not None]
             plan.keep = snapshots.keep_texts(texts, used)
         return plan
 

@@ -141,7 +141,7 @@ class CacheRows:
             for piece in cut_prompt(state.slot, state.prefill_token_ids[:computed], runner.config.prefill_chunk_size):
                 runner.run_step([piece], outputs=False)
         elif computed and (prefix is not None or not self._has_slots or held == state.slot):
-            runner.resume_slot(state.slot, computed, None if prefix is None else prefix.snapshot)
+            runner.resume_slot(state.slot, computed, None if prefix is None else prefix.state_place)
 
     def extend_row(self, state: RowState, blocks: Sequence[int]) -> None:
         """Give a request that has a row more of vLLM's blocks."""

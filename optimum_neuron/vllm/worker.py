@@ -128,7 +128,7 @@ class NeuronWorker(WorkerBase):
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         """Return all layers as one: its blocks have the bytes of the whole cache. vLLM counts blocks and allocates nothing."""
         size, blocks = self.cache_config.block_size, self._artifact.config.kv_blocks + 1  # vLLM's own first one, too
-        stored = byte_count((*self._artifact.states(), *self._artifact.snapshots()))
+        stored = byte_count((*self._artifact.states(), *self._artifact.kept_states()))
         per_token = -(-stored // (blocks * size))
         spec = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=-(-per_token // 2), dtype=torch.int8)
         return {"cache": spec}

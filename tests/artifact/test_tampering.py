@@ -16,13 +16,14 @@ from helpers import artifact_runner, export_tiny, generate, random_tokens
 from safetensors.torch import load_file, save_file
 from tampered import failures
 from tampering import MANIFEST, WEIGHTS, changes, read_json, write
+from writing import edit_manifest
 
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
-from optimum_neuron.generate import NeuronModelForCausalLM
+from optimum_neuron.generate.model import NeuronModelForCausalLM
 
 
 # `python tests/helpers/tampered.py ARTIFACT` tries all changes.
-EVERY = 23
+EVERY = 37
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_weights_that_are_no_numbers_do_not_generate(artifact: Path) -> None:
     save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in weights.items()}, artifact / WEIGHTS)
     data = (artifact / WEIGHTS).read_bytes()
     entry = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
-    edit(artifact, lambda manifest: manifest["files"].update({WEIGHTS: entry}))
+    edit_manifest(artifact, lambda manifest: manifest["files"].update({WEIGHTS: entry}))
     with pytest.raises(ArtifactError, match=r"holds NaN or infinity in \d+ of \d+ places; export the model again"):
         NeuronModelForCausalLM.from_pretrained(artifact)
 
@@ -55,12 +56,6 @@ def test_weights_that_are_no_numbers_do_not_generate(artifact: Path) -> None:
 def artifact(eager_artifact: Path, tmp_path: Path) -> Path:
     """A copy, to be changed."""
     return Path(shutil.copytree(eager_artifact, tmp_path / "artifact"))
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    manifest = read_json(path / MANIFEST)
-    change(manifest)
-    (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def edit_layers(manifest: dict[str, Any], **sizes: int) -> None:
@@ -76,23 +71,17 @@ CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "fewer slots": (lambda m: m["config"].update(batch_size=2), r"has batch_size 3, and its config .* ask for 2"),
     "a text": (lambda m: m["config"].update(batch_size="3"), r"batch_size must be a whole number, not '3'"),
     "code": (lambda m: edit_layers(m, kv_heads="2; abort()"), r"kv_heads is '2; abort\(\)', not a whole number"),
-    "no heads": (lambda m: edit_layers(m, kv_heads=0), r"layers\[0\]\.kv_heads is 0, which is not within 1 and"),
-    "other heads": (
-        lambda m: edit_layers(m, kv_heads=4),
-        r"says layers\[0\]\.kv_heads=4, and the model of config\.json has 2",
-    ),
-    "other keys": (
-        lambda m: edit_layers(m, key_dim=8),
-        r"says layers\[0\]\.key_dim=8, and the model of config\.json has 16",
-    ),
+    "no heads": (lambda m: edit_layers(m, kv_heads=0), r"layers\[0\]\.kv_heads is 0, not a whole number from 1 to"),
+    "other heads": (lambda m: edit_layers(m, kv_heads=4), r"kv_heads=4, and the model of config\.json has 2"),
+    "other keys": (lambda m: edit_layers(m, key_dim=8), r"key_dim=8, and the model of config\.json has 16"),
     "one layer twice": (lambda m: edit_layers(m, layer_idx=0), r"describes the state kv_cache\.key_0 twice"),
     "other words": (
         lambda m: m["model"].update(vocab_size=301),
-        r"has outputs\[1\]\.shape\[1\] 300, and its config and model ask for 301",
+        r"shape\[1\] 300, and its config and model ask for 301",
     ),
     "no type": (
         lambda m: m["config"].pop("dtype"),
-        r"has .*dtype='auto' .*, where the artifact's target 'eager', a type and a choice belong",
+        r"dtype='auto' .*, where the artifact's target 'eager', a type and",
     ),
     "another target": (lambda m: m.update(target="cpu"), r"has target='eager', .*, where the artifact's target 'cpu'"),
     "ranks": (
@@ -102,20 +91,24 @@ CONTRADICTIONS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a chain": (lambda m: tie(m, a="b", b="lm_head"), r"tied to 'model\.b\.weight', which is itself tied to another"),
     "a stored alias": (
         lambda m: tie(m, **{"model.norm": "lm_head"}),
-        r"holds model\.model\.norm\.weight, which the manifest",
+        r"holds model\.model\.norm\.weight, which the manif",
     ),
     "true": (lambda m: m["files"][WEIGHTS].update(size=True), r"size is True, not a whole number"),
-    "a digest": (lambda m: m["files"][WEIGHTS].update(sha256="0"), r"sha256 is '0', which is not of the form"),
+    "a digest": (lambda m: m["files"][WEIGHTS].update(sha256="0"), r"sha256 is '0', not a text of the form"),
     "a version": (lambda m: m.update(format_version=True), r"has format_version True"),
     "no config.json": (lambda m: m["files"].pop("config.json"), r"does not list config\.json"),
-    "a level": (lambda m: m["target_data"].update(lnc=99), r"lnc is 99, which is not within 1 and 16"),
+    "another type": (
+        lambda m: m["config"].update(dtype="bfloat16"),
+        r"dtype='bfloat16', and the artifact's weights are fl",
+    ),
+    "a level": (lambda m: m["target_data"].update(lnc=99), r"lnc is 99, not a whole number from 1 to 16"),
 }
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_a_manifest_that_contradicts_itself_or_the_model_is_refused(artifact: Path, name: str) -> None:
     change, words = CONTRADICTIONS[name]
-    edit(artifact, change)
+    edit_manifest(artifact, change)
     with pytest.raises(ValueError, match=words) as caught:
         artifact_runner(artifact)
     assert MANIFEST in str(caught.value) or str(artifact) in str(caught.value)
@@ -132,7 +125,7 @@ def test_a_manifest_with_other_convolutions_than_the_models_is_refused(
             manifest["model"]["convolutions"][0]["past"] = past
 
     path = export_tiny(tiny_checkpoints["lfm2"], tmp_path / "artifact")
-    edit(path, change)
+    edit_manifest(path, change)
     with pytest.raises(ValueError, match=r"says convolutions.*=(\[\]|4), and the model of config\.json has"):
         artifact_runner(path)
 
@@ -170,27 +163,15 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], object]) -> No
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            lambda tensor: tensor.update(shape=tensor["shape"][::-1]),
-            r"lm_head\.weight as float32 \[64, 300\], and",
-        ),
-        (lambda tensor: tensor.update(dtype="I32"), r"lm_head\.weight as int32 \[300, 64\], and the model"),
+        ({"shape": [64, 300]}, r"lm_head\.weight as float32 \[64, 300\], and"),
+        ({"dtype": "I32"}, r"lm_head\.weight as int32 \[300, 64\], and the model"),
     ],
 )
 def test_weights_of_another_shape_or_type_than_the_models_are_refused(
-    artifact: Path, change: Callable[[dict[str, Any]], object], words: str
+    artifact: Path, change: dict[str, Any], words: str
 ) -> None:
-    rewrite_header(artifact, lambda header: change(header["model.lm_head.weight"]))
+    rewrite_header(artifact, lambda header: header["model.lm_head.weight"].update(change))
     with pytest.raises(ValueError, match=words):
-        artifact_runner(artifact)
-
-
-def test_weights_of_another_type_than_the_config_says_are_refused(artifact: Path) -> None:
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["config"]["dtype"] = "bfloat16"
-
-    edit(artifact, change)
-    with pytest.raises(ValueError, match=r"says dtype='bfloat16', and the artifact's weights are float32"):
         artifact_runner(artifact)
 
 
@@ -228,12 +209,12 @@ def test_links_into_the_hubs_own_store_are_followed(eager_artifact: Path, tmp_pa
 
 
 def test_generation_defaults_that_the_manifest_does_not_list_are_not_used(artifact: Path) -> None:
-    edit(artifact, lambda manifest: manifest["files"].pop("generation_config.json"))
+    edit_manifest(artifact, lambda manifest: manifest["files"].pop("generation_config.json"))
     (artifact / "generation_config.json").write_text('{"max_new_tokens": 3}', encoding="utf-8")
     assert NeuronModelForCausalLM.from_pretrained(artifact).generation_config.max_new_tokens is None
 
 
 def test_an_artifact_of_before_graphs_were_described_still_loads(artifact: Path, eager_artifact: Path) -> None:
-    edit(artifact, lambda manifest: manifest.update(graphs={name: {} for name in manifest["graphs"]}))
+    edit_manifest(artifact, lambda manifest: manifest.update(graphs={name: {} for name in manifest["graphs"]}))
     prompt = random_tokens(9)
     assert generate(artifact_runner(artifact), prompt, 4)[0] == generate(artifact_runner(eager_artifact), prompt, 4)[0]

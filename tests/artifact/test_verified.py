@@ -9,8 +9,6 @@ import json
 import mmap
 import os
 import shutil
-import subprocess
-import sys
 import time
 import types
 from collections.abc import Callable
@@ -20,7 +18,7 @@ import pytest
 import torch
 from helpers import weights_of
 
-from optimum_neuron.artifact import verified, weights
+from optimum_neuron.artifact import filesystem, user_cache, weights
 from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact, ArtifactError
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 from optimum_neuron.artifact.weights import read_weights, write_weights
@@ -30,14 +28,14 @@ SETTLED_NS = 20_000_000  # in place of seconds, and above the tick of the system
 TENSORS = {"model.a": torch.arange(4096.0), "model.b": torch.ones(5, dtype=torch.bfloat16)}
 
 
-@pytest.fixture(params=["mapped", "copied"])
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where records are; a file settles at once."""
-    monkeypatch.setattr(weights, "_LARGEST_COPY", 0 if request.param == "mapped" else 1 << 30)
+    monkeypatch.setattr(weights, "_LARGEST_COPY", 0)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(verified, "_SETTLED_NS", SETTLED_NS)
+    monkeypatch.setattr(user_cache, "_SETTLED_NS", SETTLED_NS)
     monkeypatch.setattr(weights, "is_local", lambda descriptor: True)  # wherever the tests' files are
-    return tmp_path / "cache" / verified.CACHE_KIND
+    return tmp_path / "cache" / user_cache.VERIFIED_KIND
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(content))
         return hashlib.sha256(content)
 
-    monkeypatch.setattr(verified, "hashlib", types.SimpleNamespace(sha256=sha256))
+    monkeypatch.setattr(user_cache, "hashlib", types.SimpleNamespace(sha256=sha256))
     return sizes
 
 
@@ -119,7 +117,11 @@ def write_through_a_mapping(path: Path) -> None:
 CHANGES = [write_in_place, write_and_restore_times, replace_by_a_copy, write_through_a_mapping]
 
 
-def test_a_file_is_hashed_once(artifact: Artifact, hashed: list[int], cache: Path) -> None:
+@pytest.mark.parametrize("largest_copy", [0, 1 << 30], ids=["mapped", "copied"])
+def test_a_file_is_hashed_once(
+    artifact: Artifact, hashed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch, largest_copy: int
+) -> None:
+    monkeypatch.setattr(weights, "_LARGEST_COPY", largest_copy)
     for _ in range(3):
         check(artifact)
     assert hashed == [(artifact.path / WEIGHTS_NAME).stat().st_size]
@@ -155,7 +157,7 @@ def test_a_file_that_was_just_written_is_hashed_again(
     artifact: Artifact, hashed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ctime of a second write may be the same."""
-    monkeypatch.setattr(verified, "_SETTLED_NS", 10**18)
+    monkeypatch.setattr(user_cache, "_SETTLED_NS", 10**18)
     check(artifact)
     check(artifact)
     assert len(hashed) == 2
@@ -169,7 +171,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(
         os.utime(artifact.path / WEIGHTS_NAME)
         return hashlib.sha256(content)
 
-    monkeypatch.setattr(verified, "hashlib", types.SimpleNamespace(sha256=sha256))
+    monkeypatch.setattr(user_cache, "hashlib", types.SimpleNamespace(sha256=sha256))
     check(artifact)
     assert not any(cache.iterdir())
 
@@ -178,13 +180,13 @@ def test_a_record_counts_for_a_file_that_did_not_change_while_it_was_read(
     artifact: Artifact, hashed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(artifact)
-    has = verified._has_record
+    has = user_cache._has_record
 
     def look_and_change(status: os.stat_result, record: dict[str, int | str]) -> bool:
         os.utime(artifact.path / WEIGHTS_NAME)
         return has(status, record)
 
-    monkeypatch.setattr(verified, "_has_record", look_and_change)
+    monkeypatch.setattr(user_cache, "_has_record", look_and_change)
     check(artifact)
     assert len(hashed) == 2
 
@@ -228,8 +230,8 @@ def full_disk(*args: object, **options: object) -> None:
 SPOILED: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
     "a file": lambda cache, patch: (cache.rmdir(), cache.touch()),
     "open to all": lambda cache, patch: cache.chmod(0o777),
-    "read-only": lambda cache, patch: patch.setattr(verified.tempfile, "mkstemp", full_disk),
-    "full": lambda cache, patch: patch.setattr(verified.json, "dump", full_disk),
+    "read-only": lambda cache, patch: patch.setattr(filesystem.tempfile, "mkstemp", full_disk),
+    "full": lambda cache, patch: patch.setattr(filesystem.os, "replace", full_disk),
 }
 
 
@@ -251,7 +253,7 @@ def test_without_a_cache_each_load_hashes(
 def test_the_oldest_records_make_room(
     tmp_path: Path, hashed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verified, "_MOST_RECORDS", 3)
+    monkeypatch.setattr(user_cache, "_MOST_RECORDS", 3)
     cache.mkdir(parents=True, mode=0o700)
     (cache / "unfinished").touch()
     os.utime(cache / "unfinished", (0, 0))
@@ -263,36 +265,3 @@ def test_the_oldest_records_make_room(
     for artifact in artifacts[-3:]:
         check(artifact)
     assert len(hashed) == 5
-
-
-def test_a_record_that_another_process_removes_meanwhile_is_no_error(
-    artifact: Artifact, hashed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verified, "_MOST_RECORDS", 1)
-    monkeypatch.setattr(verified.os, "listdir", lambda folder: ["gone.json"])
-    check(artifact)
-    check(artifact)
-    assert len(hashed) == 1
-
-
-_PROCESS = """
-import mmap, sys
-from optimum_neuron.artifact import verified
-verified._SETTLED_NS, verified._MOST_RECORDS = 0, 2
-for _ in range(100):
-    for path, digest in zip(sys.argv[1::2], sys.argv[2::2]):
-        with open(path, "rb") as file:
-            number = file.fileno()
-            read = lambda: mmap.mmap(number, 0, access=mmap.ACCESS_READ)
-            assert verified.read_verified(number, read, digest)[1] == digest
-"""
-
-
-def test_processes_may_write_records_at_once(tmp_path: Path, cache: Path) -> None:
-    artifacts = [make_artifact(tmp_path / str(number)) for number in range(4)]
-    arguments = [text for each in artifacts for text in (str(each.path / WEIGHTS_NAME), each.sha256(WEIGHTS_NAME))]
-    running = [subprocess.Popen([sys.executable, "-c", _PROCESS, *arguments]) for _ in range(3)]
-    assert [process.wait() for process in running] == [0, 0, 0]
-    records = list(cache.iterdir())
-    assert 1 <= len(records) <= 4
-    assert all(len(json.loads(record.read_text())["sha256"]) == 64 for record in records)

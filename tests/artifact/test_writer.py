@@ -200,12 +200,6 @@ def test_a_parent_that_takes_no_files_is_refused_at_once(output: Path, monkeypat
         check_output(output, overwrite=False)
 
 
-def test_an_output_below_a_file_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match=r"file is a file; name a folder"):
-        check_output(tmp_path / "file" / "artifact", overwrite=False)
-
-
 def test_a_folder_that_only_looks_like_unfinished_work_is_never_touched(output: Path) -> None:
     lookalike = output.with_name(".artifact.partial")
     write(lookalike, "somebody's own")

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from helpers import tiny_config
 
-from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.artifact.artifact import MANIFEST_NAME, WEIGHTS_NAME, Artifact
 from optimum_neuron.artifact.writer import ArtifactWriter, write_artifact
 from optimum_neuron.step.attention.state import KeyValueState
 from optimum_neuron.step.model_spec import ModelSpec
@@ -52,6 +54,12 @@ def read(output: Path) -> str:
     text = (output / "config.json").read_text(encoding="utf-8")
     assert artifact.file(WEIGHTS_NAME).read_text(encoding="utf-8") == text * 100
     return text
+
+
+def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    manifest = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+    change(manifest)
+    (path / MANIFEST_NAME).write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def names(folder: Path) -> list[str]:

@@ -195,8 +195,8 @@ class Harness:
                 self.last_start = self.steps
             if chunk.prefix:
                 self.hits += 1
-            if chunk.prefix and chunk.prefix.snapshot is not None:
-                self.state[chunk.slot], length = self.kept[chunk.prefix.snapshot]
+            if chunk.prefix and chunk.prefix.state_place is not None:
+                self.state[chunk.slot], length = self.kept[chunk.prefix.state_place]
                 assert length == chunk.prefix.length
         tokens = self.advance(step)
         for kept in step.kept:
@@ -266,7 +266,7 @@ class Harness:
     def check_snapshots(self, step: Step) -> None:
         """Who takes over a prefix has a snapshot of it, which is not written to meanwhile; what is kept is where a chunk ends, and
         where it reaches a multiple of the interval something is, while there are places."""
-        needed = {chunk.prefix.snapshot for chunk in step.pieces if chunk.prefix}
+        needed = {chunk.prefix.state_place for chunk in step.pieces if chunk.prefix}
         assert self.snapshots is None or None not in needed
         places = [kept.place for kept in step.kept]
         assert len(set(places)) == len(places) and set(places) <= set(range(self.snapshots or 0)) - needed

@@ -53,19 +53,19 @@ def table(*texts: list[int], places: int = 3) -> SnapshotTable:
 @pytest.mark.parametrize(
     ("prompt", "common", "has", "expected"),
     [
-        ([1, 2, 3, 4, 5, 6], 5, 5, Prefix(4, snapshot=1)),  # the longest that it has
+        ([1, 2, 3, 4, 5, 6], 5, 5, Prefix(4, state_place=1)),  # the longest that it has
         (
             [1, 2, 3, 4],
             4,
             9,
-            Prefix(2, snapshot=0),
+            Prefix(2, state_place=0),
         ),  # the last token is computed: one token is not worth another snapshot
-        ([1, 2, 3, 4], 4, 4, Prefix(2, snapshot=0)),
-        ([1, 2, 3, 9, 9], 3, 9, Prefix(2, snapshot=0)),
-        ([1, 2, 8, 8, 8, 8], 5, 9, Prefix(2, snapshot=0, cut=5)),  # parts from others far behind it
-        ([1, 2, 8, 8, 8, 8], 5, 5, Prefix(2, snapshot=0)),  # nobody goes on behind these: nothing to part from
+        ([1, 2, 3, 4], 4, 4, Prefix(2, state_place=0)),
+        ([1, 2, 3, 9, 9], 3, 9, Prefix(2, state_place=0)),
+        ([1, 2, 8, 8, 8, 8], 5, 9, Prefix(2, state_place=0, cut=5)),  # parts from others far behind it
+        ([1, 2, 8, 8, 8, 8], 5, 5, Prefix(2, state_place=0)),  # nobody goes on behind these: nothing to part from
         ([1, 2, 3, 4, 5, 6], 1, 9, Prefix()),  # a snapshot without its rows is of no use
-        ([7, 7, 7, 7], 3, 9, Prefix(0, snapshot=None, cut=3)),
+        ([7, 7, 7, 7], 3, 9, Prefix(0, state_place=None, cut=3)),
     ],
 )
 def test_a_prompt_goes_on_behind_the_longest_snapshot(
@@ -143,7 +143,10 @@ def test_who_starts_alike_a_second_time_is_cut_where_it_parts_and_the_third_goes
     advance(scheduler)
     add(scheduler, request("c", [*TEXT[:20], 70], new=1), request("again", [*TEXT[:20], 80, 81], new=1))
     first = next_step(scheduler)
-    assert first.pieces[0].prefix is not None and (first.pieces[0].prefix.length, first.pieces[0].prefix.snapshot) == (
+    assert first.pieces[0].prefix is not None and (
+        first.pieces[0].prefix.length,
+        first.pieces[0].prefix.state_place,
+    ) == (
         20,
         1,
     )
@@ -151,7 +154,7 @@ def test_who_starts_alike_a_second_time_is_cut_where_it_parts_and_the_third_goes
     commit(scheduler, first)
     second = next_step(scheduler)  # one token more than the snapshot is not worth another
     assert counts(second) == {"again": 2} and second.pieces[0].prefix is not None
-    assert (second.pieces[0].prefix.length, second.pieces[0].prefix.snapshot) == (20, 1) and kept(second) == []
+    assert (second.pieces[0].prefix.length, second.pieces[0].prefix.state_place) == (20, 1) and kept(second) == []
     commit(scheduler, second)
 
 
@@ -173,7 +176,7 @@ def test_full_blocks_are_shared_up_to_the_snapshot_and_part_of_the_next_is_copie
     advance(scheduler, 2)
     add(scheduler, request("b", [*prompt[:100], 7, 8], new=10))
     step = next_step(scheduler)
-    assert step.pieces[0].prefix == Prefix(100, (0,), 1, snapshot=0) and step.copies == (BlockCopy(1, 2, 36),)
+    assert step.pieces[0].prefix == Prefix(100, (0,), 1, state_place=0) and step.copies == (BlockCopy(1, 2, 36),)
     assert [(each.blocks, each.shared) for each in step.assignments] == [((0, 2), 1)]
 
 

@@ -117,21 +117,12 @@ def test_what_a_checkpoint_says_of_its_training_is_no_request(model: Any, monkey
 @pytest.mark.parametrize(
     "inert",
     [
-        {"disable_compile": True},
-        {"cache_implementation": "static"},
-        {"cache_config": {"axis_key": 1}},
-        {"compile_config": CompileConfig()},
-        {"prefill_chunk_size": 3},
-        {
-            "use_cache": True,
-            "disable_compile": False,
-            "num_beams": 1,
-            "guidance_scale": 1.0,
-            "output_hidden_states": True,
-        },
+        {"disable_compile": True}, {"cache_implementation": "static"}, {"cache_config": {"axis_key": 1}},
+        {"compile_config": CompileConfig()}, {"prefill_chunk_size": 3},
+        {"use_cache": True, "disable_compile": False, "num_beams": 1, "guidance_scale": 1.0, "output_hidden_states": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_changes_no_token_is_taken_and_said_once(
     model: Any, inert: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

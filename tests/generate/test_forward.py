@@ -122,8 +122,13 @@ def test_only_who_asks_for_all_logits_runs_a_graph_that_scores(models: Models) -
 def test_packed_prompts_lie_as_they_were_given(models: Models) -> None:
     model, _ = models()
     prompts = [torch.from_numpy(random_tokens(length)).long()[None] for length in (5, 17, 2)]
+    last = model(torch.cat(prompts, dim=1), cu_seq_lens_q=torch.tensor([0, 5, 22, 24]), logits_to_keep=1).logits
+    for row, prompt in zip(last, prompts, strict=True):
+        assert torch.equal(row, model(prompt, logits_to_keep=1).logits[0])
     packed = model(torch.cat(prompts, dim=1), cu_seq_lens_q=torch.tensor([0, 5, 22, 24])).logits
     assert torch.equal(packed, torch.cat([model(prompt).logits for prompt in prompts], dim=1))
+    with pytest.raises(ValueError, match="attention_mask has no meaning for packed prompts"):
+        model(prompts[0], attention_mask=torch.ones(1, 5), cu_seq_lens_q=torch.tensor([0, 5]))
 
 
 def test_the_loss_of_labels_is_that_of_transformers(models: Models) -> None:
@@ -143,12 +148,8 @@ def test_the_loss_of_labels_is_that_of_transformers(models: Models) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"labels": torch.zeros(3, 4, dtype=torch.long)},
-            r"labels are torch.int64 \[3, 4\]; give torch.int64 \[3, 29\]",
-        ),
-        ({"labels": torch.zeros(3, WIDTH)}, "labels are torch.float32"),
-        ({"labels": [[1]]}, "labels are list"),
+        ({"labels": torch.zeros(3, 4, dtype=torch.long)}, r"labels are torch.int64 \[3, 4\]; give torch.int64 \[3, 29\]"),
+        ({"labels": torch.zeros(3, WIDTH)}, "labels are torch.float32"), ({"labels": [[1]]}, "labels are list"),
         ({"labels": torch.full((3, WIDTH), 300)}, "labels hold 300, and the model has tokens 0 to 299"),
         ({"labels": torch.full((3, WIDTH), -1)}, "labels hold -1"),
         ({"labels": torch.zeros(3, WIDTH, dtype=torch.long)}, "labels count a token after padding"),
@@ -158,7 +159,7 @@ def test_the_loss_of_labels_is_that_of_transformers(models: Models) -> None:
         ({"logits_to_keep": torch.tensor([[1]])}, "names columns"),
         ({"logits_to_keep": torch.tensor([0.5])}, "names columns"),
     ],
-)
+)  # fmt: skip
 def test_labels_and_columns_that_do_not_fit_are_refused(models: Models, change: dict[str, Any], words: str) -> None:
     model, _ = models()
     calls = sum(model.runner.graph_calls.values())

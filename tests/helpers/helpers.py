@@ -32,6 +32,7 @@ from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.prefill import prefill_prompts
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import DecodeRows
+from optimum_neuron.runtime.timing import load_runner
 from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.family import GraphFamily
 from optimum_neuron.step.model_spec import ModelSpec
@@ -39,7 +40,7 @@ from optimum_neuron.step.ops import EAGER_OPS, StepOps
 from optimum_neuron.step.spec import GREEDY, GraphSpec, SamplingParams, graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule, example_inputs
-from optimum_neuron.targets import Executable, get_target
+from optimum_neuron.targets import Executable
 from optimum_neuron.targets.eager import EagerExecutable
 from optimum_neuron.targets.host_states import allocate_places
 from optimum_neuron.tools.certify import certify_export
@@ -181,11 +182,7 @@ def export_tiny(
 
 
 def artifact_runner(path: Path, *, trust_native_code: bool = True) -> GraphRunner:
-    artifact = Artifact.open(path)
-    executable = get_target(artifact.target).load(
-        artifact, trust_native_code=trust_native_code, trust_remote_code=False
-    )
-    return GraphRunner(executable, artifact.config, artifact.graphs, artifact.model)
+    return load_runner(Artifact.open(path), trust_native_code=trust_native_code)
 
 
 def random_tokens(count: int, seed: int = 0) -> np.ndarray:

@@ -104,7 +104,7 @@ def main() -> None:
     import torch
     import transformers
 
-    import optimum_neuron.generate
+    import optimum_neuron.generate.model
     import optimum_neuron.targets.eager  # noqa: F401  before the forks, which are then fast
     from optimum_neuron.targets.cpu import compiler
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +19,8 @@ HUGE = 2**40
 WRONG: tuple[Any, ...] = (None, True, "", "4; abort()", -1, 0, 1.5, HUGE, 10**400, [], {}, [[]], {"x": 1})
 # Sizes in config.json on which weights or graphs depend.
 CONFIG_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
 
 
 class Change(NamedTuple):
@@ -61,22 +56,19 @@ def write(path: Path, name: str, data: bytes, *, vouched: bool = True) -> None:
         (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
-def _values(name: str, document: Any) -> Iterator[Change]:
+def _values(name: str, document: Any, places: Iterable[tuple[str | int, ...]] | None = None) -> Iterator[Change]:
     """Every place of a JSON file, with values of every kind; the text is made for those that are tried."""
 
-    def edit(path: Path, place: tuple[str | int, ...], value: Any, remove: bool = False) -> None:
-        write(path, name, json.dumps(_replaced(document, place, value, remove=remove)).encode())
+    def edit(path: Path, **how: Any) -> None:
+        write(path, name, json.dumps(_replaced(document, **how)).encode())
 
-    for place in _places(document):
-        own = _at(document, place)
-        text = json.dumps(own)
+    for place in _places(document) if places is None else places:
+        own, label = _at(document, place), ".".join(map(str, place))
         for value in (*WRONG, *_near(own)):
-            if json.dumps(value) != text:
-                label = f"{name} {'.'.join(map(str, place))} = {json.dumps(value)[:40]}"
-                yield Change(label, partial(edit, place=place, value=value))
+            if json.dumps(value) != json.dumps(own):
+                yield Change(f"{name} {label} = {json.dumps(value)[:40]}", partial(edit, place=place, value=value))
         if isinstance(place[-1], str):
-            label = f"{name} without {'.'.join(map(str, place))}"
-            yield Change(label, partial(edit, place=place, value=None, remove=True))
+            yield Change(f"{name} without {label}", partial(edit, place=place, value=None, remove=True))
 
 
 def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -180,41 +172,37 @@ def _files(manifest: dict[str, Any]) -> Iterator[Change]:
         "flipped in the middle": lambda data: _flipped(data, len(data) // 2),
         "flipped at the end": lambda data: _flipped(data, len(data) - 20),
     }
+    moves: dict[str, Callable[[Path, str], object]] = {
+        "gone": lambda path, name: (path / name).unlink(),
+        "gone, unlisted": partial(_unlist, remove=True),
+        "unlisted": _unlist,
+        "renamed": lambda path, name: (path / name).rename(path / (name + ".x")),
+        "linked elsewhere": _link,
+        "linked to itself": lambda path, name: ((path / name).unlink(), (path / name).symlink_to(path / name)),
+        "a folder": lambda path, name: ((path / name).unlink(), (path / name).mkdir()),
+        "a pipe": lambda path, name: ((path / name).unlink(), os.mkfifo(path / name)),
+    }
+
+    def damage(path: Path, name: str, how: Callable[[bytes], bytes], vouched: bool, other: str | None = None) -> None:
+        write(path, name, how((path / (other or name)).read_bytes()), vouched=vouched)
+
     for name in names:
-        for label, damage in damages.items():
-            yield Change(
-                f"{name} {label}",
-                lambda path, n=name, d=damage: write(path, n, d((path / n).read_bytes()), vouched=False),
-            )
-            if name in code or label in ("cut in half", "empty", "cut by a byte", "longer", "zeros"):
-                yield Change(
-                    f"{name} {label}, vouched",
-                    lambda path, n=name, d=damage: write(path, n, d((path / n).read_bytes())),
-                )
-        yield Change(f"{name} gone", lambda path, n=name: (path / n).unlink())
-        yield Change(f"{name} gone, unlisted", lambda path, n=name: _unlist(path, n, remove=True))
-        yield Change(f"{name} unlisted", lambda path, n=name: _unlist(path, n))
-        yield Change(f"{name} renamed", lambda path, n=name: (path / n).rename(path / (n + ".x")))
-        yield Change(f"{name} linked elsewhere", lambda path, n=name: _link(path, n))
-        yield Change(f"{name} linked to itself", lambda path, n=name: _link_to_itself(path, n))
-        yield Change(f"{name} a folder", lambda path, n=name: _as_folder(path, n))
-        yield Change(f"{name} a pipe", lambda path, n=name: _as_pipe(path, n))
+        for label, how in damages.items():
+            for vouched in (False, True) if name in code or not label.startswith("flipped") else (False,):
+                change = partial(damage, name=name, how=how, vouched=vouched)
+                yield Change(f"{name} {label}{', vouched' * vouched}", change)
+        for label, move in moves.items():
+            yield Change(f"{name} {label}", partial(move, name=name))
     for name, other in zip(code, code[1:] + code[:1], strict=True):
         for vouched in (False, True):
-            yield Change(
-                f"{name} is {other}{', vouched' * vouched}",
-                lambda path, n=name, o=other, v=vouched: write(path, n, (path / o).read_bytes(), vouched=v),
-            )
+            change = partial(damage, name=name, how=bytes, vouched=vouched, other=other)
+            yield Change(f"{name} is {other}{', vouched' * vouched}", change)
     for folder in ("graphs", "weights") if code else ("weights",):
-        yield Change(f"{folder} linked elsewhere", lambda path, f=folder: _link(path, f))
-    for name in (
-        "graphs/kernels.so",
-        "graphs/foreign.json",
-        "graphs/token_generation_context64.safetensors",
-        "weights/tp0.safetensors",
-    ):
+        yield Change(f"{folder} linked elsewhere", partial(_link, name=folder))
+    foreign = ("kernels.so", "foreign.json", "token_generation_context64.safetensors")
+    for name in (*(f"graphs/{each}" for each in foreign), "weights/tp0.safetensors"):
         if name not in names:
-            yield Change(f"{name} added", lambda path, n=name: _add(path, n))
+            yield Change(f"{name} added", partial(_add, name=name))
 
 
 def _flipped(data: bytes, offset: int) -> bytes:
@@ -235,21 +223,6 @@ def _link(path: Path, name: str) -> None:
     moved = path.with_name(f"{path.name}-elsewhere-{Path(name).name}")
     shutil.move(path / name, moved)
     (path / name).symlink_to(moved)
-
-
-def _link_to_itself(path: Path, name: str) -> None:
-    (path / name).unlink()
-    (path / name).symlink_to(path / name)
-
-
-def _as_folder(path: Path, name: str) -> None:
-    (path / name).unlink()
-    (path / name).mkdir()
-
-
-def _as_pipe(path: Path, name: str) -> None:
-    (path / name).unlink()
-    os.mkfifo(path / name)
 
 
 def _add(path: Path, name: str) -> None:
@@ -309,14 +282,7 @@ def _headers(artifact: Path) -> Iterator[Change]:
 def _model_configs(artifact: Path) -> Iterator[Change]:
     """Sizes in config.json that weights and manifest contradict; vouched for by the manifest."""
     config = read_json(artifact / "config.json")
-    for size in filter(config.__contains__, CONFIG_SIZES):
-        for value in (*WRONG, *_near(config[size]), 100_000):
-            if value is not None:  # which leaves it to the default
-                text = json.dumps(config | {size: value}).encode()
-                yield Change(
-                    f"config.json {size} = {json.dumps(value)[:40]}",
-                    lambda path, text=text: write(path, "config.json", text),
-                )
+    yield from _values("config.json", config, [(size,) for size in CONFIG_SIZES if size in config])
     for label, text in {
         "no JSON": "{",
         "a list": "[]",

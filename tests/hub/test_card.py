@@ -22,10 +22,10 @@ from hub_server import put_in_hub_cache
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from optimum.commands.register.export_neuron import NeuronExportCommand
+from optimum.commands.register.neuron_options import read_declared
 
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
 from optimum_neuron.checkpoints.origin import card_facts
-from optimum_neuron.command_options import read_declared
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.export.first_use import export_command
 from optimum_neuron.hub.card import is_unchanged, make_card, write_card

@@ -13,7 +13,7 @@ import pytest
 from helpers import Opener, artifact_runner, export_tiny, generate, random_tokens
 from kernel_calls import NAMES
 
-from optimum_neuron.generate import NeuronModelForCausalLM
+from optimum_neuron.generate.model import NeuronModelForCausalLM
 from optimum_neuron.kernels.host import instruction_sets as host
 from optimum_neuron.kernels.host.instruction_sets import CPU_VARIABLE
 from optimum_neuron.targets.cpu.native_library import load_kernels

@@ -127,5 +127,5 @@ def describe(step: Step, *, has_slots: bool) -> str:
 
 
 def _describe_piece(piece: PromptPiece) -> tuple[object, ...]:
-    prefix = piece.prefix and (piece.prefix.length, piece.prefix.snapshot)
+    prefix = piece.prefix and (piece.prefix.length, piece.prefix.state_place)
     return (piece.request_id, piece.slot, piece.start, piece.count, piece.is_first, piece.is_last, prefix)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
-    ARCHITECTURES,
     artifact_runner,
     decode_tokens,
     eager_runner,
@@ -78,33 +77,21 @@ class Pair(NamedTuple):
     spec: ModelSpec
 
 
-@pytest.fixture(scope="module", params=(*ARCHITECTURES, "lfm2"))
-def eager_pair(
-    request: pytest.FixtureRequest, tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec]
-) -> Pair:
-    model = tiny_models[request.param]
-    runners = (eager_runner(model, tiny_config(**sizes)) for sizes in (SLOTS, BLOCKS))
-    return Pair(*runners, tiny_specs[request.param])
+@pytest.fixture(scope="module")
+def exported(
+    tiny_checkpoints: dict[str, Path], tiny_specs: dict[str, ModelSpec], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Pair]:
+    def export(model: str) -> Pair:
+        folder = tmp_path_factory.mktemp("blocks")
+        sizes = {"slots": SLOTS, "blocks": BLOCKS}
+        paths = [export_tiny(tiny_checkpoints[model], folder / name, **sizes[name], target="cpu") for name in sizes]
+        return Pair(*map(artifact_runner, paths), tiny_specs[model])
 
-
-@pytest.fixture(
-    scope="module", params=("llama", "gpt_oss", "lfm2", pytest.param("deepseek_v3", marks=pytest.mark.full))
-)
-def cpu_pair(
-    request: pytest.FixtureRequest,
-    tiny_checkpoints: dict[str, Path],
-    tiny_specs: dict[str, ModelSpec],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Pair:
-    folder = tmp_path_factory.mktemp("blocks")
-    paths = [
-        export_tiny(tiny_checkpoints[request.param], folder / name, **sizes, target="cpu")
-        for name, sizes in (("slots", SLOTS), ("blocks", BLOCKS))
-    ]
-    return Pair(*map(artifact_runner, paths), tiny_specs[request.param])
+    return export
 
 
 CASES = ((0, (0, 1, 2, 3), PIECES[0]), (1, (7, 0, 5, 2), PIECES[1]), (2, (3, 6, 1, 4), PIECES[2]))
+MODELS = ("llama", "gpt_oss", "lfm2", pytest.param("deepseek_v3", marks=pytest.mark.full))
 
 
 def check_pair(pair: Pair) -> None:
@@ -113,12 +100,17 @@ def check_pair(pair: Pair) -> None:
         assert same(block_answer(pair.blocks, pair.spec, row, own, pieces), expected)
 
 
-def test_blocks_give_the_bits_of_slots_on_the_eager_target(eager_pair: Pair) -> None:
-    check_pair(eager_pair)
+@pytest.mark.parametrize("model", ("llama", "gemma2", "gpt_oss", "deepseek_v3", "lfm2"))
+def test_blocks_give_the_bits_of_slots_on_the_eager_target(
+    tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec], model: str
+) -> None:
+    runners = (eager_runner(tiny_models[model], tiny_config(**sizes)) for sizes in (SLOTS, BLOCKS))
+    check_pair(Pair(*runners, tiny_specs[model]))
 
 
-def test_blocks_give_the_bits_of_slots_on_the_cpu_target(cpu_pair: Pair) -> None:
-    check_pair(cpu_pair)
+@pytest.mark.parametrize("model", MODELS)
+def test_blocks_give_the_bits_of_slots_on_the_cpu_target(exported: Callable[[str], Pair], model: str) -> None:
+    check_pair(exported(model))
 
 
 def resumed(runner: GraphRunner, start: int) -> list[Tensor]:
@@ -129,49 +121,26 @@ def resumed(runner: GraphRunner, start: int) -> list[Tensor]:
     return logits
 
 
-@pytest.fixture(scope="module")
-def llama(tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec]) -> Pair:
+def test_rows_read_a_whole_block_together_and_part_of_it_as_a_copy(
+    tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec]
+) -> None:
     runner = eager_runner(tiny_models["llama"], tiny_config(**BLOCKS))
-    return Pair(runner, runner, tiny_specs["llama"])
-
-
-def test_a_block_of_two_rows_serves_both(llama: Pair) -> None:
-    expected = block_answer(llama.blocks, llama.spec, *CASES[0])
-    runner = llama.blocks
-    runner.reset_slots()
-    runner.assign_blocks(1, 0, (4, 6))
-    prefill_pieces(runner, 1, PROMPT[:128], [64, 64])
-    runner.assign_blocks(2, 0, (4, 6, 3, 5))
-    runner.resume_slot(2, 128)
-    assert same(resumed(runner, 128), expected)
-
-
-def test_part_of_a_block_is_copied(llama: Pair) -> None:
-    expected = block_answer(llama.blocks, llama.spec, *CASES[0])
-    runner = llama.blocks
-    runner.reset_slots()
-    runner.assign_blocks(1, 0, (4, 6))
-    prefill_pieces(runner, 1, PROMPT[:100], [64, 36])
-    runner.assign_blocks(2, 0, (4, 2, 3, 5))
-    runner.copy_block(6, 2, 30)
-    runner.resume_slot(2, 94)
-    assert same(resumed(runner, 94), expected)
-
-
-def test_state_of_all_tokens_is_not_resumed(tiny_models: dict[str, nn.Module]) -> None:
-    runner = eager_runner(tiny_models["lfm2"], tiny_config(**BLOCKS))
-    runner.assign_blocks(0, 0, (1,))
-    with pytest.raises(ValueError, match="slot 0 keeps state of all its"):
-        runner.resume_slot(0, 20)
+    expected = block_answer(runner, tiny_specs["llama"], *CASES[0])
+    for held, own in ((128, (4, 6, 3, 5)), (94, (4, 2, 3, 5))):
+        runner.reset_slots()
+        runner.assign_blocks(1, 0, (4, 6))
+        prefill_pieces(runner, 1, PROMPT[:128], [64, 64])
+        runner.assign_blocks(2, 0, own)
+        if held < 128:
+            runner.copy_block(6, 2, 30)
+        runner.resume_slot(2, held)
+        assert same(resumed(runner, held), expected)
 
 
 @pytest.mark.parametrize(
     ("action", "words"),
     [
-        (
-            lambda runner: runner.run_step([PromptPiece(1, PROMPT[:1])]),
-            "slot 1 holds 0 tokens and has blocks for 0: assign",
-        ),
+        (lambda runner: runner.run_step([PromptPiece(1, PROMPT[:1])]), "slot 1 holds 0 tokens and has blocks for 0: assign"),
         (lambda runner: runner.assign_blocks(0, 0, (8,)), r"is given the blocks \[8\], and there are 8"),
         (lambda runner: runner.assign_blocks(0, 0, (-1,)), r"is given the blocks \[-1\]"),
         (lambda runner: runner.assign_blocks(0, 2, (1,)), "has 1 of at most 4 blocks: 1 cannot follow block 2"),
@@ -181,7 +150,7 @@ def test_state_of_all_tokens_is_not_resumed(tiny_models: dict[str, nn.Module]) -
         (lambda runner: runner.copy_block(0, 1, 65), "65 tokens of block 0 cannot be copied"),
         (lambda runner: runner.reserve_slots([256, 256, 1]), "take 576 tokens of the cache in blocks of 64"),
     ],
-)
+)  # fmt: skip
 def test_what_blocks_do_not_hold_is_refused(
     tiny_models: dict[str, nn.Module], action: Callable[[GraphRunner], object], words: str
 ) -> None:

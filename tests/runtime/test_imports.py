@@ -27,13 +27,11 @@ RUN = """
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
-from optimum_neuron.runtime.timing import open_runner
+from optimum_neuron.runtime.timing import load_runner
 from optimum_neuron.step.spec import SamplingParams
-from optimum_neuron.targets import get_target
 
 artifact = Artifact.open(sys.argv[1])
-executable = get_target(artifact.target).load(artifact, trust_native_code=True, trust_remote_code=False)
-engine = Engine(open_runner(artifact, executable), vocab_size=artifact.model.vocab_size, seed=0)
+engine = Engine(load_runner(artifact, trust_native_code=True), vocab_size=artifact.model.vocab_size, seed=0)
 engine.runner.warm_up()
 for name, sampling in (("greedy", SamplingParams()), ("drawn", SamplingParams(5, 0.9, 0.8))):
     prompt = json.loads(sys.argv[2])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections import Counter
@@ -124,21 +123,6 @@ def test_what_ran_before_a_failure_is_told(
     with pytest.raises(RuntimeError, match="the device is gone"):
         profiled(eager_artifact, folder)
     assert len(read_trace(folder).names("graphs")) == 3
-
-
-def test_a_trace_that_cannot_be_written_to_its_end_is_none(
-    eager_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = Path.write_text
-
-    def write_half(path: Path, text: str, **options: str) -> int:
-        write(path, text[: len(text) // 2], **options)
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    monkeypatch.setattr(Path, "write_text", write_half)
-    with pytest.raises(OSError, match="no space left"):
-        profiled(eager_artifact, tmp_path / "profile")
-    assert list((tmp_path / "profile").iterdir()) == []
 
 
 def test_a_profile_of_nothing_leaves_nothing(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +15,9 @@ from helpers import (
     LENGTH,
     VOCAB,
     Recorder,
-    as_tensor,
     decode_rows,
     decode_tokens,
     eager_runner,
-    examples,
-    export_tiny,
     fill_rows,
     prefill_pieces,
     random_tokens,
@@ -30,9 +27,8 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.prefill import prefill_prompts
@@ -66,69 +62,50 @@ def decode(runner: GraphRunner, slots: Sequence[int]) -> None:
     runner.run_step((), DecodeRows(np.arange(len(active)), active, rows, np.full(len(active), 0.25, dtype=np.float32)))
 
 
+def take(*pieces: tuple[int, int], decodes: int | None = None, **options: Any) -> Callable[[GraphRunner], object]:
+    """A step with pieces of slots, by their numbers of tokens, and the decode row of one slot."""
+    given = [PromptPiece(slot, random_tokens(count)) for slot, count in pieces]
+    return lambda runner: runner.run_step(
+        given, None if decodes is None else decode_rows(runner, {decodes: 5}), **options
+    )
+
+
 @pytest.mark.parametrize(
     ("action", "words"),
     [
-        (
-            lambda runner: runner.run_step([PromptPiece(0, random_tokens(4))]),
-            "slot 0 holds 61 tokens and cannot take 4 more: .*64",
-        ),
-        (
-            lambda runner: runner.run_step([PromptPiece(1, random_tokens(2)), PromptPiece(0, random_tokens(4))]),
-            "slot 0 holds 61",
-        ),
-        (
-            lambda runner: runner.run_step([PromptPiece(1, random_tokens(17))]),
-            "1 to ctx_batch_size=2 rows of prefill_chunk_size=8 tokens, .* not 3 rows",
-        ),
-        (lambda runner: runner.run_step([PromptPiece(1, random_tokens(0))]), "slot 1 has no token"),
-        (
-            lambda runner: runner.run_step([PromptPiece(1, random_tokens(2)), PromptPiece(1, random_tokens(2))]),
-            r"each slot once, not 2 rows of the slots \[1, 1\]",
-        ),
-        (
-            lambda runner: runner.run_step([PromptPiece(slot, random_tokens(1)) for slot in range(3)]),
-            "1 to ctx_batch_size=2 rows",
-        ),
-        (lambda runner: runner.run_step([]), r"1 to ctx_batch_size=2 rows .* not 0 rows of the slots \[\]"),
-        (lambda runner: runner.run_step([PromptPiece(3, random_tokens(1))]), "slot 3 .* batch_size=3"),
-        (lambda runner: runner.run_step([PromptPiece(-1, random_tokens(1))]), "slot -1 .* batch_size=3"),
+        (take((0, 4)), "slot 0 holds 61 tokens and cannot take 4 more: .*64"),
+        (take((1, 2), (0, 4)), "slot 0 holds 61"),
+        (take((1, 17)), "1 to ctx_batch_size=2 rows of prefill_chunk_size=8 tokens, .* not 3 rows"),
+        (take((1, 0)), "slot 1 has no token"),
+        (take((1, 2), (1, 2)), r"each slot once, not 2 rows of the slots \[1, 1\]"),
+        (take((0, 1), (1, 1), (2, 1)), "1 to ctx_batch_size=2 rows"),
+        (take(), r"1 to ctx_batch_size=2 rows .* not 0 rows of the slots \[\]"),
+        (take((3, 1)), "slot 3 .* batch_size=3"),
+        (take((-1, 1)), "slot -1 .* batch_size=3"),
         (lambda runner: decode_tokens(runner, {0: 5, 2: 5}), "slot 2 is full: it holds sequence_length=64 tokens"),
-        (
-            lambda runner: runner.run_step([PromptPiece(1, random_tokens(2))], decode_rows(runner, {2: 5})),
-            "slot 2 is full: it holds sequence_length=64 tokens",
-        ),
-        (
-            lambda runner: runner.run_step([PromptPiece(0, random_tokens(2))], decode_rows(runner, {0: 5})),
-            "slot 0 cannot decode and take a chunk in the same step",
-        ),
+        (take((1, 2), decodes=2), "slot 2 is full: it holds sequence_length=64 tokens"),
+        (take((0, 2), decodes=0), "slot 0 cannot decode and take a chunk in the same step"),
         (lambda runner: runner.resume_slot(1, 65), "slot 1 has room for 64 tokens: 65 of them cannot be resumed"),
         (lambda runner: runner.copy_block(0, 1, 65), "65 tokens of block 0 cannot be copied to block 1"),
         (lambda runner: runner.assign_blocks(1, 0, [0]), "slot 1 is given blocks"),
         (
-            lambda runner: runner.run_step([PromptPiece(1, random_tokens(2))], graph=graph_named("token_generation")),
+            take((1, 2), graph=graph_named("token_generation")),
             r"the graph token_generation_context64 does not hold a step of prompt chunks of \[2\] tokens at a context of 2",
         ),
         (
-            lambda runner: runner.run_step((), decode_rows(runner, {0: 5}), graph_named("chunked_prefill")),
+            take(decodes=0, graph=graph_named("chunked_prefill")),
             r"the graph chunked_prefill_chunk8_context64 does not hold .* at a context of 62 with decode rows",
         ),
         (
-            lambda runner: runner.run_step(
-                [PromptPiece(1, random_tokens(9))], graph=graph_named("mixed", ctx_batch_size=1)
-            ),
-            r"the graph mixed_chunk8_context64 does not hold a step of prompt chunks of \[9\] tokens",
+            take((1, 9), graph=graph_named("mixed", ctx_batch_size=1)),
+            r"does not hold a step of prompt chunks of \[9\] tokens",
         ),
         (
-            lambda runner: runner.run_step((), decode_rows(runner, {0: 5}), graph_named("mixed", context_length=61)),
-            r"the graph mixed_chunk8_context61 does not hold .* at a context of 62",
+            take(decodes=0, graph=graph_named("mixed", context_length=61)),
+            "context61 does not hold .* at a context of 62",
         ),
-        (
-            lambda runner: runner.run_step(
-                [PromptPiece(1, random_tokens(2))], graph=graph_named("mixed", on_device_sampling=False)
-            ),
-            "the graph mixed_chunk8_context64 does not hold",  # it is another artifact's
-        ),
+        # It is another artifact's.
+        (take((1, 2), graph=graph_named("mixed", on_device_sampling=False)), "mixed_chunk8_context64 does not hold"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(
@@ -143,17 +120,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
         action(runner)
     assert lengths == runner.lengths.tolist() == [61, 0, 64]
     assert runner.graph_calls == calls
-    assert same_states(read_states(runner, spec), before, range(4))
-
-
-def test_a_prompt_longer_than_a_slot_is_refused_and_changes_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    model = NeuronModelForCausalLM.from_pretrained(export_tiny(tiny_checkpoint, tmp_path / "artifact"))
-    runner, spec = model.runner, model.artifact.model
-    fill_rows(runner, spec, range(4), None)
-    before = read_states(runner, spec)
-    with pytest.raises(ValueError, match="a prompt of 65 tokens does not fit sequence_length=64"):
-        model.generate(torch.from_numpy(random_tokens(LENGTH + 1))[None].long(), max_new_tokens=1, do_sample=False)
-    assert runner.lengths.tolist() == [0, 0, 0] and not runner.graph_calls
     assert same_states(read_states(runner, spec), before, range(4))
 
 
@@ -172,16 +138,6 @@ def test_prefill_checks_every_prompt_before_it_writes_the_first(
     with pytest.raises(ValueError, match=words):
         prefill_prompts(runner, [random_tokens(length) for length in lengths])
     assert not runner.graph_calls and not runner.lengths.any()
-
-
-def test_a_full_slot_can_be_filled_to_the_last_row(llama: nn.Module) -> None:
-    runner = eager_runner(llama, tiny_config())
-    prefill_pieces(runner, 0, random_tokens(63), [8] * 7 + [7])
-    decode_tokens(runner, {0: 5})
-    assert runner.lengths.tolist() == [64, 0, 0]
-    runner.reset_slot(0)
-    prefill_pieces(runner, 0, random_tokens(64), [8] * 8)
-    assert runner.lengths.tolist() == [64, 0, 0]
 
 
 @given(st.integers(0, LENGTH - 1), st.integers(1, CHUNK_SIZE))
@@ -284,74 +240,3 @@ def test_prefill_takes_the_fewest_steps_and_keeps_the_order_of_the_prompts(llama
         alone_tokens, alone_logits = prefill_prompts(alone, [prompt])
         assert alone_tokens is not None and alone_logits is not None
         assert np.array_equal(logits[row], alone_logits[0]) and tokens[row] == alone_tokens[0]
-
-
-ACTIONS = st.one_of(
-    st.tuples(
-        st.just("chunk"),
-        st.lists(
-            st.tuples(st.integers(0, 2), st.integers(1, CHUNK_SIZE)),
-            min_size=1,
-            max_size=2,
-            unique_by=lambda pair: pair[0],
-        ),
-    ),
-    st.tuples(st.just("decode"), st.lists(st.integers(0, 2), min_size=1, unique=True)),
-    st.tuples(st.just("reset"), st.integers(0, 2)),
-)
-
-
-def test_any_interleaving_keeps_the_lengths_and_gives_each_request_what_it_gets_alone(llama: nn.Module) -> None:
-    runner, alone = eager_runner(llama, tiny_config()), eager_runner(llama, tiny_config())
-
-    def replay(tokens: np.ndarray, pieces: list[int]) -> list[Tensor]:
-        """A request alone in slot 0: a positive piece is a chunk, a zero is one token by a decode step."""
-        alone.reset_slots()
-        results, start = [], 0
-        for count in pieces:
-            if count:
-                results.append(prefill_pieces(alone, 0, tokens[start : start + count], [count]))
-            else:
-                results.append(decode_tokens(alone, {0: int(tokens[start])})[1][0])
-            start += count or 1
-        return results
-
-    @examples(12)
-    @given(st.lists(ACTIONS, max_size=14))
-    def check(actions: list[tuple]) -> None:
-        runner.reset_slots()
-        streams = {slot: random_tokens(LENGTH, seed=slot) for slot in range(3)}
-        pieces: dict[int, list[int]] = {slot: [] for slot in range(3)}
-        results: dict[int, list[Tensor]] = {slot: [] for slot in range(3)}
-
-        def finish(slot: int) -> None:
-            assert all(map(torch.equal, results[slot], replay(streams[slot], pieces[slot])))
-            pieces[slot], results[slot] = [], []
-            streams[slot] = streams[slot][::-1].copy()
-
-        for kind, what in actions:
-            length = {slot: sum(count or 1 for count in pieces[slot]) for slot in range(3)}
-            assert runner.lengths.tolist() == list(length.values())
-            if kind == "reset":
-                runner.reset_slot(what)
-                finish(what)
-            elif kind == "chunk":
-                what = [(slot, count) for slot, count in what if length[slot] + count <= LENGTH]
-                chunks = [
-                    PromptPiece(slot, streams[slot][length[slot] : length[slot] + count]) for slot, count in what
-                ]
-                output = runner.run_step(chunks) if chunks else None
-                for row, (slot, count) in enumerate(what):
-                    assert output is not None and output.chunk_logits is not None
-                    pieces[slot].append(count)
-                    results[slot].append(as_tensor(output.chunk_logits[row]))
-            else:
-                what = [slot for slot in what if length[slot] < LENGTH]
-                _, logits = decode_tokens(runner, {slot: int(streams[slot][length[slot]]) for slot in what})
-                for slot in what:
-                    pieces[slot].append(0)
-                    results[slot].append(logits[slot])
-        for slot in range(3):
-            finish(slot)
-
-    check()

@@ -54,17 +54,7 @@ def test_rows_end_as_transformers_criteria_say(
     assert Stopping(StoppingCriteriaList(criteria)).find_ended(sequences, length, tokens, scores) == expected
 
 
-def test_without_criteria_no_row_ends() -> None:
-    assert Stopping(StoppingCriteriaList()).find_ended(torch.zeros(2, 3), 3, [0, 0], None) == [False, False]
-
-
 @pytest.mark.parametrize("value", [True, torch.tensor([True, False])])
 def test_a_criterion_may_answer_for_all_rows_at_once(value: bool | Tensor) -> None:
     stopping = Stopping(StoppingCriteriaList([lambda input_ids, scores: value]))
     assert stopping.find_ended(torch.zeros(2, 3), 3, [0, 0], None) == [True, value is True]
-
-
-def test_each_row_may_end_by_another_criterion() -> None:
-    stopping = Stopping(StoppingCriteriaList([EosTokenCriteria([2]), _EvenSum()]))
-    sequences = torch.tensor([[1, 2], [3, 3], [3, 4]])
-    assert stopping.find_ended(sequences, 2, [2, 3, 4], None) == [True, True, False]

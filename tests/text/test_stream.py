@@ -156,23 +156,6 @@ def test_a_text_gets_out_up_to_the_first_stop_string(pieces: list[str], stops: l
     assert out + scanner.push_text("", is_last=True) == text
 
 
-@pytest.mark.parametrize(
-    ("pieces", "stops", "out", "found"),
-    [
-        (["ab", "ac", "x"], ["abac"], "", "abac"),
-        (["a<", "|e", "nd", "|>b"], ["<|end|>"], "a", "<|end|>"),
-        (["aab"], ["b", "ab"], "a", "ab"),
-        (["ab"], ["abc", "b"], "a", "b"),
-    ],
-)
-def test_of_several_the_one_that_begins_first_ends_the_text(
-    pieces: list[str], stops: list[str], out: str, found: str
-) -> None:
-    scanner = StopStrings(stops)
-    assert "".join(scanner.push_text(piece) for piece in pieces if scanner.found is None) == out
-    assert scanner.found == found
-
-
 TEXT_OF = ["one", " two", " th", "ree", " four", ""]
 
 
@@ -196,19 +179,9 @@ def take(made: AnswerChoice, *tokens: int, ends: FinishReason | None = None) -> 
     return pieces
 
 
-def test_a_stop_string_over_three_tokens_gets_out_in_no_part() -> None:
-    pieces = take(choice("three f"), 0, 1, 2, 3, 4)
-    assert [piece.text for piece in pieces] == ["one", " two", " ", "", ""]
-    assert pieces[-1].finish_reason == "stop" and pieces[-1].stop_reason == "three f"
-
-
-def test_what_only_begins_like_a_stop_string_gets_out_in_the_end() -> None:
-    pieces = take(choice("three!"), 0, 1, 2, 3, ends="length")
-    assert [piece.text for piece in pieces] == ["one", " two", " ", "three"]
-    assert pieces[-1].finish_reason == "length" and pieces[-1].stop_reason is None
-
-
-def test_an_end_token_has_no_text_and_a_clients_own_is_named() -> None:
+def test_an_end_has_no_text_and_a_stop_string_or_a_clients_own_token_is_named() -> None:
+    (*_, last) = take(choice("three f"), 0, 1, 2, 3, 4)
+    assert (last.text, last.finish_reason, last.stop_reason) == ("", "stop", "three f")
     for ids, reason in ((frozenset(), None), (frozenset({4}), 4)):
         pieces = take(choice(stop_token_ids=ids), 0, 1, 4, ends="stop")
         assert "".join(piece.text for piece in pieces) == "one two"

@@ -17,8 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerFast
 
 from optimum_neuron.artifact.artifact import ArtifactError
-from optimum_neuron.text.record import RECORD_NAME, write_record
-from optimum_neuron.text.tokenizer import TextTokenizer, open_tokenizer
+from optimum_neuron.text.tokenizer import RECORD_NAME, TextTokenizer, open_tokenizer, write_record
 
 
 WORDS = [
@@ -197,14 +196,11 @@ def test_what_only_transformers_does_has_no_record(tmp_path: Path, make: Callabl
 @pytest.mark.parametrize(
     "change",
     [
-        {"file": "../tokenizer.json"},
-        {"chat_template": 3},
-        {"chat_template": {"default": 3}},
-        {"special_tokens": []},
+        {"file": "../tokenizer.json"}, {"chat_template": 3}, {"chat_template": {"default": 3}}, {"special_tokens": []},
         {"more": 1},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_record_of_another_form_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     save(PreTrainedTokenizerFast(tokenizer_object=byte_level()), tmp_path)
     path = tmp_path / RECORD_NAME

@@ -147,5 +147,5 @@ def test_prompts_that_start_alike_get_what_transformers_gives_them(
     core = llm.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
     artifact = Artifact.open(path)
-    stored = byte_count((*artifact.states(), *artifact.snapshots()))
+    stored = byte_count((*artifact.states(), *artifact.kept_states()))
     assert stored <= worker.determine_available_memory() < stored * 1.01

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ... import progress
 from ...artifact.artifact import Artifact, is_weight_file
 from ...cli import make_table
-from ...generate import NeuronModelForCausalLM
+from ...generate.model import NeuronModelForCausalLM
 from ...hub.collect import speed_digest
 from ...step.state_specs import byte_count, kept_states
 from .machine import describe_machine, peak_bytes

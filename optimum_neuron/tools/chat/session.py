@@ -13,12 +13,12 @@ from ...core import FinishReason, Request
 from ...engine.service import EngineService
 from ...errors import first_line
 from ...runtime.lengths import most_new_tokens
-from ...text.answer import TextAnswer
+from ...text.stream import TextAnswer
 from .settings import DEFAULT_NEW_TOKENS, Settings
 
 
 if TYPE_CHECKING:
-    from ...generate import NeuronModelForCausalLM
+    from ...generate.model import NeuronModelForCausalLM
     from ...generate.text_model import TextModel
 
 

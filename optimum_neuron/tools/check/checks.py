@@ -26,8 +26,8 @@ from ...hub.collect import read_certificate
 from ...runtime.golden import GOLDEN_NAME, Golden
 from ...runtime.profile import Profile
 from ...runtime.runner import GraphRunner
-from ...runtime.timing import measure_seconds, open_runner
-from ...targets import IN_ENVIRONMENT, RankOptions, get_target
+from ...runtime.timing import load_runner, measure_seconds
+from ...targets import IN_ENVIRONMENT, RankOptions
 from ...targets.neuron.graphs.io import COPY_SLOT, KEEP_STATE
 from ...targets.neuron.graphs.state_graphs import copy_graphs
 from ...targets.neuron.sdk.devices import find_devices
@@ -116,8 +116,6 @@ def check_artifact(
     golden = _read_golden(artifact, runs)
     if artifact.target in NEURON_TARGETS:
         step_timeout(ranks.timeout)
-        capture = None if profile is None else profile.capture_folder(artifact.target)
-        ranks = replace(ranks, capture=capture)
     else:
         ranks.refuse(artifact.target)
     devices = find_devices()
@@ -203,10 +201,8 @@ def _load_graphs(
     artifact: Artifact, runners: list[GraphRunner], ranks: RankOptions, profile: Profile | None
 ) -> dict[str, Any]:
     start = time.perf_counter()
-    executable = get_target(artifact.target).load(
-        artifact, trust_native_code=not is_from_hub(artifact.path), trust_remote_code=False, ranks=ranks
-    )
-    runners.append(open_runner(artifact, executable, profile=profile))
+    runner = load_runner(artifact, trust_native_code=not is_from_hub(artifact.path), ranks=ranks, profile=profile)
+    runners.append(runner)
     loaded = time.perf_counter() - start
     return {"load s": round(loaded, 2), "first runs s": round(measure_seconds(runners[0].warm_up), 2)}
 

@@ -120,7 +120,7 @@ def check_snapshots(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     place = runner.config.state_places - 1
     runner.keep_state(0, place)
     runner.run_step([PromptPiece(0, draw_prompt(artifact, 1, seed=7))])
-    runner.kept.restore_snapshot(place, 0)
+    runner.kept.restore_copy(place, 0)
     for name, state in expected.items():
         if not np.array_equal(runner.executable.read_state(name)[0], state):
             raise CheckError(f"{name} of slot 0 is not what snapshot {place} was taken of")

@@ -10,7 +10,7 @@ from ...engine.service import EngineService
 
 
 if TYPE_CHECKING:
-    from ...generate import NeuronModelForCausalLM
+    from ...generate.model import NeuronModelForCausalLM
     from ...generate.text_model import TextModel
 
 

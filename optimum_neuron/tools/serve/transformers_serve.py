@@ -17,7 +17,7 @@ from transformers.cli.serving import model_manager, utils
 
 from ...artifact.artifact import MANIFEST_NAME
 from ...engine.continuous_batching.manager import ContinuousBatchingManager
-from ...generate import NeuronModelForCausalLM
+from ...generate.model import NeuronModelForCausalLM
 
 
 class NeuronModelManager(model_manager.ModelManager):

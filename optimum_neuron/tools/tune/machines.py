@@ -13,7 +13,7 @@ from typing import Any
 from ... import progress
 from ...artifact.artifact import WEIGHTS_NAME, Artifact
 from ...config import NeuronConfig
-from ...generate import NeuronModelForCausalLM
+from ...generate.model import NeuronModelForCausalLM
 from ...kernels.host.machine import available_memory
 from ...runtime.timing import measure_seconds
 from ...step.spec import GraphSpec, graph_specs

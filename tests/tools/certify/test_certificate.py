@@ -128,7 +128,7 @@ def test_facts_and_page_have_what_was_certified_counted_and_linted(hlo_artifact:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("graphs",), {"mixed": "0"}, "not of the form"),
+        (("graphs",), {"mixed": "0"}, "of the form"),
         (("executed", "layers"), 0, "layers"),
         (("comparisons", 0, "bound"), -1.0, "bound"),
         (("rules",), [], "rules"),

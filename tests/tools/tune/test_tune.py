@@ -14,7 +14,7 @@ from optimum.commands import optimum_cli
 
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.generate import NeuronModelForCausalLM
+from optimum_neuron.generate.model import NeuronModelForCausalLM
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.tools.tune import measure as measuring
 from optimum_neuron.tools.tune.candidates import Candidate

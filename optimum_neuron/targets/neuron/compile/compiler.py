@@ -13,8 +13,6 @@ import json
 import logging
 import os
 import shutil
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -114,22 +112,20 @@ def _make_job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
 
 
 def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
-    processes, seconds = Processes(), list[float]()
+    processes = Processes()
     with cache.scratch() as scratch, progress.stage("Compiling graphs", len(jobs)) as advance:
 
         def compile_one(job: _Job) -> None:
             name = job.graph.name
             work = scratch / f"{name}.work"
             work.mkdir()
-            start = time.perf_counter()
             try:
-                with progress.stage(name, likely_seconds=statistics.median(seconds) if seconds else None):
+                with progress.stage(name):
                     write_graph(replace(job.graph, hlo=with_native_kernels(job.graph.hlo, job.target, job.lnc)), work)
                     neuron_cc.run_compiler(processes, job.call, work, COMPILE_TIMEOUT)
                     neuron_cc.check_neff(work / (name + NEFF_SUFFIX))
             except RuntimeError as error:
                 raise RuntimeError(f"graph {name} could not be compiled: {error}") from error
-            seconds.append(time.perf_counter() - start)
             (work / (name + NEFF_SUFFIX)).rename(scratch / (name + NEFF_SUFFIX))
             shutil.rmtree(work, ignore_errors=True)
             cache.store(job.key, scratch, name, folder, About(name, job.target, f"{DISTRIBUTION} {job.version}"))

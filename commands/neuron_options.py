@@ -10,12 +10,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .cli import add_number, add_option, console
-from .config import ExportOptions, NeuronConfig, OptionSpec
-from .config.option import REPEATED, SIZES, Options
+from optimum_neuron.cli import add_option, console
+from optimum_neuron.config import ExportOptions, NeuronConfig, OptionSpec
+from optimum_neuron.config.option import REPEATED, SIZES, Options
 
 
 _READING = ("revision", "token", "trust_remote_code")
+# Titles of the groups in the declarations.
+_GROUP_TITLES = {
+    "prompts": ("prompts", "How a step takes them in, in tokens."),
+    "cache": ("cache", "Keys, values and states of requests."),
+    "weights": ("weights and activations", None),
+    "sampling": ("sampling and logits", "Graphs choose the next token themselves."),
+    "devices": ("devices", None),
+}
+# The options that choose how weights, keys and values are stored.
+_CODES = (
+    "quantization", "quantization_group_size", "quantization_zero_point", "quantization_exclude", "kv_cache_dtype",
+)  # fmt: skip
+
+
+def add_number(group: Any, flag: str, metavar: str, text: str, *, kind: type = int, **settings: Any) -> None:
+    """Add an option with a whole number, or with another kind of number."""
+    add_option(group, flag, type=kind, metavar=metavar, help=text, **settings)
+
+
+def add_file(group: Any, flag: str, text: str) -> None:
+    """Add an option with a file's name."""
+    group.add_argument(flag, type=Path, metavar="FILE", help=text)
+
+
+def add_artifact(parser: ArgumentParser, **settings: Any) -> None:
+    """Add the folder of an artifact."""
+    text = settings.pop("help", "folder that optimum-cli export neuron wrote")
+    parser.add_argument("artifact", type=Path, help=text, **settings)
 
 
 def add_declared(group: Any, declared: Iterable[OptionSpec]) -> None:
@@ -47,6 +75,48 @@ def read_declared(args: Namespace, options: type[Options]) -> dict[str, Any]:
     return found
 
 
+def add_graph_options(parser: ArgumentParser, basics: Any = None) -> Any:
+    """Add all options of a NeuronConfig, the most usual ones to the group `basics` or a new one, and return the group of devices."""
+    basic = _declared_in("basic")
+    basic.sort(key=lambda each: each.name != "target")
+    add_declared(parser.add_argument_group("basic options") if basics is None else basics, basic)
+    groups = {}
+    for name, titles in _GROUP_TITLES.items():
+        groups[name] = parser.add_argument_group(*titles)
+        add_declared(groups[name], _declared_in(name))
+    return groups["devices"]
+
+
+def add_size_options(group: Any) -> None:
+    """Add the sizes of a NeuronConfig."""
+    sizes = _declared_in("basic", "prompts", "cache", "sampling")
+    add_declared(group, [each for each in sizes if each.name not in ("target", *_CODES)])
+
+
+def add_quantization_options(parser: ArgumentParser) -> None:
+    """Add the options that choose how weights, keys and values are stored."""
+    declared = NeuronConfig.declared()
+    group = parser.add_argument_group("quantization", "How weights, keys and values are stored.")
+    add_declared(group, [declared[name] for name in _CODES])
+
+
+def _declared_in(*groups: str) -> list[OptionSpec]:
+    return [each for group in groups for each in NeuronConfig.declared().values() if each.group == group]
+
+
+def given_options(args: Namespace) -> dict[str, Any]:
+    """Return the options of a NeuronConfig that were given, except those of the hardware."""
+    given = read_declared(args, NeuronConfig)
+    return {name: value for name, value in given.items() if name not in ("target", "tensor_parallel_size")}
+
+
+def add_model_options(group: Any, *, required: bool) -> None:
+    """Add options that name a model, of which a command reads the config alone."""
+    text = "Hub id, folder with a config.json, .gguf file, or exported artifact"
+    group.add_argument("-m", "--model", required=required, help=text)
+    add_checkpoint_options(group)
+
+
 def add_checkpoint_options(group: Any) -> None:
     """Add the options that find and read a checkpoint; `hub_options` reads them."""
     declared = ExportOptions.declared()
@@ -62,37 +132,22 @@ def add_named_model(parser: ArgumentParser) -> None:
         "which is exported into the cache on first use",
     )
     group = parser.add_argument_group("export on first use", "A folder that was exported has its own sizes.")
+    texts = {
+        "batch_size": "requests served at the same time (default: 4)",
+        "sequence_length": "prompt and answer of one request together (default: the model's longest, at most 4096)",
+    }
     declared = NeuronConfig.declared()
-    add_declared(
-        group,
-        [
-            replace(declared["batch_size"], default=None, help="requests served at the same time (default: 4)"),
-            replace(
-                declared["sequence_length"],
-                default=None,
-                help="prompt and answer of one request together (default: the model's longest, at most 4096)",
-            ),
-        ],
-    )
+    add_declared(group, [replace(declared[name], default=None, help=text) for name, text in texts.items()])
     add_checkpoint_options(group)
 
 
 def add_rank_options(parser: Any) -> None:
     """Add the options of the processes that hold a Neuron device's ranks."""
-    add_option(
-        parser,
-        "--rank-python",
-        metavar="PYTHON",
-        help="on a Neuron device, the interpreter of an environment with numpy and a runtime (NEURON.md names them), for "
-        "the processes that hold its ranks (default: OPTIMUM_NEURON_RANK_PYTHON, or this one)",
-    )
-    add_number(
-        parser,
-        "--rank-timeout",
-        "SECONDS",
-        "on a Neuron device, how long one step may take (default: NEURON_RT_EXEC_TIMEOUT, or 600)",
-        kind=float,
-    )
+    text = "on a Neuron device, the interpreter of an environment with numpy and a runtime (NEURON.md names them), for the processes "
+    text += "that hold its ranks (default: OPTIMUM_NEURON_RANK_PYTHON, or this one)"
+    add_option(parser, "--rank-python", metavar="PYTHON", help=text)
+    text = "on a Neuron device, how long one step may take (default: NEURON_RT_EXEC_TIMEOUT, or 600)"
+    add_number(parser, "--rank-timeout", "SECONDS", text, kind=float)
 
 
 def hub_options(args: Namespace) -> dict[str, Any]:
