@@ -26,13 +26,13 @@ least and the most of all repetitions. Prompts are random tokens, and nothing is
 padding      the share of a prompt's graphs that holds no token of it
 idle rows    the share of the decode graph's rows that holds no request
 
---json writes all of it, in the form that docs/bench.md explains, and --plot draws it. Neither replaces a file."""
+--json writes all of it, in the form that docs/bench.md explains. It replaces no file."""
 
 EXAMPLES = """\
 examples:
   optimum-cli neuron bench smollm2/
   optimum-cli neuron bench smollm2/ --prompt-lengths 128 1024 --batch 1 4 --new-tokens 64 --repeat 5
-  optimum-cli neuron bench smollm2/ --json smollm2.json --plot smollm2.svg
+  optimum-cli neuron bench smollm2/ --json smollm2.json
 """
 NUMBERS = (
     ("--prompt-lengths", "TOKENS", "lengths of prompts (default: of 128, 512 and 2048 those that fit)"),
@@ -54,18 +54,15 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
         text = "repetitions of each measurement (default: %(default)s)"
         parser.add_argument("--repeat", type=int, default=3, help=text)
         add_file(parser, "--json", "write everything to a new file")
-        add_file(parser, "--plot", "draw it, as .svg or .png; needs matplotlib")
         add_rank_options(parser)
 
     @reported_errors()
     def run(self) -> None:
         args = self.args
         from optimum_neuron.export.first_use import open_named
-        from optimum_neuron.tools.plot import check_plot, draw_bench
 
         # Before torch is imported: wrong files and folders are reported at once.
         refuse_existing("--json", args.json)
-        check_plot(args.plot)
         artifact = open_named(args)
 
         from optimum_neuron.tools.bench.measure import make_plan
@@ -78,5 +75,3 @@ class NeuronBenchCommand(BaseOptimumCLICommand):
         print_report(report, console())
         if args.json is not None:
             write_json(args.json, report.to_dict())
-        if args.plot is not None:
-            draw_bench(report, args.plot)

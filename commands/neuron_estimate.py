@@ -38,7 +38,7 @@ EXAMPLES = """\
 examples:
   optimum-cli neuron estimate --model meta-llama/Llama-3.1-8B --batch-size 32 --sequence-length 4096
   optimum-cli neuron estimate --model checkpoint/ --target trn2 --sequence-length 32768 --context-length 8000
-  optimum-cli neuron estimate --model model.Q4_1.gguf --dtype bfloat16 --target inf2 trn1 --plot estimate.png
+  optimum-cli neuron estimate --model model.Q4_1.gguf --dtype bfloat16 --target inf2 trn1
   optimum-cli neuron estimate --model artifact/ --target trn2 --tensor-parallel-size 4 --json estimate.json
 
 then:
@@ -68,16 +68,12 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
         add_quantization_options(parser)
         group = parser.add_argument_group("files")
         add_file(group, "--json", "write everything, in bytes and seconds")
-        add_file(group, "--plot", "draw the estimates; needs matplotlib")
 
     @reported_errors()
     def run(self) -> None:
         args = self.args
         from optimum_neuron.tools.estimate.estimate import estimate_model
-        from optimum_neuron.tools.estimate.report import model_line, print_report, to_json
-        from optimum_neuron.tools.plot import check_plot, draw_estimates
-
-        check_plot(args.plot)
+        from optimum_neuron.tools.estimate.report import print_report, to_json
 
         report = estimate_model(
             args.model,
@@ -90,5 +86,3 @@ class NeuronEstimateCommand(BaseOptimumCLICommand):
         print_report(report, console())
         if args.json is not None:
             write_json(args.json, to_json(report))
-        if args.plot is not None:
-            draw_estimates(report.estimates, model_line(report), args.plot)

@@ -169,17 +169,16 @@ def _check_backend(args: Namespace, backend: str) -> None:
 def _by_vllm(args: Namespace, key: str | None, path: Path) -> None:
     from optimum_neuron.tools.serve.process import become_vllm
 
-    endpoint = args.otlp_traces_endpoint
-    traces = () if endpoint is None else ("--otlp-traces-endpoint", endpoint)
-    become_vllm(
-        path,
-        name=args.served_model_name or str(Path(args.model)),
-        host=args.host,
-        port=args.port,
-        api_key=key,
-        options=(*traces, *(args.vllm_options or ())),
-        **run_options(args),
-    )
+    name, timeout = args.served_model_name or str(Path(args.model)), args.rank_timeout
+    words = [str(path), "--served-model-name", name, "--host", args.host, "--port", str(args.port)]
+    words += ["--trust-remote-code"] if args.trust_remote_code else []
+    words += [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
+    variables = {
+        "VLLM_API_KEY": key,  # every user sees a key on a command line
+        "OPTIMUM_NEURON_RANK_PYTHON": args.rank_python,
+        "NEURON_RT_EXEC_TIMEOUT": None if timeout is None else f"{timeout:g}",
+    }
+    become_vllm([*words, *(args.vllm_options or ())], variables)  # vLLM's own options go last, so that they win
 
 
 def _by_engine(args: Namespace, key: str | None, path: Path) -> None:

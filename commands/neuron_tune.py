@@ -67,23 +67,20 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         _add_search_options(parser.add_argument_group("search"))
         group = parser.add_argument_group("files")
         add_file(group, "--json", "write everything, in seconds, bytes and minutes")
-        add_file(group, "--plot", "draw all candidates; needs matplotlib")
 
     @reported_errors()
     def run(self) -> None:
         args = self.args
-        from optimum_neuron.tools.plot import check_plot, draw_search
         from optimum_neuron.tools.tune.slo import Slo
         from optimum_neuron.tools.tune.trace import RequestTrace, read_trace
 
         _check(args)
-        check_plot(args.plot)
         slo = Slo(()) if args.slo is None else Slo.parse_limits(args.slo)
         trace = read_trace(args.trace)
         count = DEFAULT_REQUESTS if args.requests is None else args.requests or len(trace.requests)
         trace = RequestTrace(trace.requests[:count], trace.name)
 
-        from optimum_neuron.tools.tune.report import headline, print_report, to_json
+        from optimum_neuron.tools.tune.report import print_report, to_json
         from optimum_neuron.tools.tune.tune import tune_artifact, tune_model
 
         if args.artifact is not None:
@@ -104,8 +101,6 @@ class NeuronTuneCommand(BaseOptimumCLICommand):
         print_report(report, console())
         if args.json is not None:
             write_json(args.json, to_json(report))
-        if args.plot is not None:
-            draw_search(report, headline(report), args.plot)
         if not report.search.best.meets:
             raise SystemExit(MISSED)
 

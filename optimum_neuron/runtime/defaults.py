@@ -42,8 +42,6 @@ class Defaults(GenerationMixin):
 
     neuron_config: NeuronConfig
     device = torch.device("cpu")
-    # Whether a surface gives lengths of its own, which no user asked for.
-    lengths_are_defaults = False
 
     def __init__(self, config: Any, generation_config: GenerationConfig, neuron_config: NeuronConfig) -> None:
         self.config, self.generation_config, self.neuron_config = config, generation_config, neuron_config
@@ -76,7 +74,7 @@ class Defaults(GenerationMixin):
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        asked = not self.lengths_are_defaults and _asks_length(generation_config, self.generation_config, kwargs)
+        asked = _asks_length(generation_config, self.generation_config, kwargs)
         config, rest = super()._prepare_generation_config(generation_config, **kwargs)
         setattr(config, _ASKED, asked)
         return config, rest

@@ -47,7 +47,6 @@ NOT_RUN = {
     "optimum-cli neuron generate HuggingFaceTB/": "exports anew, which takes long; tests/export/test_first_use.py does it with tiny checkpoints",
     "docker ": "there is no docker here; tests/tools/serve/test_deploy.py reads the files",
     "kubectl": "there is no cluster here; tests/tools/serve/test_deploy.py reads the files",
-    "python -m optimum_neuron.tools.serve.transformers_serve": "needs transformers' own server; tests/tools/serve tests this one",
     "python -m tests.records": "compares what moves of code leave; tests/records does with small models",
     "python3.12 -m venv": "makes an environment for a device's runtime",
     "export LD_LIBRARY_PATH": "is of a device's runtime",

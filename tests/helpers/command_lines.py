@@ -285,8 +285,6 @@ ESTIMATES = [
     _line((*ESTIMATE, "--context-length", "65"), REFUSED, "context_length=65"),
     _line((*ESTIMATE, "--context-buckets", "8"), REFUSED, "context_buckets=(8,)"),
     _line((*ESTIMATE, "--revision", "v1"), REFUSED, "revision='v1'"),
-    _line((*ESTIMATE, "--plot", "{out}.zzz"), REFUSED, "known type of picture"),
-    _line((*ESTIMATE, "--plot", "{text_file}/x.png"), REFUSED, "--plot {text_file}/x.png cannot be written"),
     _line((*ESTIMATE, "--json", "{full_folder}"), REFUSED, "{full_folder}"),
 ]
 TUNE = ("neuron", "tune", "--model", "{checkpoint}", "--trace")
@@ -321,7 +319,6 @@ BENCHES = [
     _line((*BENCH, "--repeat", "0"), REFUSED, "--repeat 0 must be at least 1"),
     _line((*BENCH, "--json", "{text_file}"), REFUSED, "--json {text_file} exists already"),
     _line((*BENCH, "--json", "{text_file}/x"), REFUSED, "--json {text_file}/x cannot be written"),
-    _line((*BENCH, "--plot", "{out}.zzz"), REFUSED, "known type of picture"),
 ]
 LOOKUP = (
     "neuron", "cache", "lookup", "--model", "{checkpoint}", "--target", "cpu", "--sequence-length", "64", "--prefill-chunk-size", "8",

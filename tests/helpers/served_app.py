@@ -23,9 +23,9 @@ from optimum_neuron.core import Request
 from optimum_neuron.engine.service import EngineService
 from optimum_neuron.tools.serve.app import create_app
 from optimum_neuron.tools.serve.gate import Gate
-from optimum_neuron.tools.serve.loaded_model import LoadedModel
 from optimum_neuron.tools.serve.metrics import Metrics
 from optimum_neuron.tools.serve.prompts import PromptEncoder
+from optimum_neuron.tools.serve.protocol import LoadedModel
 from optimum_neuron.tools.serve.tracing import Tracing
 
 

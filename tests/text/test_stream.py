@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from optimum_neuron.core import FinishReason
 from optimum_neuron.engine.events import TokenEvent
 from optimum_neuron.text.stream import UNREADABLE, Detokenizer, StopStrings, TokenTexts
-from optimum_neuron.tools.serve.choice import AnswerChoice, Piece
+from optimum_neuron.tools.serve.answer import AnswerChoice, Piece
 
 
 WORDS = [

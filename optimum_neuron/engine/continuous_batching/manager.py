@@ -13,7 +13,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ...runtime.process import OwnProcess
@@ -40,7 +39,6 @@ class ContinuousBatchingManager:
         self._arrived = threading.Condition()
         self._ready: list[GenerationOutput] = []
         self._handlers: dict[str, Callable[[GenerationOutput], object]] = {}
-        self._configs: dict[str, GenerationConfig] = {}
         self._open = 0
         self._process = OwnProcess()
 
@@ -86,10 +84,6 @@ class ContinuousBatchingManager:
         """Its `fatal_error` is what ended the engine; None where it runs, or was stopped."""
         return SimpleNamespace(fatal_error=None if self._service is None else self._service.failure)
 
-    def configure(self, request_id: str, generation_config: GenerationConfig) -> None:
-        """Give a request that is not added yet a way of its own to choose tokens."""
-        self._configs[request_id] = generation_config
-
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:
         """Have the running event loop call a function with each output of a request, those included that are there."""
         loop = asyncio.get_running_loop()
@@ -133,9 +127,7 @@ class ContinuousBatchingManager:
         try:
             ids = [eos_token_id] if isinstance(eos_token_id, int | float) else eos_token_id
             eos = None if ids is None else frozenset(token for token in ids if token >= 0)
-            config = self._configs.pop(request_id, None)
-            factory = self._factory if config is None else self._factory.derive_factory(config)
-            request = factory.make_request(request_id, input_ids, max_new_tokens, eos)
+            request = self._factory.make_request(request_id, input_ids, max_new_tokens, eos)
             service.subscribe(request, partial(self._deliver_item, outcome, streaming))
         except Exception as error:
             logger.error("%s", error)

@@ -44,7 +44,6 @@ class RequestModel(Protocol):
     config: Any
     generation_config: GenerationConfig
     neuron_config: NeuronConfig
-    lengths_are_defaults: bool
 
     def settled(self, given: GenerationConfig | None = None) -> GenerationConfig: ...
     def new_tokens(self, config: GenerationConfig, prompt: int, rows: int = 1) -> int | None: ...
@@ -108,10 +107,6 @@ class RequestFactory:
         self.eos_token_ids = end_token_ids(self.config, model)
         self.make_request("", [0], None)  # what no request could have is refused before the first
 
-    def derive_factory(self, generation_config: GenerationConfig) -> RequestFactory:
-        """Return a factory for one request of the same manager."""
-        return RequestFactory(self.model, generation_config, self.batching)
-
     def make_options(self) -> SchedulerOptions:
         """Return the scheduler's options."""
         kind = self.batching.scheduler_type
@@ -155,8 +150,6 @@ class RequestFactory:
             setattr(config, name, value)
         if max_new_tokens is None:
             max_new_tokens = self.new_tokens(prompt.size)
-        elif model.lengths_are_defaults:
-            max_new_tokens = min(max_new_tokens, max(most_new_tokens(prompt.size, model.neuron_config), 1))
         check_whole_numbers(() if max_new_tokens is None else (max_new_tokens,), "max_new_tokens")
         eos_token_ids = self.eos_token_ids if eos_token_ids is None else eos_token_ids
         config.eos_token_id = sorted(eos_token_ids) or None

@@ -34,7 +34,6 @@ class ContinuousBatching:
     generation_config: GenerationConfig
     neuron_config: NeuronConfig
     runner: GraphRunner
-    lengths_are_defaults: bool
     settled: Callable[..., GenerationConfig]
     new_tokens: Callable[..., int | None]
     own_tokenizer: Callable[[], Any]

@@ -33,7 +33,6 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Return the CPU's own name."""
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else ():
         if line.startswith("model name"):

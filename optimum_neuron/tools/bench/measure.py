@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,12 +52,15 @@ def make_plan(
     most = max(1, sizes.sequence_length - new_tokens + 1)
     context = min(128, most) if context_length is None else context_length
     if prompt_lengths is None:
-        prompt_lengths = [each for each in (128, 512, 2048) if each <= sizes.sequence_length] or [
-            sizes.sequence_length
-        ]
+        longest = sizes.sequence_length
+        prompt_lengths = [each for each in (128, 512, 2048) if each <= longest] or [longest]
     if rows is None:
         doubled = [2**power for power in range(sizes.batch_size.bit_length()) if 2**power < sizes.batch_size]
-        fitting = [count for count in (*doubled, sizes.batch_size) if _can_hold(count, context, new_tokens, sizes)]
+        fitting = []
+        for count in (*doubled, sizes.batch_size):
+            with suppress(ValueError):
+                check_fits([range(context)] * count, new_tokens, sizes)
+                fitting.append(count)
         rows = fitting or [1]  # so that its refusal is seen
     for name, values in (("prompt-lengths", prompt_lengths), ("batch", rows)):
         if not values or min(values) < 1:
@@ -71,14 +75,6 @@ def make_plan(
     for count in rows:
         check_fits([range(context)] * count, new_tokens, sizes)
     return BenchPlan(tuple(dict.fromkeys(prompt_lengths)), tuple(dict.fromkeys(rows)), context, new_tokens, repeat)
-
-
-def _can_hold(rows: int, context: int, new_tokens: int, sizes: NeuronConfig) -> bool:
-    try:
-        check_fits([range(context)] * rows, new_tokens, sizes)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)
@@ -106,23 +102,15 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Decode:
-    """Rows that decode together, all of them in every step.
-
-    Attributes:
-        context_tokens: tokens of each row before the first of these steps.
-        step_ms: median step of each repetition.
-        itl_p50_ms, itl_p99_ms: time between two tokens of a row, over the steps of all repetitions.
-        tokens_per_second: tokens of all rows together, at the median step.
-        idle_share: share of the graphs' decode rows that hold no request.
-    """
+    """Rows that decode together, all of them in every step."""
 
     rows: int
-    context_tokens: int
-    step_ms: Spread
-    itl_p50_ms: float
+    context_tokens: int  # of each row before the first of these steps
+    step_ms: Spread  # of each repetition's median
+    itl_p50_ms: float  # between two tokens of a row, over the steps of all repetitions
     itl_p99_ms: float
-    tokens_per_second: float
-    idle_share: float
+    tokens_per_second: float  # of all rows together, at the median step
+    idle_share: float  # of the graphs' decode rows, those that hold no request
 
 
 class Bench:

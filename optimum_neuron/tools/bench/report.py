@@ -6,8 +6,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ... import progress
 from ...artifact.artifact import Artifact, is_weight_file
@@ -19,9 +20,6 @@ from .machine import describe_machine, peak_bytes
 from .measure import Bench, BenchPlan, Decode, Prefill, Spread
 
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 _MEMORY = {
     "weights_bytes": "weights", "state_bytes": "cache and state", "host_peak_bytes": "the host at the peak",
 }  # fmt: skip
@@ -29,26 +27,17 @@ _MEMORY = {
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Speeds of an artifact on a machine.
+    """Speeds of an artifact on a machine."""
 
-    Attributes:
-        artifact: its folder.
-        digest: its `speed_digest`.
-        config: its sizes and options.
-        load_seconds: time from the folder to graphs that can run, without the imports of libraries.
-        warm_up_seconds: time of the first run of each graph.
-        memory: bytes of the artifact's weights, of the cache and all other state, and of this process at its peak.
-    """
-
-    artifact: str
-    digest: str
+    artifact: str  # its folder
+    digest: str  # its `speed_digest`
     config: dict[str, Any]
     machine: dict[str, Any]
     new_tokens: int
     repeat: int
-    load_seconds: float
-    warm_up_seconds: float
-    memory: dict[str, int | None]
+    load_seconds: float  # from the folder to graphs that can run, without the imports of libraries
+    warm_up_seconds: float  # the first run of each graph
+    memory: dict[str, int | None]  # bytes of weights, of cache and states, and of this process at its peak
     prefill: tuple[Prefill, ...]
     decode: tuple[Decode, ...]
 
@@ -58,23 +47,10 @@ class BenchReport:
         return {"format": 1, **dataclasses.asdict(self)}
 
 
-def run_bench(
-    artifact: Artifact,
-    plan: BenchPlan,
-    *,
-    trust_remote_code: bool,
-    rank_python: Path | str | None,
-    rank_timeout: float | None,
-) -> BenchReport:
-    """Load an artifact and measure it; raise ValueError or RuntimeError where it cannot be loaded or run here."""
+def run_bench(artifact: Artifact, plan: BenchPlan, **options: Any) -> BenchReport:
+    """Load an artifact with options of `from_pretrained`, and measure it; raise ValueError or RuntimeError where it cannot be."""
     start = time.perf_counter()
-    model = NeuronModelForCausalLM.from_pretrained(
-        artifact.path,
-        export=False,
-        trust_remote_code=trust_remote_code,
-        rank_python=rank_python,
-        rank_timeout=rank_timeout,
-    )
+    model = NeuronModelForCausalLM.from_pretrained(artifact.path, export=False, **options)
     loaded = time.perf_counter()
     model.runner.warm_up()
     warm = time.perf_counter()
@@ -103,7 +79,6 @@ def run_bench(
 
 
 def print_report(report: BenchReport, terminal: Console) -> None:
-    """Print the tables."""
     machine, config, memory = report.machine, report.config, report.memory
     terminal.print(
         f"{report.artifact}: {config['target']}, {config['dtype']}, {config['batch_size']} rows of {config['sequence_length']:,} tokens, "

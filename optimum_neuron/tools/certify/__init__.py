@@ -24,12 +24,7 @@ def is_certified(artifact: Artifact) -> bool:
 
 
 def certify_export(model: PreTrainedModel, job: CompileJob) -> None:
-    """Write the certificate of an export, as the `certify` of `export_model`.
-
-    Raises:
-        ValueError: a graph computes something else than the model does; the message names what, and where.
-        RuntimeError: XLA cannot execute a graph.
-    """
+    """Write the certificate of an export. Raise ValueError where a graph computes something else, RuntimeError where XLA fails."""
     from .certify import make_certificate
 
     with progress.stage("Comparing executed graphs with the eager step"):

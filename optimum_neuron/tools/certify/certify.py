@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -20,8 +20,6 @@ from ...artifact.artifact import GRAPHS_FOLDER
 from ...artifact.filesystem import file_sha256
 from ...artifact.skeleton import assign, empty_model
 from ...artifact.weights import named_tensors
-from ...config import NeuronConfig
-from ...hub.facts import Certified
 from ...step.spec import LOGPROBS
 from ...targets import CompileJob
 from ...targets.neuron.graphs.io import HLO_SUFFIX, read_graph_io, read_hlo
@@ -29,20 +27,17 @@ from ...targets.neuron.lint.lint import RULES_VERSION, Finding, lint, passed_rul
 from ...version import __version__
 from . import CERTIFICATE_NAME
 from .comparison import Comparison, Expected, compare, expect_results
-from .recording import record_config
 from .reference import run_reference, state_scales
 from .setup import Setup, choose_trial, make_setup, to_float32
 
 
-def make_certificate(model: PreTrainedModel, job: CompileJob) -> Certified:
+def make_certificate(model: PreTrainedModel, job: CompileJob) -> None:
     """Execute the graphs of a folder that becomes an artifact; write its certificate.json, and raise as `certify_export` does."""
-    trusted = job.trust_remote_code
     findings: list[Finding] = []
     for path in hlo_files(job.folder):
         findings += lint(path.stem, read_hlo(path), read_graph_io(path), job.config.target)
     with tempfile.TemporaryDirectory() as scratch:
-        steps = record_config(job.config, job.model)
-        trial = choose_trial(job.folder, job.config, job.model, steps, Path(scratch), trust_remote_code=trusted)
+        trial, trusted = choose_trial(job, Path(scratch)), job.trust_remote_code
         setup = make_setup(job.folder, trial, job.model, job.tied_weights, trust_remote_code=trusted)
         comparisons = _compare_types(model, setup, trust_remote_code=trusted)
     different = next((each for each in comparisons if not each.holds), None)
@@ -50,41 +45,25 @@ def make_certificate(model: PreTrainedModel, job: CompileJob) -> Certified:
         raise ValueError(
             f"the lowered graphs do not compute what the model does: {different}; use target='cpu', and report the model"
         )
-    found = Certified(
-        layers=trial.layers,
-        all_layers=trial.all_layers,
-        steps=len(setup.steps),
-        tokens=sum(len(step.written) for step in setup.steps),
-        rules=passed_rules(findings),
-        rules_version=RULES_VERSION,
-        comparisons=comparisons,
-        graphs={path.stem: file_sha256(path) for path in hlo_files(job.folder)},
-    )
-    document = json.dumps(_to_json(found, trial.config), allow_nan=False, sort_keys=True)
-    (job.folder / CERTIFICATE_NAME).write_text(document + "\n", encoding="utf-8")
-    return found
-
-
-def _to_json(found: Certified, config: NeuronConfig) -> dict[str, Any]:
     versions = {"optimum_neuron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     for name in ("torch-xla", "neuronx-cc"):
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {
+    layers = {"layers": trial.layers, "all_layers": trial.all_layers}
+    found = {
         "version": 2,
-        "rules": {"version": found.rules_version, "passed": found.rules},
-        "graphs": found.graphs,
-        "executed": {"layers": found.layers, "all_layers": found.all_layers, "config": config.to_dict()},
-        "steps": {"count": found.steps, "tokens": found.tokens},
-        "comparisons": [asdict(each) for each in found.comparisons],
+        "rules": {"version": RULES_VERSION, "passed": passed_rules(findings)},
+        "graphs": {path.stem: file_sha256(path) for path in hlo_files(job.folder)},
+        "executed": {**layers, "config": trial.config.to_dict()},
+        "steps": {"count": len(setup.steps), "tokens": sum(len(step.written) for step in setup.steps)},
+        "comparisons": [asdict(each) for each in comparisons],
         "versions": versions,
     }
+    document = json.dumps(found, allow_nan=False, sort_keys=True)
+    (job.folder / CERTIFICATE_NAME).write_text(document + "\n", encoding="utf-8")
 
 
-def _compare_types(model: nn.Module, setup: Setup, *, trust_remote_code: bool) -> tuple[Comparison, ...]:
-    """Compare in float32 and in the graphs' own type."""
+def _compare_types(model: nn.Module, setup: Setup, *, trust_remote_code: bool) -> list[Comparison]:
     scales: dict[str, int] = {}
     comparisons = list[Comparison]()
     dtypes = dict.fromkeys(("float32", setup.trial.config.dtype))
@@ -94,7 +73,7 @@ def _compare_types(model: nn.Module, setup: Setup, *, trust_remote_code: bool) -
             advance(f"the model in {dtype}")
             comparisons += compare(expected, setup.execute_steps(dtype, scales))
             advance(f"the graphs in {dtype}")
-    return tuple(comparisons)
+    return comparisons
 
 
 def expect_type(
@@ -121,5 +100,4 @@ def expect_type(
 
 
 def hlo_files(folder: Path) -> list[Path]:
-    """Return the HLO modules of an artifact's folder."""
     return sorted((folder / GRAPHS_FOLDER).glob("*" + HLO_SUFFIX))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected results of executed modules, and their comparison within bounds: both follow from two runs of the eager step.
 
-The last bit of a number between two codes decides which of them it gets. That is rounding, and it moves results much further
-than other rounding does. So codes of keys and values are compared by their order.
+The last bit of a number between two codes decides which of them it gets, which moves results further than other rounding does. So
+codes of keys and values are compared by their order.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -49,23 +50,17 @@ def summarize(difference: Tensor, dtype: str) -> float:
 
 @dataclass
 class ExpectedValues:
-    """Numbers that are expected of one output or state, and how far rounding moves them.
-
-    Attributes:
-        rows: compared places of the first dimension; None: all but the last `trash` ones, which take padding.
-        heads: compared places of the second dimension; None: all.
-    """
+    """Numbers that are expected of one output or state."""
 
     subject: str
     place: str
     values: Tensor
-    noise: float
-    rows: tuple[int, ...] | None
-    heads: list[int] | None = None
-    trash: int = 1
+    noise: float  # how far rounding moves them
+    rows: tuple[int, ...] | None  # compared places of the first dimension; None: all but the last `trash`
+    heads: list[int] | None = None  # compared places of the second dimension; None: all
+    trash: int = 1  # rows that take padding
 
     def pick_values(self, found: Tensor) -> Tensor:
-        """Return the numbers of a result that are compared with `values`."""
         kept = found[: len(found) - self.trash] if self.rows is None else found[list(self.rows)]
         # torch does not index fp8 by lists.
         return kept if self.heads is None else kept.index_select(1, torch.tensor(self.heads, dtype=torch.int64))
@@ -73,15 +68,12 @@ class ExpectedValues:
 
 @dataclass
 class Expected:
-    """Results that executed steps should make.
-
-    Attributes:
-        outputs: by number of the step, name of the output and rank; states have the number of steps.
-        tokens: of each row in use, those that rounding may choose; empty where they are not compared.
-    """
+    """Results that executed steps should make."""
 
     dtype: str
+    # By number of the step, name of the output and rank; states have the number of steps.
     outputs: dict[tuple[int, str, int], ExpectedValues] = field(default_factory=dict)
+    # Of each row in use, those that rounding may choose; empty where they are not compared.
     tokens: dict[tuple[int, str], dict[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def add_output(
@@ -130,12 +122,10 @@ def expect_results(
 
 def _measure_noise(plain: ReferenceRun, moved: ReferenceRun, steps: Sequence[RecordedStep], dtype: str) -> float:
     """Summarize all rows in use, also those of which a graph returns the token alone."""
-    pairs = [(number, name, logits, moved.logits[number, name]) for (number, name), logits in plain.logits.items()]
-    pairs += [(*key, choice.logits, moved.choices[key].logits) for key, choice in plain.choices.items()]
-    differences = []
-    for number, name, logits, found in pairs:
-        rows = list(_rows_in_use(steps[number], name))
-        differences.append((found[rows] - logits[rows]).flatten())
+    pairs = [(key, logits, moved.logits[key]) for key, logits in plain.logits.items()]
+    pairs += [(key, choice.logits, moved.choices[key].logits) for key, choice in plain.choices.items()]
+    rows = [list(_rows_in_use(steps[number], name)) for (number, name), _, _ in pairs]
+    differences = [(two[used] - one[used]).flatten() for used, (_, one, two) in zip(rows, pairs, strict=True)]
     return summarize(torch.cat(differences), dtype)
 
 
@@ -197,7 +187,6 @@ class Comparison(Compared):
 
     @property
     def share(self) -> float:
-        """The difference as a share of its bound."""
         if 0 < self.bound < math.inf:
             return self.difference / self.bound
         return 0.0 if self.holds else math.inf
@@ -235,12 +224,12 @@ def compare(expected: Expected, found: RankResults) -> list[Comparison]:
 
 def _compare_tokens(expected: Expected, found: RankResults) -> Iterator[Comparison]:
     wrong: dict[str, list[str]] = {}
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for (number, name), accepted in expected.tokens.items():
         for rank, results in enumerate(found):
             tokens = results[number].get(name)
             for row, allowed in accepted.items():
-                counts[name] = counts.get(name, 0) + 1
+                counts[name] += 1
                 if tokens is None or int(tokens[row]) not in allowed:
                     wrong.setdefault(name, []).append(f"step {number}, row {row}, rank {rank}")
     for subject, count in counts.items():

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lowered modules, executed by XLA on this machine's CPU: all ranks at once, each on a device of XLA's, with collectives.
 
-XLA's CPU client has as many devices as CPU_NUM_DEVICES says when it starts, so several ranks need a process of their own.
-
-In bfloat16 a wrong window edge may cost less than rounding does. Widened to float32, a module has to agree with the model where
-rounding is 2**16 times smaller. All but the types, and so all that can be wired wrongly, is the compiled module's.
+XLA's CPU client has as many devices as CPU_NUM_DEVICES says when it starts, so several ranks need a process of their own. In bfloat16
+a wrong window edge may cost less than rounding does: a module is widened to float32, too, in which all but the types stays.
 """
 
 from __future__ import annotations
@@ -74,7 +72,12 @@ def execute_ranks(
         folder = Path(scratch)
         _write_job(folder, modules, tensors, runs)
         _run_child(folder, len(tensors))
-        return [_read_results(folder / f"found{rank}.safetensors", len(runs)) for rank in range(len(tensors))]
+        found: RankResults = [[{} for _ in range(len(runs) + 1)] for _ in tensors]
+        for rank, results in enumerate(found):
+            for key, tensor in load_file(folder / f"found{rank}.safetensors").items():
+                number, name = key.split(":", 1)
+                results[int(number)][name] = tensor
+        return found
 
 
 def _write_job(
@@ -120,14 +123,6 @@ def _run_child(folder: Path, ranks: int) -> None:
         raise RuntimeError(f"XLA could not execute {ranks} ranks: {(lines or [f'exit status {code}'])[-1]}")
 
 
-def _read_results(path: Path, runs: int) -> list[dict[str, Tensor]]:
-    results: list[dict[str, Tensor]] = [{} for _ in range(runs + 1)]
-    for key, tensor in load_file(path).items():
-        number, name = key.split(":", 1)
-        results[int(number)][name] = tensor
-    return results
-
-
 def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - it is no dict
@@ -142,18 +137,15 @@ class RankGroup:
         from torch_xla.core import xla_builder
 
         self._modules = modules
-        self._programs = {
-            name: xla_builder.computation_from_module_proto(name, number_channels(module.hlo))
-            for name, module in modules.items()
-        }
-        # By result, the parameter that gives it its memory, as on a device.
-        self._aliases = {
-            name: {
+        self._programs: dict[str, Any] = {}
+        self._aliases: dict[str, dict[int, str]] = {}
+        for name, module in modules.items():
+            self._programs[name] = xla_builder.computation_from_module_proto(name, number_channels(module.hlo))
+            # By result, the parameter that gives it its memory, as on a device.
+            self._aliases[name] = {
                 entry.output_shape_index[0]: module.io.inputs[entry.parameter_number].name
                 for entry in hlo.parse(module.hlo).input_output_alias.entries
             }
-            for name, module in modules.items()
-        }
         needed = {each.name for module in modules.values() for each in module.io.inputs if each.role != "input"}
         self._devices = [f"xla:{rank}" for rank in range(len(tensors))]
         self._bound = [
@@ -171,10 +163,8 @@ class RankGroup:
         return found
 
     def run_graph(self, run: GraphRun) -> list[dict[str, Tensor]]:
-        """Run a module on all ranks; return the outputs of each by name.
-
-        The first rank compiles the module for all before any waits for another: XLA ends a process if its ranks wait for long.
-        """
+        """Run a module on all ranks; return the outputs of each by name. The first rank compiles it for all before any waits for another:
+        XLA ends a process if its ranks wait for long."""
         started = [self._start_rank(rank, run) for rank in range(len(self._devices))]
         return [self._take_outputs(rank, run, results) for rank, results in enumerate(started)]
 
@@ -226,7 +216,12 @@ def widen_module(lowered: LoweredModule) -> LoweredModule:
                     f"{instruction.name} looks at the bits of a 16-bit number; convert it to float32 first"
                 )
             if instruction.HasField("literal"):
-                _widen_literal(instruction.literal)
+                literal, name = instruction.literal, hlo.dtype_name(instruction.literal.shape)
+                if name in _NARROW:
+                    data = bytearray(getattr(literal, _NARROW[name]))
+                    literal.ClearField(_NARROW[name])
+                    literal.f32s.extend(torch.frombuffer(data, dtype=getattr(torch, name)).float().tolist())
+                _widen_shape(literal.shape)
             _widen_shape(instruction.shape)
     _widen_program(module.host_program_shape)
     wide = hlo.serialize(module)
@@ -247,16 +242,6 @@ def _widen_shape(shape: Any) -> None:
         shape.element_type = _FLOAT32
     for inner in shape.tuple_shapes:
         _widen_shape(inner)
-
-
-def _widen_literal(literal: Any) -> None:
-    name = hlo.dtype_name(literal.shape)
-    if name in _NARROW:
-        field = _NARROW[name]
-        numbers = torch.frombuffer(bytearray(getattr(literal, field)), dtype=getattr(torch, name))
-        literal.ClearField(field)
-        literal.f32s.extend(numbers.float().tolist())
-    _widen_shape(literal.shape)
 
 
 def main(folder: Path) -> None:

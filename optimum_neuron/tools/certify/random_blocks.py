@@ -22,24 +22,18 @@ def gathered_spec(spec: GraphSpec) -> GraphSpec:
 
 
 class RandomBlocks:
-    """Blocks of the rows of one step.
-
-    Every block of the cache holds numbers before the first step, so that a row may find its text in any of them.
-
-    Attributes:
-        tables: `[slots, row_blocks]` int32; after a row's last block, block 0.
-        positions: positions of decode rows by slot; lower than asked for where blocks are few, without rows that got none.
-    """
+    """Blocks of the rows of one step: any, as every block of the cache holds numbers before the first step."""
 
     def __init__(self, spec: GraphSpec, random: np.random.Generator) -> None:
         assert spec.kv_block_size is not None
         self._spec, self._length = spec, spec.kv_block_size
+        # `[slots, row_blocks]`; after a row's last block, block 0.
         self.tables = np.zeros((spec.batch_size, spec.sequence_length // self._length), np.int32)
+        # Of decode rows by slot; lower than asked for where blocks are few, without rows that got none.
         self.positions: dict[int, int] = {}
         self._free = [int(block) for block in random.permutation(spec.kv_blocks)]
 
     def give_chunks(self, ends: Mapping[int, int]) -> None:
-        """Give each slot blocks for its number of tokens, wherever they lie."""
         for slot, end in ends.items():
             needed = -(-end // self._length)
             self.tables[slot, :needed] = [self._free.pop() for _ in range(needed)]
@@ -62,10 +56,6 @@ class RandomBlocks:
             self.tables[slot, shared : shared + own] = [free.pop() for _ in range(own)]
             self.positions[slot] = min(position, (shared + own) * self._length - 1)
             first = slot if number == 0 else first
-
-    def place_token(self, slot: int, position: int) -> tuple[int, int]:
-        """Return block and column of a token."""
-        return int(self.tables[slot, position // self._length]), position % self._length
 
     def write_inputs(self, inputs: Mapping[str, Tensor], spec: GraphSpec) -> None:
         """Set the block inputs of `spec` in inputs that have their positions."""

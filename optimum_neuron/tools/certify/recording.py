@@ -32,22 +32,14 @@ _LARGEST_LEVEL = 127
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One run of a graph.
-
-    Attributes:
-        inputs: by name, in the graph's order.
-        rows: rows in use by group; as PROMPT, tokens of all chunk rows in use, numbered through.
-        written: slot and column of each token that the step writes; of a cache of blocks, block and column.
-        by_table: inputs of the same step where rows gather the blocks of their tables; None: as they are.
-        kept: `[slots]` int32, the tokens that slots chose before; None where the host chooses tokens.
-    """
+    """One run of a graph."""
 
     graph: str
-    inputs: Mapping[str, Tensor]
-    rows: Mapping[str, tuple[int, ...]]
-    written: tuple[tuple[int, int], ...]
-    kept: Tensor | None = None
-    by_table: Mapping[str, Tensor] | None = None
+    inputs: Mapping[str, Tensor]  # by name, in the graph's order
+    rows: Mapping[str, tuple[int, ...]]  # in use, by group; as PROMPT, tokens of all chunk rows, numbered through
+    written: tuple[tuple[int, int], ...]  # slot, or block, and column of each token that the step writes
+    kept: Tensor | None = None  # `[slots]` int32, the tokens that slots chose; None where the host chooses tokens
+    by_table: Mapping[str, Tensor] | None = None  # inputs where rows gather the blocks of their tables, if others
 
     def graph_inputs(self) -> dict[str, Tensor]:
         """Return the inputs as a graph gets them: every other decode row takes the token that its slot chose."""
@@ -81,7 +73,6 @@ def chosen_tokens(step: RecordedStep) -> Tensor:
 
 
 def record_config(config: NeuronConfig, spec: ModelSpec) -> tuple[RecordedStep, ...]:
-    """Return the steps that are executed at a config's sizes."""
     ids, copies = min(spec.num_embeddings, spec.vocab_size), {graph.name for graph in copy_graphs(config, spec)}
     return record_steps(graph_specs(config), ids, copies, config.state_places)
 
@@ -93,12 +84,8 @@ def record_steps(
 
     Chunks: a prompt that ends within a chunk, its continuation off the chunks' boundaries, with other rows of the same prompt
     where there are several, a chunk at the end of the context, and one of a single token. Decode rows follow these prompts,
-    end the context, or idle; sampled rows alternate with greedy ones. Copied and restored slots decode.
-
-    Args:
-        token_ids: number of ids that the model takes.
-        copies: names of the graphs that copy slots and states.
-        places: places for copies of states.
+    end the context, or idle; sampled rows alternate with greedy ones. Slots decode after graphs named in `copies`, which copy
+    them or restore their states from `places`.
     """
     writer = _StepWriter(token_ids, graphs[0].batch_size)
     steps = [step for number, spec in enumerate(graphs) for step in writer.write_graph(spec, number)]
@@ -144,7 +131,6 @@ class _StepWriter:
         self._turn = 0
 
     def write_graph(self, spec: GraphSpec, number: int) -> Iterator[RecordedStep]:
-        """Yield the steps of one graph."""
         one, other = number % self._slots, (number + 1) % self._slots
         if not spec.has_chunk:
             for turn in range(2):
@@ -226,7 +212,8 @@ class _StepWriter:
             if name in inputs and inputs[name].shape == each.shape:
                 each.copy_(inputs[name])
         blocks.write_inputs(by_table, other)
-        places = tuple(blocks.place_token(*place) for place in written)
+        length = spec.kv_block_size or 1
+        places = tuple((int(blocks.tables[slot, place // length]), place % length) for slot, place in written)
         return RecordedStep(spec.name, inputs, rows, places, kept, by_table)
 
     def _draw_input(self, spec: TensorSpec) -> Tensor:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -87,12 +87,8 @@ def run_reference(
     *,
     shake: bool = False,
 ) -> ReferenceRun:
-    """Run the eager target over a history of its own.
-
-    Args:
-        states: all states, with the copies that slots keep.
-        shake: move each module's results by a unit in their last place, and one code of each head of coded keys and values.
-    """
+    """Run the eager target over a history of its own, with all states and the copies that slots keep. `shake` moves each module's
+    results by a unit in their last place, and one code of each head of coded keys and values."""
     cache = KVCache(each for each in states if each.name.startswith(CACHE))
     copies = [each for each in states if not each.name.startswith(CACHE)]
     kept = {each.name: torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in copies}
@@ -132,12 +128,12 @@ def run_reference(
                     choices[number, drawn_name(output.name)] = choice
                 else:
                     logits[number, output.name] = to_torch(result).clone()
-    found = kept | {each.name: to_torch(executable.read_state(each.name)) for each in states if each.name not in kept}
-    trash = dict.fromkeys(kept, 0)
+    found, trash, sizes = dict(kept), dict.fromkeys(kept, 0), graphs[0]
     for each in states:
         if each.name not in kept:
-            has_blocks = graphs[0].kv_block_size is not None and each.name.startswith(BY_TOKEN)
-            trash[each.name] = each.shape[0] - (graphs[0].kv_blocks if has_blocks else graphs[0].batch_size)
+            found[each.name] = to_torch(executable.read_state(each.name))
+            has_blocks = sizes.kv_block_size is not None and each.name.startswith(BY_TOKEN)
+            trash[each.name] = each.shape[0] - (sizes.kv_blocks if has_blocks else sizes.batch_size)
     return ReferenceRun(logits, choices, found, trash)
 
 
@@ -190,51 +186,38 @@ def state_scales(
 
 
 def state_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> StateParts:
-    """Return the parts by the plan of a model with numbered layers."""
-    return dict(_head_parts(plan, spec, model)) | dict(_recurrence_parts(plan, spec, model))
+    """Return the parts by the plan of a model with numbered layers. Convolutions share equally, or follow their recurrence's heads."""
+    attention, convolutions, recurrences = (
+        {cast(int, model.get_submodule(name).layer_idx): name for name in names}
+        for names in (plan.attention, plan.convolutions, plan.recurrences)
+    )
+    ranks, parts = range(plan.world_size), dict[str, Places]()
+    for layer in spec.states_of(KeyValueState):
+        if layer.layer_idx in attention:
+            layout = plan.attention[attention[layer.layer_idx]].layout
+            slots, count = layout.key_value, layout.local_key_value
+            heads: Places = tuple(slots[rank * count : (rank + 1) * count] for rank in ranks)
+            parts |= {f"{role}_{layer.layer_idx}": heads for role in ("key", "value", "keyscale", "valuescale")}
+    for each in spec.states_of(ConvolutionState):
+        name, found = f"conv_{each.layer_idx}_{each.index}", recurrences.get(each.layer_idx)
+        channels = [None if found is None else plan.channels(found, each.index, rank) for rank in ranks]
+        if None not in channels:
+            parts[name] = tuple(own for own in channels if own is not None)
+        elif each.layer_idx in convolutions:
+            count = each.channels // plan.world_size
+            parts[name] = tuple(tuple(range(rank * count, (rank + 1) * count)) for rank in ranks)
+    for state in spec.states_of(RecurrentState):
+        if state.layer_idx in recurrences:
+            shared, number = plan.recurrences[recurrences[state.layer_idx]], f"{state.layer_idx}_{state.index}"
+            heads, inputs = (tuple(tuple(of(rank)) for rank in ranks) for of in (shared.heads_of, shared.inputs_of))
+            parts |= {f"state_{number}": heads, f"anchor_{number}": heads, f"tail_{number}": inputs}
+    return parts
 
 
 def places_of(parts: StateParts | None, name: str, rank: int) -> tuple[int, ...] | None:
     """Return the rank's places of a state, or of copies of it; None where it has all of it."""
     found = None if parts is None else parts.get(name.rpartition(".")[2])
     return None if found is None else found[rank]
-
-
-def _layer_numbers(names: Mapping[str, object] | set[str], model: nn.Module) -> dict[int, str]:
-    return {cast(int, model.get_submodule(name).layer_idx): name for name in names}
-
-
-def _head_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, Places]]:
-    shared = _layer_numbers(plan.attention, model)
-    for layer in spec.states_of(KeyValueState):
-        if layer.layer_idx not in shared:
-            continue
-        layout = plan.attention[shared[layer.layer_idx]].layout
-        slots, count = layout.key_value, layout.local_key_value
-        parts = tuple(slots[rank * count : (rank + 1) * count] for rank in range(plan.world_size))
-        for role in ("key", "value", "keyscale", "valuescale"):
-            yield f"{role}_{layer.layer_idx}", parts
-
-
-def _recurrence_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> Iterator[tuple[str, Places]]:
-    """Yield the parts of convolutions, which are equal or follow their recurrence's heads, and of recurrences."""
-    ranks = range(plan.world_size)
-    convolutions, recurrences = (_layer_numbers(each, model) for each in (set(plan.convolutions), plan.recurrences))
-    for each in spec.states_of(ConvolutionState):
-        name, layer = f"conv_{each.layer_idx}_{each.index}", recurrences.get(each.layer_idx)
-        channels = [None if layer is None else plan.channels(layer, each.index, rank) for rank in ranks]
-        if None not in channels:
-            yield name, tuple(own for own in channels if own is not None)
-        elif each.layer_idx in convolutions:
-            count = each.channels // plan.world_size
-            yield name, tuple(tuple(range(rank * count, (rank + 1) * count)) for rank in ranks)
-    for state in spec.states_of(RecurrentState):
-        if state.layer_idx in recurrences:
-            shared = plan.recurrences[recurrences[state.layer_idx]]
-            heads, inputs = (tuple(tuple(of(rank)) for rank in ranks) for of in (shared.heads_of, shared.inputs_of))
-            number = f"{state.layer_idx}_{state.index}"
-            yield from ((f"{role}_{number}", heads) for role in ("state", "anchor"))
-            yield f"tail_{number}", inputs
 
 
 def take_part(state: Tensor, places: tuple[int, ...] | None) -> Tensor:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executed part of a model with all that its execution takes: steps, modules, and each rank's weights and history.
 
-The part is the whole model where that is little work, else its first layers, with the artifact's own weights. Layers of one kind
-(step/tracing/alike.py) are the same code at the same shapes. So the first ones of each kind are lowered again, by the code that
-lowered the artifact's graphs, as a model of so many layers. Slots and columns are fewer too.
+The part is the whole model where that is little work, else its first layers with the artifact's own weights: those of each kind
+(step/tracing/alike.py) are lowered again, as a model of so many layers with fewer slots and columns.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from ...step.sampling.buffers import slots_of_rows
 from ...step.spec import LOGPROBS, GraphSpec, TensorSpec, graph_specs
 from ...step.state_specs import kept_states
 from ...step.tracing.alike import kinds_of_layers
+from ...targets import CompileJob
 from ...targets.neuron.graphs.io import CHOSEN, HLO_SUFFIX, SCORES, read_graph_io, read_hlo
 from ...targets.neuron.graphs.state_graphs import copy_graphs, score_graphs, slots_input
 from ...targets.neuron.lowering.lower_all import lower_all
@@ -48,17 +48,11 @@ _FEWEST_LAYERS, _FEW_SLOTS, _FEW_COLUMNS, _SHORT_CHUNK, _FEW_SNAPSHOTS = 2, 4, 5
 
 @dataclass(frozen=True)
 class Trial:
-    """A model that is executed.
+    """A model that is executed."""
 
-    Attributes:
-        folder: folder with its config.json.
-        config: config of its graphs; they compute experts in the form of the artifact's, which follow `artifact_config`.
-        layers: number of its layers, of `all_layers`.
-    """
-
-    folder: Path
-    config: NeuronConfig
-    artifact_config: NeuronConfig
+    folder: Path  # with its config.json
+    config: NeuronConfig  # of its graphs
+    artifact_config: NeuronConfig  # decides the form of experts, as in the artifact
     layers: int
     all_layers: int
 
@@ -68,21 +62,15 @@ class Trial:
         return self.layers == self.all_layers
 
 
-def choose_trial(
-    folder: Path,
-    config: NeuronConfig,
-    spec: ModelSpec,
-    steps: Sequence[RecordedStep],
-    scratch: Path,
-    *,
-    trust_remote_code: bool,
-) -> Trial:
-    """Return the whole model, or one of fewer layers with a config.json in `scratch`; `steps` are those of the whole model."""
-    model = empty_model(folder, config.dtype, trust_remote_code=trust_remote_code)
-    count = _count_layers(read_config(folder, trust_remote_code=trust_remote_code))
+def choose_trial(job: CompileJob, scratch: Path) -> Trial:
+    """Return the whole model, or one of fewer layers with a config.json in `scratch`."""
+    folder, config, trusted = job.folder, job.config, job.trust_remote_code
+    model = empty_model(folder, config.dtype, trust_remote_code=trusted)
+    described = read_config(folder, trust_remote_code=trusted)
+    count = int(getattr(described.get_text_config(decoder=True), "num_hidden_layers", 0))
     parameters = sum(tensor.numel() for tensor in named_tensors(model).values())
-    tokens = sum(len(step.written) for step in steps)
-    state_bytes = sum(4 * math.prod(each.shape) for each in kept_states(config, spec))
+    tokens = sum(len(step.written) for step in record_config(config, job.model))
+    state_bytes = sum(4 * math.prod(each.shape) for each in kept_states(config, job.model))
     whole = Trial(folder, config, config, count, count)
     if parameters * tokens <= LARGEST_WORK and state_bytes <= LARGEST_STATES:
         return whole
@@ -92,17 +80,19 @@ def choose_trial(
     if layers >= count:
         return whole
     small = smaller_config(config)
-    write_trial(folder, layers, small.sequence_length, scratch, trust_remote_code=trust_remote_code)
+    _shorten_config(described, layers, count, small.sequence_length)
+    described.save_pretrained(scratch)
+    for path in folder.glob("*.py"):
+        (scratch / path.name).write_bytes(path.read_bytes())
+    if formats := read_formats(folder):
+        model = empty_model(scratch, "float32", trust_remote_code=trusted)
+        names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+        write_formats({name: each for name, each in formats.items() if name in names}, scratch)
     return Trial(scratch, small, config, layers, count)
 
 
-def write_trial(folder: Path, layers: int, columns: int, scratch: Path, *, trust_remote_code: bool) -> None:
-    """Write the config.json of a model of the first layers, the modeling code that it names, and its weights' formats.
-
-    A window that is longer than the columns becomes one that is shorter, so that its edge is tried.
-    """
-    config = read_config(folder, trust_remote_code=trust_remote_code)
-    count = _count_layers(config)
+def _shorten_config(config: PreTrainedConfig, layers: int, count: int, columns: int) -> None:
+    """Keep the first layers. A window that is longer than the columns becomes one that is shorter, so that its edge is tried."""
     text = cast(Any, config.get_text_config(decoder=True))
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == count:
@@ -111,18 +101,6 @@ def write_trial(folder: Path, layers: int, columns: int, scratch: Path, *, trust
     window = getattr(text, "sliding_window", None)
     if isinstance(window, int) and window >= columns:
         text.sliding_window = columns // 2
-    config.save_pretrained(scratch)
-    for path in folder.glob("*.py"):
-        (scratch / path.name).write_bytes(path.read_bytes())
-    formats = read_formats(folder)
-    if formats:
-        model = empty_model(scratch, "float32", trust_remote_code=trust_remote_code)
-        names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
-        write_formats({name: each for name, each in formats.items() if name in names}, scratch)
-
-
-def _count_layers(config: PreTrainedConfig) -> int:
-    return int(getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0))
 
 
 def smaller_config(config: NeuronConfig) -> NeuronConfig:

@@ -20,7 +20,6 @@ HELP = '''\
 /help              list these
 /clear, /reset     begin a new conversation, with the same system message
 /system [TEXT]     set the system message; without TEXT there is none
-/set [NAME VALUE]  change max-new-tokens, temperature, top-k, top-p or seed; without both, list them
 /exit, /quit       leave
 
 Write """ before and after a message of several lines, or one that begins with a slash.
@@ -30,14 +29,10 @@ _HARMLESS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if ch
 
 
 class Terminal:
-    """Lines from stdin, answers to stdout, and all else to stderr.
-
-    Attributes:
-        is_interactive: whether a person types, who sees prompts and may try again; else lines come from a file or a program.
-    """
+    """Lines from stdin, answers to stdout, and all else to stderr."""
 
     def __init__(self) -> None:
-        self.is_interactive = sys.stdin.isatty()
+        self.is_interactive = sys.stdin.isatty()  # a person types, who sees prompts and may try again
         self._edits = self.is_interactive and sys.stdout.isatty()
         if self._edits:
             with suppress(ImportError):  # as on Windows
@@ -46,12 +41,7 @@ class Terminal:
         self._ended_line = True
 
     def read_input(self) -> tuple[str, bool]:
-        """Return the next message or command, and whether quotes make it a message.
-
-        Raises:
-            EOFError: there is none.
-            ValueError: quotes have no end.
-        """
+        """Return the next message or command, and whether quotes make it a message; raise ValueError where quotes have no end."""
         text = self._read_line("> ").strip()
         if not text.startswith(QUOTES):
             return text, False
@@ -104,12 +94,7 @@ class Terminal:
 
 
 def run_chat(session: ChatSession, terminal: Terminal) -> None:
-    """Answer messages and obey commands until the user leaves.
-
-    Raises:
-        ValueError, OSError, RuntimeError: a line is wrong, and no person can write another.
-        EngineStoppedError: nothing can be computed any more.
-    """
+    """Answer messages and obey commands until the user leaves. Errors of a line are raised where no person can write another."""
     leaves = False
     while not leaves:
         try:
@@ -144,10 +129,6 @@ def _obey_input(session: ChatSession, terminal: Terminal, text: str, *, is_quote
             case "/system", _:
                 session.system = argument or None
                 note = "the system message is set" if argument else "there is no system message now"
-            case "/set", _:
-                if argument:
-                    session.change_settings(session.settings.with_value(argument))
-                note = str(session.settings)
             case "/exit" | "/quit", "":
                 return True
             case _:

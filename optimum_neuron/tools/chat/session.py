@@ -24,22 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer, as far as it came, and its cost.
-
-    Attributes:
-        computed, reused: tokens of the conversation that were computed for it, and those that the cache had already.
-        generated: tokens of the answer, its end token included.
-        ttft_seconds, decode_seconds: time to the first of them, None where none came, and from the first to the last.
-        room: tokens that still fit the conversation.
-    """
+    """An answer, as far as it came, and its cost in tokens and seconds."""
 
     text: str
-    computed: int
-    reused: int
-    generated: int
-    ttft_seconds: float | None
-    decode_seconds: float
-    room: int
+    computed: int  # for it, of the conversation
+    reused: int  # of the conversation, in the cache already
+    generated: int  # of the answer, its end token included
+    ttft_seconds: float | None  # to its first token; None where none came
+    decode_seconds: float  # from the first to the last
+    room: int  # tokens that still fit the conversation
     ending: FinishReason | None
 
     def __str__(self) -> str:
@@ -47,7 +40,7 @@ class Turn:
             return f"not answered, so your message is not kept; {self.computed:,} tokens of it were computed"
         later = self.generated - 1
         speed = f" at {later / self.decode_seconds:,.1f} tok/s" if later and self.decode_seconds else ""
-        ending = {"abort": ", interrupted", "length": ", cut at max-new-tokens: /set max-new-tokens"}
+        ending = {"abort": ", interrupted", "length": ", cut at --max-new-tokens"}
         if not self.room:
             ending["length"] = ", the conversation is full: /clear starts again"
         return (
@@ -60,18 +53,9 @@ class ChatSession:
     """Messages, and a service that keeps the computed history of them.
 
     A turn renders the whole conversation by the chat template. The engine reuses the longest prefix that its cache holds; for
-    a model with recurrent state, up to its last snapshot.
+    a model with recurrent state, up to the last copy of it. An interrupted answer is kept as far as it came.
 
-    Args:
-        model: a loaded model that `service` alone serves.
-
-    Raises:
-        ValueError: the tokenizer has no chat template, or the artifact cannot choose tokens as the settings ask.
-
-    Attributes:
-        system: the system message.
-        messages: messages of the user and their answers; an interrupted answer is kept as far as it came.
-        settings: the choice of tokens of the next answers.
+    Raises ValueError where the tokenizer has no chat template, or the artifact cannot choose tokens as the settings ask.
     """
 
     def __init__(
@@ -87,15 +71,10 @@ class ChatSession:
         self._numbers = itertools.count()
         self._answer: TextAnswer | None = None
         self._interrupted = False
-        self.system = system
+        self.system, self.settings = system, settings or Settings()
         self.messages: list[dict[str, str]] = []
-        self.change_settings(settings or Settings())
-
-    def change_settings(self, settings: Settings) -> None:
-        """Choose the next tokens by other settings, from their seed; raise ValueError where the artifact cannot, and keep the old."""
-        self._requests = self._model.make_requests(settings.generate_keywords())
-        self._seeds = None if settings.seed is None else itertools.count(settings.seed)
-        self.settings = settings
+        self._requests = model.make_requests(self.settings.generate_keywords())
+        self._seeds = None if self.settings.seed is None else itertools.count(self.settings.seed)
 
     @property
     def kept(self) -> str:
@@ -104,19 +83,11 @@ class ChatSession:
         if not kept.needed:
             return "each turn computes only what is new"
         if len(kept.lengths):
-            return "each turn computes what follows the last snapshot of this model's state"
+            return "each turn computes what follows the last copy that was kept of this model's state"
         return "each turn computes the whole conversation: export with --state-snapshots to keep this model's state"
 
     def send_message(self, text: str, show: Callable[[str], None]) -> Turn:
-        """Answer a message. A message without any answer is not kept.
-
-        Args:
-            show: gets the text of the answer, piece by piece.
-
-        Raises:
-            ValueError: the conversation does not fit, or the chat template refuses it.
-            RuntimeError: the answer cannot be computed. The conversation is unchanged after both.
-        """
+        """Answer a message, and show the text piece by piece. Raise ValueError or RuntimeError where it cannot be answered, and keep nothing."""
         self._interrupted = False
         messages = [*self.messages, {"role": "user", "content": text}]
         request = self._make_request(messages)
@@ -176,7 +147,6 @@ class ChatSession:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Raise ValueError where a tokenizer has no chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{tokenizer.name_or_path} has no chat template, which makes one text of a conversation; put a chat_template.jinja "

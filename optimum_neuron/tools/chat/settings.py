@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ _RANGES = {
     "top_p": (sys.float_info.min, 1.0, "above 0, and at most 1"),
     "seed": (0, 2**32 - 1, f"0 or more, and at most {2**32 - 1}"),
 }
-UNSET = "none"
 # The longest answer by default: it leaves room for others in the slot.
 DEFAULT_NEW_TOKENS = 512
 
@@ -38,57 +36,23 @@ class Settings:
 
     @classmethod
     def from_args(cls, args: Namespace) -> Settings:
-        """Return the settings of a command line; raise ValueError as `check_ranges` does."""
+        """Return the settings of a command line; raise ValueError where one is out of range, or has no meaning with the others."""
         settings = cls(**{name: getattr(args, name) for name in _RANGES})
-        settings.check_ranges("--")
+        for name, (least, most, words) in _RANGES.items():
+            value = getattr(settings, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')} {value} must be {words}")
+        shaping = next((name for name in ("top_k", "top_p") if getattr(settings, name) is not None), None)
+        if shaping is not None and not settings.temperature:
+            name = shaping.replace("_", "-")
+            raise ValueError(f"--{name} shapes sampling: give a --temperature above 0 with it")
         return settings
 
-    def check_ranges(self, mark: str = "") -> None:
-        """Raise ValueError where one is out of range, or has no meaning with the others; users write `mark` before a name."""
-        for name, (least, most, words) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ValueError(f"{mark}{_option_name(name)} {value} must be {words}")
-        shaping = next((name for name in ("top_k", "top_p") if getattr(self, name) is not None), None)
-        if shaping is not None and not self.temperature:
-            name = _option_name(shaping)
-            raise ValueError(f"{mark}{name} shapes sampling: give a {mark}temperature above 0 with it")
-
-    def with_value(self, assignment: str) -> Settings:
-        """Return a copy with one other value, as in `top-k 5` or `top-k=5`; `none` leaves it to the checkpoint.
-
-        Raises:
-            ValueError: there is no such value, or it is out of range.
-        """
-        name, _, value = assignment.replace("=", " ", 1).partition(" ")
-        key, value = name.replace("-", "_"), value.strip()
-        if key not in _RANGES:
-            raise ValueError(f"{name!r} cannot be set; choose one of {', '.join(map(_option_name, _RANGES))}")
-        kind, what = (float, "a number") if key in ("temperature", "top_p") else (int, "a whole number")
-        try:
-            values: dict[str, Any] = {key: None if value == UNSET else kind(value)}
-        except ValueError:
-            raise ValueError(f"{name} cannot be {value!r}; give {what}, or {UNSET!r}") from None
-        changed = dataclasses.replace(self, **values)
-        changed.check_ranges()
-        return changed
-
-    def __str__(self) -> str:
-        """Return names and values, as `with_value` takes them."""
-        values = ((name, getattr(self, name)) for name in _RANGES)
-        return ", ".join(f"{_option_name(name)} {UNSET if value is None else value}" for name, value in values)
-
     def generate_keywords(self) -> dict[str, Any]:
-        """Return the keywords of `generate` that choose tokens so."""
         return sampling_keywords(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
-def _option_name(name: str) -> str:
-    return name.replace("_", "-")
-
-
 def add_settings_options(parser: ArgumentParser) -> None:
-    """Add the options that `Settings.from_args` reads."""
     length_help = f"longest answer (default: the checkpoint's own, or {DEFAULT_NEW_TOKENS}; at most what the sequence length leaves)"
     add_option(parser, "--max-new-tokens", type=int, metavar="TOKENS", help=length_help)
     heat_help = "above 0: sample; higher values vary more (default: the checkpoint's own, or 0)"

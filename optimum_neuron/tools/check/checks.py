@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All checks of an artifact on this machine's devices: does everything load there, and compute the right thing?
-
-A failed check is a result with its remedy, and the checks after it still run.
-"""
+"""All checks of an artifact on this machine's devices. A failed one is a result with its remedy, and those after it still run."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ REMEDIES = {
     "chunks": "a graph is not deterministic or its scatter is wrong: report it with the JSON of this check",
     "neighbours": "a row reads another row's cache: report it with the JSON of this check",
     "slot copy": "the copy_slot graph is wrong: turn off prefix reuse and report it with the JSON of this check",
-    "snapshots": "the graphs keep_state and restore_state are wrong: turn off prefix reuse and report it with the JSON of this check",
+    "state copy": "the graphs keep_state and restore_state are wrong: turn off prefix reuse and report it with the JSON of this check",
     "token ids": "the embedding or the choice of a token is wrong at the vocabulary's edge: report it with the JSON of this check",
     "latency": "compare with optimum-cli neuron estimate; a graph far above it wants other compiler flags",
     "memory": "compare with optimum-cli neuron estimate; install aws-neuronx-tools for neuron-monitor",
@@ -94,23 +91,19 @@ class CheckReport:
         return result.status == "passed"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON."""
         return {"passed": self.passed, **asdict(self)}
 
 
 def check_artifact(
     artifact: Artifact, runs: int, ranks: RankOptions = IN_ENVIRONMENT, profile: Profile | None = None
 ) -> CheckReport:
-    """Run all checks on an artifact of a Neuron target, or of hlo, on this machine.
+    """Run all checks on an artifact of a Neuron target, or of hlo, on this machine, with so many timed runs of each graph.
 
-    Args:
-        runs: timed runs of each graph.
-        profile: takes all runs, and gives a device's runtime its folder; its context is open.
+    An open profile takes all runs, and gives a device's runtime its folder.
 
     Raises:
         ValueError: the artifact is for another target, `runs` is below 1, or an option of ranks is wrong.
-        FileNotFoundError: it has no golden tokens.
-        ArtifactError: its golden tokens were changed after the export.
+        FileNotFoundError, ArtifactError: it has no golden tokens, or others than the export wrote.
         RuntimeError: this machine lacks the libraries that read HLO.
     """
     golden = _read_golden(artifact, runs)
@@ -137,7 +130,7 @@ def check_artifact(
     one_block = "the cache is one slot, or one block" if artifact.config.kv_blocks == 1 else ""
     copies = {graph.name for graph in copy_graphs(artifact.config, artifact.model)}
     no_columns = "" if COPY_SLOT in copies else "no graph copies keys and values"
-    no_snapshots = "" if KEEP_STATE in copies else "the artifact keeps no snapshots of state"
+    no_states = "" if KEEP_STATE in copies else "no graph copies states"
     no_device = "" if artifact.target in NEURON_TARGETS else f"target {artifact.target} has no device"
     no_monitor = "" if shutil.which(MONITOR) else f"there is no {MONITOR} on PATH; it is part of aws-neuronx-tools"
     for name, check, skipped in (
@@ -145,7 +138,7 @@ def check_artifact(
         ("chunks", lambda runner: step_checks.check_chunks(artifact, runner), ""),
         ("neighbours", lambda runner: step_checks.check_neighbours(artifact, runner), one_slot),
         ("slot copy", lambda runner: step_checks.check_slot_copy(artifact, runner), one_block or no_columns),
-        ("snapshots", lambda runner: step_checks.check_snapshots(artifact, runner), no_snapshots),
+        ("state copy", lambda runner: step_checks.check_kept_state(artifact, runner), no_states),
         ("token ids", lambda runner: step_checks.check_token_ids(artifact, runner), ""),
         ("latency", lambda runner: step_checks.measure_latency(runner, runs), ""),
         ("memory", lambda runner: _measure_memory(), no_device or no_monitor),

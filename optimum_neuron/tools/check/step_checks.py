@@ -110,8 +110,8 @@ def check_slot_copy(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     return {"states": len(states)}
 
 
-def check_snapshots(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
-    """Compare a slot's state before a further token with the one that its snapshot restores."""
+def check_kept_state(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
+    """Compare a slot's state before a further token with the one that its copy restores."""
     length = min(17, runner.config.sequence_length - 1)
     runner.reserve_slots([length + 1])
     prefill(runner, 0, draw_prompt(artifact, length, seed=6), runner.config.prefill_chunk_size)
@@ -123,7 +123,7 @@ def check_snapshots(artifact: Artifact, runner: GraphRunner) -> dict[str, Any]:
     runner.kept.restore_copy(place, 0)
     for name, state in expected.items():
         if not np.array_equal(runner.executable.read_state(name)[0], state):
-            raise CheckError(f"{name} of slot 0 is not what snapshot {place} was taken of")
+            raise CheckError(f"{name} of slot 0 is not what copy {place} was taken of")
     return {"states": len(states), "places": place + 1}
 
 

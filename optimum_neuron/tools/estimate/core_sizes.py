@@ -37,10 +37,6 @@ class ExpertSizes:
         """Parameters that tokens are multiplied with, all layers together."""
         return self.layers * self.layer.experts * self.layer.expert_params
 
-    def touched_share(self, tokens: int) -> float:
-        """Return the expected share that `tokens` tokens are routed to, where each goes to any of them alike."""
-        return 1 - (1 - self.layer.per_token / self.layer.experts) ** tokens
-
 
 @dataclass(frozen=True)
 class AttentionSizes:
@@ -55,32 +51,22 @@ class AttentionSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSizes:
-    """The share of a model on one core of a tensor parallel group.
+    """The share of a model on one core of a tensor parallel group."""
 
-    Attributes:
-        weight_bytes: all weights and constant buffers.
-        table_bytes: the part of these in embedding tables, of which a step reads a few rows.
-        linear_params, head_params: parameters that each token of a step, and each row of its logits, is multiplied with.
-        block_width: elements per token that the projections of the widest block read and write, without experts.
-        spec: spec of the model, with the core's own kv heads.
-        local_vocab: columns of the core's share of the head.
-        cache_has_codes: keys and values are read as codes of a byte, with a scale for each head of a token.
-    """
-
-    weight_bytes: int
-    table_bytes: int
-    linear_params: int
-    head_params: int
+    weight_bytes: int  # all weights and constant buffers
+    table_bytes: int  # the part of these in embedding tables, of which a step reads a few rows
+    linear_params: int  # parameters that each token of a step is multiplied with
+    head_params: int  # the same of each row of its logits
     experts: tuple[ExpertSizes, ...]
     attention: tuple[AttentionSizes, ...]
-    block_width: int
-    spec: ModelSpec
-    local_vocab: int
+    block_width: int  # elements per token that the projections of the widest block read and write, without experts
+    spec: ModelSpec  # with the core's own kv heads
+    local_vocab: int  # columns of the core's share of the head
     hidden_size: int
     keeps_logits: bool
     dtype: str
     itemsize: int
-    cache_has_codes: bool = False
+    cache_has_codes: bool = False  # keys and values are codes of a byte, with a scale for each head of a token
 
     @property
     def token_bytes(self) -> int:
@@ -147,8 +133,7 @@ def _find_experts(weights: list[WeightSize], sizes: ModelSizes) -> Iterator[Expe
     alike: dict[ExpertLayer, list[int]] = defaultdict(list)
     for block in blocks.values():
         alike[_expert_layer(block, sizes)].append(sum(math.prod(w.shape) * w.itemsize for w in block))
-    for layer, bytes_of in alike.items():
-        yield ExpertSizes(layer, len(bytes_of), sum(bytes_of))
+    yield from (ExpertSizes(layer, len(bytes_of), sum(bytes_of)) for layer, bytes_of in alike.items())
 
 
 def _expert_layer(block: list[WeightSize], sizes: ModelSizes) -> ExpertLayer:

@@ -1,34 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and speed of a model on Neuron hardware, before anything is exported, compiled or rented.
-
-Reads a config, never weights. Imports torch only once the sizes asked for make sense.
-"""
+"""Memory and speed of a model on Neuron hardware, from its config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel
 
 from ...artifact.artifact import MANIFEST_NAME, Artifact
+from ...artifact.quantization import read_formats
+from ...checkpoints.checkpoint import Checkpoint
+from ...checkpoints.find import find_checkpoint
+from ...checkpoints.quantize.quantize import formats_of
 from ...config import TARGETS_WITHOUT_FP8, NeuronConfig
+from ...parity.inspect import check_states
 from ...step.family import GraphFamily
+from ...step.features.codes.formats import WeightFormat
 from ...step.features.recurrence.state import RecurrentState
 from ...step.spec import graph_specs
 from ...targets.neuron.sdk.devices import resolve_neuron_target
 from ...targets.neuron.sdk.hardware import CHIPS, PARALLEL_SIZES, Instance, check_parallel_size, hosts_of
+from .core_sizes import CoreSizes, core_sizes
+from .model_sizes import ModelSizes, measure_model
 from .step_needs import CoreMemory, core_memory, largest_batch, longest_sequence
 from .step_speed import Speed, graph_speed
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ...checkpoints.checkpoint import Checkpoint
-    from ...step.features.codes.formats import WeightFormat
-    from .core_sizes import CoreSizes
-    from .model_sizes import ModelSizes
 
 # Options that an estimate takes from an artifact; where no size is given, also those that followed from its sizes.
 _INHERITED = (
@@ -44,31 +43,22 @@ _LONGEST = 1 << 20
 
 @dataclass(frozen=True)
 class Estimate:
-    """A model on cores of one target, with given sizes.
-
-    Attributes:
-        hbm: bytes of device memory of one core.
-        largest_batch: largest batch_size that fits with the sequence_length; 0 if none does.
-        longest_sequence: longest sequence_length that fits with the batch_size; 0 if none does.
-        decode, prefill: one step of decode rows, and one of chunk rows.
-        hosts: hosts for the tensor parallel size, smallest first.
-    """
+    """A model on cores of one target, with given sizes."""
 
     config: NeuronConfig
     memory: CoreMemory
-    hbm: int
-    largest_batch: int
-    longest_sequence: int
-    decode: Speed
-    prefill: Speed
-    hosts: tuple[Instance, ...]
+    hbm: int  # bytes of device memory of one core
+    largest_batch: int  # largest batch_size that fits with the sequence_length; 0 if none does
+    longest_sequence: int  # longest sequence_length that fits with the batch_size; 0 if none does
+    decode: Speed  # of a step of decode rows
+    prefill: Speed  # of a step of chunk rows
+    hosts: tuple[Instance, ...]  # for the tensor parallel size, smallest first
 
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.hbm
 
     def copies_on(self, host: Instance) -> int:
-        """Count the copies of the model that a host has cores for."""
         return host.cores // self.config.tensor_parallel_size
 
 
@@ -94,12 +84,11 @@ def estimate_model(
     token: str | None = None,
     trust_remote_code: bool = False,
 ) -> EstimateReport:
-    """Estimate a model on several targets.
+    """Estimate a model on several Neuron targets; "auto" is this machine's.
 
     Args:
         model: a Hub id, of which the config alone is downloaded, a folder with a config.json, a .gguf file or an artifact.
         options: given options of NeuronConfig, without target and tensor_parallel_size.
-        targets: Neuron targets; "auto" is this machine's.
         tensor_parallel_size: default: all that a host's topology and the model allow.
         context_length: tokens in the cache when speeds are taken; default: the whole sequence_length.
 
@@ -112,8 +101,7 @@ def estimate_model(
         exported = Artifact.open(path, with_graphs=False).config.to_dict()
         names = _INHERITED if options.keys() - {"dtype"} else _INHERITED + _FOLLOWING
         given = {name: exported[name] for name in names} | given
-    targets, without = _with_types(dict.fromkeys(resolve_neuron_target(target) for target in targets), given)
-    # Wrong sizes are refused before torch is imported.
+    targets, without = _with_types(list(dict.fromkeys(map(resolve_neuron_target, targets))), given)
     cores = 1 if tensor_parallel_size is None else tensor_parallel_size
     config = NeuronConfig.from_dict(given | {"target": targets[0], "tensor_parallel_size": cores})
     groups, notes = _core_groups(targets, tensor_parallel_size)
@@ -123,9 +111,6 @@ def estimate_model(
             f"context_length={context} must lie between 1 and sequence_length={config.sequence_length}; lower it, or raise "
             f"sequence_length"
         )
-    from ...checkpoints.find import find_checkpoint
-    from ...parity.inspect import check_states
-
     found = find_checkpoint(model, revision=revision, token=token, trust_remote_code=trust_remote_code, weights=False)
     sizes, assumed = measure_checkpoint(found, config)
     check_states(sizes.model, sizes.spec, config)
@@ -133,14 +118,12 @@ def estimate_model(
     return EstimateReport(model, sizes, context, estimates, (*assumed, *without, *notes, *refused))
 
 
-def _with_types(targets: Iterable[str], options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def _with_types(targets: Sequence[str], options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return targets that have the types of weights, or all where none does; and the reasons to leave others out."""
-    asked = list(targets)
     has_fp8 = "fp8" in (options.get("quantization"), options.get("kv_cache_dtype"))
-    left = [target for target in asked if target in TARGETS_WITHOUT_FP8 and has_fp8]
-    if len(left) == len(asked):
-        return asked, []
-    return [target for target in asked if target not in left], [f"{target} has no fp8." for target in left]
+    left = [target for target in targets if target in TARGETS_WITHOUT_FP8 and has_fp8]
+    kept = [target for target in targets if target not in left]
+    return (kept, [f"{target} has no fp8." for target in left]) if kept else (list(targets), [])
 
 
 def _core_groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[str, Any]], list[str]]:
@@ -162,14 +145,7 @@ def _core_groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[st
 
 
 def measure_checkpoint(checkpoint: Checkpoint, config: NeuronConfig) -> tuple[ModelSizes, list[str]]:
-    """Return a checkpoint's sizes in the config's type and quantization, and sentences about assumptions.
-
-    Raise ValueError where it cannot be exported, or is not made for texts of this length.
-    """
-    from ...artifact.quantization import read_formats
-    from ...checkpoints.quantize.quantize import formats_of
-    from .model_sizes import measure_model
-
+    """Return a checkpoint's sizes in the config's type and quantization, and assumptions; raise ValueError where it cannot be exported."""
     model_config = checkpoint.load_config()
     checkpoint.check_length(model_config, config.sequence_length)
     notes = []
@@ -196,8 +172,6 @@ def _estimates(
     sizes: ModelSizes, options: dict[str, Any], groups: list[dict[str, Any]], context: int
 ) -> tuple[tuple[Estimate, ...], list[str]]:
     """Return one estimate for each group of cores that can share the model, and the reasons to leave others out."""
-    from .core_sizes import core_sizes
-
     shares: dict[int, CoreSizes] = {}
     has_codes = options.get("kv_cache_dtype") is not None
     refused: dict[int, ValueError] = {}
@@ -229,13 +203,9 @@ def _estimates(
 
 
 def estimate_target(sizes: CoreSizes, options: Mapping[str, Any], context: int, longest: int) -> Estimate:
-    """Estimate one target.
+    """Estimate one target by a core's share for the options' tensor_parallel_size, with `context` tokens in the cache.
 
-    Args:
-        sizes: one core's share, for the options' tensor_parallel_size.
-        options: options of a NeuronConfig, with a Neuron target and a dtype that is not "auto".
-        context: tokens in the cache when speeds are taken.
-        longest: the model's own limit of sequence_length.
+    The options of a NeuronConfig have a Neuron target and a dtype that is not "auto"; `longest` is the model's limit of sequence_length.
     """
     config = NeuronConfig.from_dict(options)
     chip, cores = CHIPS[config.target], config.tensor_parallel_size

@@ -25,33 +25,27 @@ from ...step.features.codes.modules import QuantizedEmbedding, QuantizedLinear, 
 from ...step.features.codes.weight import PACKED
 from ...step.interface import ATTENTION_NAME, with_attention
 from ...step.model_spec import ModelSpec
+from ...step.tracing.alike import kinds_of_layers
 from ...targets.neuron.sharding.trace import data_free_copy, no_data
 
 
+# A table is read by rows, a head computes logits, a linear weight sees every token, experts see some.
 Kind = Literal["table", "head", "linear", "experts", "other"]
 
 
 @dataclass(frozen=True)
 class WeightSize:
-    """One stored tensor of a model; tied names count once.
-
-    Attributes:
-        kind: a table is read by rows, a head computes logits, a linear weight sees every token, experts see some.
-        block: module of the weights that work on the same tokens one after the other.
-        experts, per_token: for a weight of routed experts, their number, and the number that see a token.
-        also_table: whether a head is also read by rows, as one that is tied to the embedding: graphs take both forms.
-        values: numbers of the model in one of the tensor: two in a byte of 4-bit codes, none in a scale.
-    """
+    """One stored tensor of a model; tied names count once."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     kind: Kind
-    block: str
-    experts: int = 1
-    per_token: int = 1
-    also_table: bool = False
-    values: int = 1
+    block: str  # module of the weights that work on the same tokens one after the other
+    experts: int = 1  # of a weight of routed experts, their number
+    per_token: int = 1  # the number of them that see a token
+    also_table: bool = False  # a head that is also read by rows, as a tied one: graphs take both forms
+    values: int = 1  # numbers of the model in one of the tensor: two in a byte of 4-bit codes, none in a scale
 
     @property
     def count(self) -> int:
@@ -93,15 +87,10 @@ def measure_model(
     trust_remote_code: bool,
     formats: Callable[[PreTrainedModel], Mapping[str, WeightFormat]] = lambda model: {},
 ) -> ModelSizes:
-    """Build the model without memory and run one token through it.
+    """Build the model without memory and run one token through it; raise ValueError with the reason where it cannot be exported.
 
-    Args:
-        model_config: changed by transformers.
-        dtype: torch's name of the type of weights and cache.
-        formats: formats of the quantized weights of the plain model.
-
-    Raises:
-        ValueError: the model cannot be exported; the message has the reason.
+    transformers changes the config. `dtype` is torch's name of the type of weights and cache, and `formats` returns those of the
+    quantized weights of the plain model.
     """
     wanted = getattr(torch, dtype)
     with FakeTensorMode(), torch.device("cpu"):
@@ -166,10 +155,8 @@ class _CallProbe:
         return self.recorder.attend(call)
 
     def wrap_backend(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if "attention_backend" not in kwargs:  # the model takes none: its config has the heads
-            return args, kwargs
-        self.recorder = kwargs["attention_backend"]
-        return args, kwargs | {"attention_backend": self}
+        self.recorder = kwargs.get("attention_backend")  # None: the model takes none, and its config has the heads
+        return args, kwargs if self.recorder is None else kwargs | {"attention_backend": self}
 
     def note_routes(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note the indices of each token's experts; experts that get none run for every token."""
@@ -194,10 +181,8 @@ def _list_weights(
     seen: set[int] = set()
     for path, module in model.named_modules():
         count = _count_experts(module)
-        for name, tensor in (
-            *module.named_parameters(path, recurse=False),
-            *module.named_buffers(path, recurse=False),
-        ):
+        parameters, buffers = (own(path, recurse=False) for own in (module.named_parameters, module.named_buffers))
+        for name, tensor in (*parameters, *buffers):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
@@ -258,29 +243,20 @@ class LayerKinds:
 
 
 def one_of_each_kind(model: PreTrainedModel) -> LayerKinds:
-    """Shorten a model with one list of layers. Layers are alike by modules, tensors and types in the config."""
+    """Shorten a model with one list of layers to those that are not the same."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     with no_data():
         short = data_free_copy(model)
-    found = [
-        (name, each) for name, each in short.named_modules() if isinstance(each, nn.ModuleList) and len(each) == count
-    ]
-    if len(found) != 1:
+        kinds = kinds_of_layers(short)
+    if len({kind.path for kind in kinds}) != 1 or sum(len(kind.members) for kind in kinds) != count:
         return LayerKinds(model, "", ())
-    path, layers = found[0]
+    path, layers, kept = kinds[0].path, kinds[0].layers, [kind.members[0] for kind in kinds]
     config = short.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None) or [None] * count
-    kinds = []
-    for place, layer in enumerate(layers):
-        modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
-        tensors = (*layer.named_parameters(), *layer.named_buffers())
-        shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
-        kinds.append((types[place], modules, shapes))
-    distinct = list(dict.fromkeys(kinds))
-    kept = [kinds.index(kind) for kind in distinct]
     parent, _, attribute = path.rpartition(".")
     setattr(short.get_submodule(parent), attribute, nn.ModuleList([layers[place] for place in kept]))
     config.num_hidden_layers = len(kept)
-    if types[0] is not None and not isinstance(getattr(type(config), "layer_types", None), property):
+    types = getattr(config, "layer_types", None)
+    if types and not isinstance(getattr(type(config), "layer_types", None), property):
         config.layer_types = [types[place] for place in kept]
-    return LayerKinds(short, path, tuple(distinct.index(kind) for kind in kinds))
+    places = {member: number for number, kind in enumerate(kinds) for member in kind.members}
+    return LayerKinds(short, path, tuple(places[layer] for layer in range(count)))

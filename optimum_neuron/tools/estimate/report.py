@@ -3,23 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from math import floor, log10
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ...cli import make_table
 from ...step.state_specs import StateSizes, state_specs
 from ...targets.neuron.sdk.hardware import GIB, MIB, Instance
 from ...targets.neuron.sdk.step_times import DECODE, MEASURED_CORES, PREFILL
+from .estimate import Estimate, EstimateReport
 from .step_needs import GRAPH_RESERVE
 from .step_speed import Speed
-
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from .estimate import Estimate, EstimateReport
 
 
 # Expected times that differ by a tenth are as good as one another.
@@ -50,18 +50,18 @@ def model_line(report: EstimateReport) -> str:
 
 
 def _memory_table(report: EstimateReport) -> Table:
-    table = _make_table("GiB per core; largest sizes with the others as asked")
     parts = ("weights", "KV", "activ.", "graphs", "total", "of")
-    for header in ("tp", *parts, "fits", "largest\nbatch", "longest\nlength"):
-        table.add_column(header, justify="right", no_wrap=True)
+    headers = ("tp", *parts, "fits", "largest\nbatch", "longest\nlength")
+    table = _make_table("GiB per core; largest sizes with the others as asked", headers)
     for _, group in groupby(report.estimates, lambda one: one.config.target):
         for one in group:
             memory = one.memory
-            sizes = (memory.weights, memory.kv_cache, memory.activations, memory.reserve, memory.total)
+            bytes_of = (memory.weights, memory.kv_cache, memory.activations, memory.reserve, memory.total)
+            sizes = (size / GIB for size in bytes_of)
             table.add_row(
                 one.config.target,
                 str(one.config.tensor_parallel_size),
-                *(_gib_text(size / GIB) for size in sizes),
+                *(f"{size / 1e3:,.0f} k" if size >= 1e4 else f"{size:,.{2 if size < 100 else 0}f}" for size in sizes),
                 f"{one.hbm / GIB:.0f}",
                 "yes" if one.fits else "no",
                 *(f"{most:,}" if most else "-" for most in (one.largest_batch, one.longest_sequence)),
@@ -71,15 +71,9 @@ def _memory_table(report: EstimateReport) -> Table:
     return table
 
 
-def _gib_text(gib: float) -> str:
-    return f"{gib / 1e3:,.0f} k" if gib >= 1e4 else f"{gib:,.{2 if gib < 100 else 0}f}"
-
-
 def _speed_table(report: EstimateReport) -> Table:
-    table = _make_table(f"One copy, all rows in use, {report.context_length:,} tokens in the cache")
     steps = ("decode\nms/step", "decode\ntokens/s", "decode\nat most", "prefill\ntokens/s", "prefill\nat most")
-    for header in ("tp", *steps):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = _make_table(f"One copy, all rows in use, {report.context_length:,} tokens in the cache", ("tp", *steps))
     table.add_column("smallest\nhost", no_wrap=True)
     fitting = [one for one in report.estimates if one.fits]
     for _, group in groupby(fitting, lambda one: one.config.target):
@@ -96,12 +90,9 @@ def _speed_table(report: EstimateReport) -> Table:
     return table
 
 
-def _make_table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("target", no_wrap=True)
+def _make_table(title: str, numbers: Sequence[str]) -> Table:
+    table = make_table(title, ("target",), numbers)
+    table.box, table.padding, table.show_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
     return table
 
 
@@ -142,8 +133,8 @@ def write_sentences(report: EstimateReport) -> list[str]:
             f"KV holds what layers keep by slot: {kept.per_slot / MIB:,.{3 if kept.per_slot < MIB else 1}f} MiB of each, whatever its "
             f"length{tokens}."
         )
-        if snapshots := report.estimates[0].config.state_places:
-            lines.append(f"KV also holds as much for each of state_snapshots={snapshots}.")
+        if copies := report.estimates[0].config.state_places:
+            lines.append(f"KV also holds {copies} copies of that, of which prefixes are continued.")
     if fitting:
         lines.append(
             f"Ranges hold four of five published runs of other models and groups of cores than those that were fitted. Of the runs held out of "
@@ -205,7 +196,6 @@ def _nearest_text(report: EstimateReport) -> str:
 
 
 def to_json(report: EstimateReport) -> dict[str, Any]:
-    """Return everything, in bytes, seconds and tokens per second."""
     sizes = report.sizes
     kept = StateSizes.measure(state_specs(report.estimates[0].config, sizes.spec))
     return {

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of one core that a model's steps need, in bytes.
-
-Weights and cache are exact: they are counted on the model that its config describes. Activations are the largest set of
-tensors that a step needs at once, by the formulas below. The reserve is a guess on the safe side.
-"""
+"""The memory of one core that a model's steps need, in bytes: weights and cache are exact, the reserve is a guess on the safe side."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,10 +19,8 @@ from ...step.state_specs import kept_states
 from ...targets.neuron.operators import attention
 from ...targets.neuron.operators.expert_forms import TILE_ROWS, ExpertLayer, all_experts, choose, work
 from ...targets.neuron.sdk.hardware import MIB, Chip
+from .core_sizes import CoreSizes
 
-
-if TYPE_CHECKING:
-    from .core_sizes import CoreSizes
 
 # The runtime's micro-code per physical core and the pages in which it takes scratch memory, which all graphs share: Neuron
 # SDK documentation, neuron-runtime/explore/device-memory.
@@ -122,10 +116,7 @@ def live_bytes(sizes: CoreSizes, graph: GraphSpec, chip: Chip, scan_block: int |
     """Return the bytes of the largest set of tensors that a step needs at once, without weights and cache.
 
     The hidden states, their residual and a normalized copy in float32 live all the time; with them either what the widest
-    block's projections read and write, or one layer's attention, or its recurrence, or the logits.
-
-    Args:
-        scan_block: tokens of a block of a recurrence (NeuronConfig).
+    block's projections read and write, or one layer's attention, or its recurrence in blocks of `scan_block` tokens, or the logits.
     """
     groups = row_groups(graph)
     tokens = sum(group.tokens for group in groups)

@@ -1,78 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one model of step times on Neuron: the time of a step that nothing beats, and the one that is expected.
-
-The first is a roofline: no step is faster than its bytes at full bandwidth or its products at full rate. The second has the
-shares of both that published runs reached, and a latency per layer: see sdk/step_times.py.
-"""
+"""The one model of step times on Neuron: a roofline, which nothing beats, and the expected time, with the shares of bandwidth and
+rate that published runs reached, and a latency per layer (sdk/step_times.py)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...step.spec import GraphSpec
 from ...targets.neuron.operators.expert_forms import choose, work
 from ...targets.neuron.sdk.hardware import Chip
 from ...targets.neuron.sdk.step_times import DECODE, PREFILL, STEP_TIMES, Accuracy
+from .core_sizes import CoreSizes
 from .step_needs import SCORE_BYTES, row_groups
-
-
-if TYPE_CHECKING:
-    from .core_sizes import CoreSizes
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A step of one graph, in seconds.
+    """A step of one graph, in seconds; rates are in tokens per second."""
 
-    Attributes:
-        tokens: tokens that the step advances, all rows in use.
-        peak_s: time at the chip's peaks.
-        expected_s: time by published runs.
-        low_s, high_s: range of four in five models that no run of the fit had; never below the peak.
-        bound: "memory" or "compute", which takes the peak time.
-    """
-
-    tokens: int
-    peak_s: float
-    expected_s: float
-    low_s: float
+    tokens: int  # that the step advances, all rows in use
+    peak_s: float  # at the chip's peaks
+    expected_s: float  # by published runs
+    low_s: float  # to `high_s`: four in five models that no run of the fit had; never below the peak
     high_s: float
-    bound: str
+    bound: str  # "memory" or "compute", which takes the peak time
 
     @property
     def peak_rate(self) -> float:
-        """Tokens per second that nothing exceeds."""
         return self.tokens / self.peak_s
 
     @property
     def expected_rate(self) -> float:
-        """Tokens per second by published runs."""
         return self.tokens / self.expected_s
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Tokens per second at `high_s` and at `low_s`."""
         return self.tokens / self.high_s, self.tokens / self.low_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """The work of one core of a group in a step, each part in seconds at the chip's peak, but for the latencies.
+    """The work of one core of a group in a step, each part in seconds at the chip's peak, but for the latencies."""
 
-    Attributes:
-        weights, cache: reading them, and writing the states of recurrences and convolutions.
-        products: products of weights.
-        scores: reading and writing attention's float32 scores once.
-        latencies: layers, each counted once and once more for every doubling of the group.
-    """
-
-    weights: float
-    cache: float
-    products: float
-    scores: float
-    latencies: float
+    weights: float  # reading them
+    cache: float  # reading it, and writing the states of recurrences and convolutions
+    products: float  # of weights
+    scores: float  # reading and writing attention's float32 scores once
+    latencies: float  # layers, each counted once and once more for every doubling of the group
 
     @property
     def seconds(self) -> float:
@@ -87,12 +62,7 @@ class StepWork:
 
 
 def step_work(sizes: CoreSizes, rows: int, length: int, context_length: float, chip: Chip, cores: int) -> StepWork:
-    """Return the work of a step of `rows` rows of `length` tokens, with experts in the form of the chip's graphs.
-
-    Args:
-        context_length: columns of the cache that a row's attention reads, on average.
-        cores: size of the group.
-    """
+    """Return the work of a step of `rows` rows of `length` tokens, of which each reads `context_length` columns on average."""
     scores = rows * length * context_length * sizes.heads * SCORE_BYTES
     moved, routed = expert_work(sizes, rows * length, chip)
     products = count_flops(sizes, rows, length, 0) + routed
@@ -118,11 +88,8 @@ def graph_work(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> St
 
 
 def graph_speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> Speed:
-    """Return the time of one step of decode rows or of chunk rows, when every core of the group works on its part.
-
-    At the peaks, a token costs the experts that it is routed to. What is expected are this project's graphs, which take the
-    least time that the chip's peaks allow for any routing.
-    """
+    """Return the time of one step of decode rows or of chunk rows. At the peaks, a token costs the experts that it is routed to;
+    expected are this project's graphs, which serve any routing."""
     (group,) = row_groups(graph)
     rows, length, context = group.rows, group.length, group.columns
     accuracy: Accuracy = DECODE if graph.has_decode else PREFILL
@@ -141,8 +108,8 @@ def graph_speed(sizes: CoreSizes, graph: GraphSpec, chip: Chip, cores: int) -> S
 
 
 def weight_bytes_read(sizes: CoreSizes, tokens: int) -> float:
-    """Return the bytes of weights that a step reads: no embedding tables, and the experts that tokens are expected to use."""
-    unused = sum(e.bytes * (1 - e.touched_share(tokens)) for e in sizes.experts)
+    """Return the bytes of weights that a step reads: no embedding tables, and experts that tokens go to, to any alike."""
+    unused = sum(e.bytes * (1 - e.layer.per_token / e.layer.experts) ** tokens for e in sizes.experts)
     return sizes.weight_bytes - sizes.table_bytes - unused
 
 
@@ -158,11 +125,8 @@ def cache_bytes_moved(sizes: CoreSizes, rows: int, context_length: float) -> flo
 
 
 def count_flops(sizes: CoreSizes, rows: int, length: int, context_length: float) -> float:
-    """Count the operations of a step's matrix products without routed experts: two per parameter and token.
-
-    Args:
-        length: tokens of a row; one token scores its own key apart from its context.
-    """
+    """Count the operations of a step's matrix products without routed experts: two per parameter and token. A row of one token scores
+    its own key apart from its context."""
     seen = sum(
         layer.layers
         * layer.heads

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from ...artifact.artifact import GRAPHS_FOLDER, MANIFEST_NAME, Artifact, ArtifactError, is_graph_file, is_weight_file
 from ...artifact.schema import read_object
@@ -21,30 +24,26 @@ from ...step.state_specs import BY_TOKEN, StateSizes, byte_count, kept_states
 from ..certify import NOT_CERTIFIED, is_certified
 
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 HELPER = "helper"
 # Uses of memory, in the order of their colors.
 WEIGHTS, CACHE, STATE, COPIES, SCRATCH, RESERVE = PARTS = (
-    "weights", "KV cache", "state of slots", "snapshots", "scratch", "reserve",
+    "weights", "KV cache", "state of slots", "copies of state", "scratch", "reserve",
 )  # fmt: skip
 
 
 def collect_facts(artifact: Artifact) -> ArtifactFacts:
-    """Return all facts of an artifact, also those that are counted in its graphs; raise ArtifactError as `read_facts`, and for a malformed graph."""
+    """Return all facts of an artifact, also those of its graphs; raise ArtifactError where a file was changed or is malformed."""
     facts = read_facts(artifact)
     counted = _count_hlo(artifact) if artifact.target in HLO_TARGETS else _count_plans(artifact)
     memory, notes = collect_memory(artifact, counted.arena)
     graphs = [graph_facts(artifact, spec) for spec in artifact.graphs]
     for name in sorted(counted.operators.keys() - {each.name for each in graphs}):
         graphs.append(GraphFacts(name, HELPER, 0, 0, 0, 0, graph_bytes(artifact, name), None))
-    graphs = [
+    whole = tuple(
         replace(each, operators=counted.operators.get(each.name, {}), cost=counted.costs.get(each.name, {}))
         for each in graphs
-    ]
-    return replace(facts, graphs=tuple(graphs), memory=memory, lint=counted.lint, notes=notes)
+    )
+    return replace(facts, graphs=whole, memory=memory, lint=counted.lint, notes=notes)
 
 
 def check_output(artifact: Artifact, path: Path) -> None:
@@ -83,17 +82,14 @@ def _count_plans(artifact: Artifact) -> _CountedGraphs:
             raise ArtifactError(f"{path} cannot be read: {error}; export the model again") from error
         if not isinstance(plan, dict) or not isinstance(plan.get("steps"), list):
             raise ArtifactError(f"{path} holds no plan; export the model again")
-        operators[graph.name] = dict(Counter(map(_step_kind, plan["steps"])).most_common())
+        steps = (step if isinstance(step, dict) else {} for step in plan["steps"])
+        kinds = (step.get("operator" if step.get("kind") == "TorchCall" else "kind") for step in steps)
+        known = Counter(kind if isinstance(kind, str) else "unknown" for kind in kinds)
+        operators[graph.name] = dict(known.most_common())
         size = plan.get("arena")
         arena = max(arena, size if isinstance(size, int) else 0)
     missing = f"the rules are of HLO, which {artifact.target} has none of"
     return _CountedGraphs(operators, {}, arena, Linted(missing=missing))
-
-
-def _step_kind(step: object) -> str:
-    found = step if isinstance(step, dict) else {}
-    kind = found.get("operator") if found.get("kind") == "TorchCall" else found.get("kind")
-    return kind if isinstance(kind, str) else "unknown"
 
 
 def _count_hlo(artifact: Artifact) -> _CountedGraphs:
@@ -125,21 +121,14 @@ def _count_hlo(artifact: Artifact) -> _CountedGraphs:
         }
         if artifact.target in CHIPS:
             costs[name]["seconds at least"] = cost.seconds(artifact.target)
-        findings += [
-            {"graph": each.graph, "severity": each.severity, "problem": each.problem, "remedy": each.remedy}
-            for each in lint(name, data, io, artifact.target)
-        ]
+        shown = ("graph", "severity", "problem", "remedy")
+        found = lint(name, data, io, artifact.target)
+        findings += [{member: getattr(each, member) for member in shown} for each in found]
     return _CountedGraphs(operators, costs, 0, Linted(tuple(findings)))
 
 
 def collect_memory(artifact: Artifact, arena: int) -> tuple[tuple[MemoryParts, ...], tuple[str, ...]]:
-    """Return the memory of each core in order, or of the host where nothing is shared; and sentences about missing parts.
-
-    Scratch memory of a device and the runtime's reserve are estimated, as `optimum-cli neuron estimate` does.
-
-    Args:
-        arena: bytes of scratch memory that plans take on the host.
-    """
+    """Return the memory of each core, or of the host, with plans of `arena` bytes; and sentences about missing parts."""
     files = sorted(artifact.manifest["files"].items())
     weights = [(name, entry["size"]) for name, entry in files if is_weight_file(name)]
     if artifact.target not in HLO_TARGETS:
@@ -162,13 +151,11 @@ def collect_memory(artifact: Artifact, arena: int) -> tuple[tuple[MemoryParts, .
         else:
             (one,) = report.estimates
             scratch, capacity = {SCRATCH: one.memory.activations, RESERVE: one.memory.reserve}, one.hbm
-    ranks = {}
-    for index, (name, size) in enumerate(weights):
-        digits = "".join(letter for letter in name if letter.isdigit())
-        ranks[int(digits) if len(weights) > 1 and digits else index] = size
+    # By rank, which names of files have.
+    weights.sort(key=lambda file: int("0" + "".join(filter(str.isdigit, file[0]))))
     return tuple(
-        MemoryParts(f"core {rank}", {WEIGHTS: ranks[rank], **kept, **scratch}, tuple(scratch), capacity)
-        for rank in sorted(ranks)
+        MemoryParts(f"core {rank}", {WEIGHTS: size, **kept, **scratch}, tuple(scratch), capacity)
+        for rank, (_, size) in enumerate(weights)
     ), notes
 
 
@@ -176,7 +163,7 @@ def group_states(states: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
     """Return the states of each use that has any."""
     found: dict[str, list[TensorSpec]] = {CACHE: [], STATE: [], COPIES: []}
     for state in states:
-        is_copy = state.name.startswith(f"{COPIES}.")
+        is_copy = state.name.startswith("snapshots.")
         found[COPIES if is_copy else CACHE if state.name.startswith(BY_TOKEN) else STATE].append(state)
     return {part: members for part, members in found.items() if byte_count(members)}
 
@@ -208,9 +195,13 @@ def print_artifact(artifact: Artifact, terminal: Console) -> None:
     if speeds:
         table = make_table("speeds", ("measured", "with"), ("value", "unit"))
         for each in speeds:
-            conditions = ", ".join(f"{name} {value}" for name, value in each["conditions"].items())
-            table.add_row(each["name"], conditions, f"{each['value']:,.4g}", each["unit"])
+            table.add_row(each["name"], pairs_text(each["conditions"]), f"{each['value']:,.4g}", each["unit"])
         terminal.print(table)
+
+
+def pairs_text(pairs: Mapping[str, Any]) -> str:
+    """Return names with their values."""
+    return ", ".join(f"{name} {value}" for name, value in pairs.items())
 
 
 def _facts_table(artifact: Artifact) -> Table:

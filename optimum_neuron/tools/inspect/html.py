@@ -13,14 +13,12 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ...hub.facts import ArtifactFacts, GraphFacts, MemoryParts, bytes_text, count_text
-from .collect import HELPER, PARTS
+from .collect import HELPER, PARTS, pairs_text
 
 
 _KINDS = {
     "token_generation": "decode", "chunked_prefill": "prefill", "mixed": "mixed", "scoring": "scoring", "helper": "no step",
 }  # fmt: skip
-# Cores that are alike become one row where there are more.
-_MOST_CORES = 16
 _MOST_OPERATORS = _MOST_COMPARED = 12
 
 
@@ -28,7 +26,7 @@ def render_page(facts: ArtifactFacts) -> str:
     """Return the page as a text of HTML."""
     css = _read_part("page.css")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"bytes": bytes_text, "count": count_text, "number": _number_text, "pairs": _pairs_text}
+    environment.filters |= {"bytes": bytes_text, "count": count_text, "number": _number_text, "pairs": pairs_text}
     environment.filters["context"] = "context {:,}".format
     steps = [each for each in facts.graphs if each.kind != HELPER]
     comparisons = facts.certificate.comparisons if facts.certificate else ()
@@ -71,10 +69,6 @@ def _number_text(value: float) -> str:
     return f"{value:,.4g}" if 1e-3 <= abs(value) < 1e6 else f"{value:.2e}"
 
 
-def _pairs_text(conditions: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in conditions.items())
-
-
 def _draw_bar(parts: Mapping[str, float], full: float) -> Markup:
     """Return a bar of parts, of which `full` would fill it; each has the color of its place in `PARTS`."""
     drawn, start = Markup(), 0.0
@@ -87,13 +81,12 @@ def _draw_bar(parts: Mapping[str, float], full: float) -> Markup:
 
 
 def _memory_table(memory: Sequence[MemoryParts]) -> dict[str, Sequence[Any]]:
-    """Return headers, and a row for each core, or one for all that are alike where there are many."""
+    """Return headers, and a row for each core, or one for all that are alike."""
     full = max((each.capacity or each.total for each in memory), default=0)
     parts = [part for part in PARTS if any(part in each.parts for each in memory)]
     alike: dict[object, list[MemoryParts]] = {}
     for each in memory:
-        key = tuple(each.parts.items())
-        alike.setdefault(key if len(memory) > _MOST_CORES else (key, each.place), []).append(each)
+        alike.setdefault(tuple(each.parts.items()), []).append(each)
     rows = [
         (
             first.place if not others else f"{len(others) + 1} cores alike, from {first.place}",
@@ -103,10 +96,10 @@ def _memory_table(memory: Sequence[MemoryParts]) -> dict[str, Sequence[Any]]:
         )
         for first, *others in alike.values()
     ]
-    dots = [
-        Markup('<svg class="dot" viewBox="0 0 10 10" aria-hidden="true"><rect class="part{}" width="10" height="10"/></svg>{}').format(PARTS.index(part), part)
-        for part in parts
-    ]  # fmt: skip
+    dot = (
+        '<svg class="dot" viewBox="0 0 10 10" aria-hidden="true"><rect class="part{}" width="10" height="10"/></svg>{}'
+    )
+    dots = [Markup(dot).format(PARTS.index(part), part) for part in parts]
     return {"headers": ("", "", *dots, "total"), "rows": rows}
 
 

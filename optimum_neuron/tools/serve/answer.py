@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ...engine.events import RequestFailedError, TokenEvent
 from ...engine.service import EngineStoppedError
 from ...engine.stream import Item
-from .choice import AnswerChoice, Piece
+from ...text.stream import Detokenizer, StopStrings
 from .gate import Admission
 from .http import ApiError, ClientGoneError, server_error
-from .loaded_model import LoadedModel
 from .metrics import Metrics, Times
-from .protocol import Asked
+from .protocol import Asked, LoadedModel
 from .tracing import Tracing
 
 
@@ -27,15 +29,91 @@ _SEEDS = 2**64
 _MOST_UNREAD = 4096
 
 
+@dataclass(slots=True)
+class ScoredToken:
+    """A token with its log-probability, and its characters in the text; `end` is None while they are not whole."""
+
+    token_id: int
+    logprob: float
+    top: Sequence[tuple[int, float]]
+    start: int
+    end: int | None = None
+
+
+class Piece(NamedTuple):
+    """The next part of a choice for a client."""
+
+    text: str
+    scored: tuple[ScoredToken, ...] = ()  # whole in the text so far
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    token_ids: tuple[int, ...] = ()  # since the last piece
+    tokens: int = 0  # so far
+
+    @property
+    def is_first(self) -> bool:
+        return self.tokens == len(self.token_ids)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.text and not self.scored and self.finish_reason is None
+
+
+class AnswerChoice:
+    """The text of one request, cut before its first stop string or stop token. `logprobs`: most likely tokens for each one."""
+
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str], stop_token_ids: frozenset[int], logprobs: int | None
+    ) -> None:
+        self.tokens = 0
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
+        self._stop_token_ids, self._logprobs = stop_token_ids, logprobs
+        self._scored: deque[ScoredToken] = deque()
+        self._ids: list[int] = []  # not in a piece yet
+        self._made = 0  # characters from the detokenizer
+        self._out = 0  # characters of these that are out
+
+    def take_token(self, event: TokenEvent) -> Piece:
+        """Return the piece that follows from a token; it may be empty."""
+        self.tokens += 1
+        self._ids.append(event.token_id)
+        piece = self._read_event(event)
+        if piece.is_empty:
+            return piece
+        token_ids, self._ids = tuple(self._ids), []
+        return piece._replace(token_ids=token_ids, tokens=self.tokens)
+
+    def _read_event(self, event: TokenEvent) -> Piece:
+        by_token = event.finish_reason == "stop"
+        made = "" if by_token else self._detokenizer.push_token(event.token_id)
+        if self._logprobs is not None:
+            assert event.logprob is not None
+            self._scored.append(ScoredToken(event.token_id, event.logprob, event.top[: self._logprobs], self._made))
+            for token in self._scored if made else ():
+                token.end = self._made + len(made) if token.end is None else token.end
+        self._made += len(made)
+        text = self._stops.push_text(made)
+        if self._stops.found is None and event.finish_reason is not None:
+            text += self._stops.push_text(self._detokenizer.take_rest(), is_last=True)
+        self._out += len(text)
+        if self._stops.found is not None:
+            scored = [token for token in self._scored if token.start < self._out]
+            return Piece(text, tuple(scored), "stop", self._stops.found)
+        if event.finish_reason is None:
+            scored = []
+            # All of their text is out: others may turn out to be part of a stop string.
+            while self._scored and self._scored[0].end is not None and self._scored[0].end <= self._out:
+                scored.append(self._scored.popleft())
+            return Piece(text, tuple(scored))
+        stop_reason = event.token_id if by_token and event.token_id in self._stop_token_ids else None
+        return Piece(text, tuple(self._scored), "stop" if by_token else "length", stop_reason)
+
+
 class ServedAnswer:
     """`n` choices of each prompt, in the order of prompts. Only the event loop's thread uses it.
 
-    A request leaves its admission in the moment in which the engine ends it, however slowly the client reads.
-
-    Args:
-        name: beginning of the engine's names of its requests.
-        arrived: `time.perf_counter()` when the HTTP request came.
-        headers: its headers, for the spans of its requests.
+    A request leaves its admission in the moment in which the engine ends it, however slowly the client reads. The engine's
+    names of requests begin with `name`; `arrived` is by `time.perf_counter()`, and spans continue from `headers`.
     """
 
     def __init__(
@@ -91,7 +169,6 @@ class ServedAnswer:
         return {"prompt_tokens": self._prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
 
     def prompt_ids(self, index: int) -> list[int]:
-        """Return the token ids of a choice's prompt."""
         ids: list[int] = self._requests[index].prompt_token_ids.tolist()
         return ids
 
@@ -100,12 +177,8 @@ class ServedAnswer:
         self._end_with(ClientGoneError(), "abort")
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Yield the number of a choice and its next piece, until all have ended. Closed before that, it ends them.
-
-        Raises:
-            ApiError: the engine refused or failed, or the client reads too slowly.
-            ClientGoneError: after `give_up`.
-        """
+        """Yield the number of a choice and its next piece, until all have ended. Closed before that, it ends them. Raise ApiError where
+        the engine refuses or fails or the client reads too slowly, ClientGoneError after `give_up`."""
         try:
             try:
                 for index, request in enumerate(self._requests):
@@ -144,7 +217,6 @@ class ServedAnswer:
             self._tracing.add_span(self._headers, request, self._n, times, tokens, reason)
 
     def _put_item(self, index: int, item: Item) -> None:
-        """Take a token from the engine's thread."""
         self._loop.call_soon_threadsafe(self._take_item, index, item, time.perf_counter())
 
     def _take_item(self, index: int, item: Item, now: float) -> None:
@@ -172,9 +244,9 @@ class ServedAnswer:
             raise server_error(str(item), code="request_failed") from item
         if isinstance(item, EngineStoppedError):
             raise server_error(str(item), status=503, code="engine_stopped") from item
-        if isinstance(item, BaseException):
-            raise item
         if not isinstance(item, TokenEvent):
+            if isinstance(item, BaseException):
+                raise item
             raise server_error("the server ended before the answer did", status=503, code="draining")
         self._metrics.count_token(times, now, len(request.prompt_token_ids))
         if times.last is None:

@@ -23,20 +23,10 @@ from starlette.types import Receive, Scope, Send
 from ...text.stream import TokenTexts
 from .answer import ServedAnswer
 from .gate import HELD_BYTES, SMALL_BODY, Bodies, Body, Gate, read_object
-from .http import (
-    ApiError,
-    ClientGoneError,
-    EventSender,
-    KeyCheck,
-    error_response,
-    json_response,
-    server_error,
-    watch_client,
-)
-from .loaded_model import LoadedModel
+from .http import ApiError, ClientGoneError, EventSender, KeyCheck, json_response, server_error, watch_client
 from .metrics import CONTENT_TYPE, Metrics
 from .prompts import PromptEncoder
-from .protocol import Asked, read_chat, read_completion, unknown_model
+from .protocol import Asked, LoadedModel, read_chat, read_completion, unknown_model
 from .tracing import Tracing
 from .writing import AnswerWriter, ChatForm, CompletionForm
 
@@ -47,11 +37,7 @@ Kind = tuple[Callable[[Mapping[str, Any], LoadedModel], Asked], CompletionForm]
 
 @dataclass(frozen=True)
 class AnswerRoute:
-    """A route that generates; an ASGI application of its own, as it has to see its client go away.
-
-    Attributes:
-        kind_of: the kind of a body, into which it may write members that its clients need not send.
-    """
+    """A route that generates; an ASGI application of its own, as it has to see its client go away."""
 
     served: LoadedModel
     gate: Gate
@@ -59,7 +45,7 @@ class AnswerRoute:
     encoder: PromptEncoder
     bodies: Bodies
     tracing: Tracing | None
-    kind_of: Callable[[dict[str, Any]], Kind]
+    kind_of: Callable[[dict[str, Any]], Kind]  # of a body, into which it may write members that clients need not send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
@@ -106,12 +92,7 @@ def create_app(
     api_key: str | None = None,
     tracing: Tracing | None = None,
 ) -> Starlette:
-    """Return the ASGI application over a loaded model.
-
-    Args:
-        api_key: key that clients have to send to the routes that generate, and to those under /v1.
-        tracing: receiver of a span of each request.
-    """
+    """Return the ASGI application over a loaded model. Clients have to send a key to the routes that generate, and under /v1."""
     texts = TokenTexts(served.tokenizer)
     entry = {
         "id": served.name,
@@ -140,7 +121,7 @@ def create_app(
     async def refuse_request(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         metrics.count_refused(error.status)
-        return error_response(error)
+        return error.to_response()
 
     async def refuse_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

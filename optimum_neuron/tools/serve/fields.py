@@ -26,17 +26,12 @@ def shown_value(value: object) -> str:
 
 
 class Fields:
-    """The members of an object; `rest` has those that were not read.
-
-    Raises:
-        ApiError: from each method, where a member has another type or lies outside of its range.
-    """
+    """The members of an object; `rest` has those that were not read. Methods raise ApiError where a member is not as they say."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.rest = {name: value for name, value in data.items() if value is not None}
 
     def take_any(self, name: str) -> Any:
-        """Take a member as it is; None where it is missing."""
         return self.rest.pop(name, None)
 
     def take_whole(self, name: str, least: int, most: int) -> int | None:
@@ -49,7 +44,6 @@ class Fields:
         return value
 
     def take_number(self, name: str, least: float, most: float) -> float | None:
-        """Take a finite number."""
         value = self.take_any(name)
         if value is None:
             return None
@@ -84,7 +78,6 @@ class Fields:
 
 
 def wrong_value(name: str, value: object, wanted: str) -> ApiError:
-    """Return the refusal of a member's value."""
     return ApiError(f"{name} is {shown_value(value)}; give {wanted}, or leave it out", param=name)
 
 
@@ -111,11 +104,7 @@ def check_token_id(name: str, value: object, size: int) -> int:
 
 
 def read_messages(value: Any) -> tuple[list[dict[str, Any]], int]:
-    """Return messages as a chat template takes them, and the characters of their texts.
-
-    Raises:
-        ApiError: one of them is wrong, or has what this server cannot give to a model.
-    """
+    """Return messages as a chat template takes them, and the characters of their texts; raise ApiError where one is wrong."""
     if not isinstance(value, list) or not value:
         raise ApiError(f"messages is {shown_value(value)}; give a list of at least one message", param="messages")
     messages = [_read_message(each, f"messages[{number}]") for number, each in enumerate(value)]

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of what a server takes in: requests, as many as run and may wait, and their bodies, by size, number of values and time.
-
-No request is admitted once the server ends or its engine has stopped.
-"""
+"""Limits of what a server takes in: requests, as many as run and may wait, and their bodies, by size, number of values and time."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +16,13 @@ from starlette.types import Receive, Scope
 from .http import ApiError, ClientGoneError, server_error
 
 
-# Longest seconds of Retry-After, and the share of the newest request in the mean time of a request.
-_MOST_WAIT, _NEWEST = 60, 0.2
 LARGEST_BODY = 16 * 2**20
 # Values and escaped characters of a body. JSON's parser lets no other thread run until it is done, and these are what takes it time.
 MOST_VALUES = 2**18
 _COSTLY = b",[{\\"
 # A body up to this size is read where it comes, and finds room where larger ones do not.
 SMALL_BODY = 64 * 2**10
-# The share of the held bytes that larger bodies may take, and seconds of Retry-After where they do not find room.
+# The share of the held bytes that larger bodies may take, and seconds of Retry-After where there is no room.
 HELD_BYTES, _SHARE_OF_LARGE, _WAIT = 4 * LARGEST_BODY, 0.75, 5
 # Seconds for a whole body to come.
 BODY_SECONDS = 30.0
@@ -37,28 +31,20 @@ BODY_SECONDS = 30.0
 class Gate:
     """The count of requests to the engine, of which one HTTP request may make several. Only the event loop's thread uses it.
 
-    Args:
-        slots, max_queue: requests that run at once, and further ones that may wait for a slot.
-        stopped: reason why the engine takes no more requests; None where it does.
-
-    Attributes:
-        live: admitted requests that did not end.
-        draining: True once the server ends with the last admitted request.
-        mean_seconds: mean time of a request from its admission to its end.
+    `slots` requests run at once, and `max_queue` more may wait. `stopped` returns why the engine takes no more, or None.
     """
 
     def __init__(self, slots: int, max_queue: int, stopped: Callable[[], str | None]) -> None:
-        self.slots, self.max_queue = slots, max_queue
-        self.live = 0
-        self.draining = False
-        self._stopped = stopped
-        self.mean_seconds = 0.0
+        self.slots, self.max_queue, self._stopped = slots, max_queue, stopped
+        self.live = 0  # admitted requests that did not end
+        self.draining = False  # the server ends with the last of them
 
     def check_open(self) -> None:
         """Raise ApiError where the engine has stopped, or the server ends."""
         if (why := self._stopped()) is not None:
-            text = f"the engine has stopped ({why}); restart the server"
-            raise server_error(text, status=503, code="engine_stopped")
+            raise server_error(
+                f"the engine has stopped ({why}); restart the server", status=503, code="engine_stopped"
+            )
         if self.draining:
             text = "the server ends and takes no more requests; ask another one"
             raise server_error(text, status=503, code="draining")
@@ -72,38 +58,30 @@ class Gate:
             sizes = f"batch_size={self.slots} and --max-queue {self.max_queue}"
             raise ApiError(f"{text} ({sizes}); send fewer", param="n")
         if self.live + count > room:
-            needed = math.ceil(self.mean_seconds * (self.live - self.slots + count) / self.slots)
-            wait = max(1, min(_MOST_WAIT, needed))
             raise ApiError(
-                f"{self.live} requests run or wait, and the server takes in {room} at once; try again in {wait} s",
+                f"{self.live} requests run or wait, and the server takes in {room} at once; try again in {_WAIT} s",
                 status=429,
                 kind="rate_limit_error",
                 code="queue_full",
-                headers={"Retry-After": str(wait)},
+                headers={"Retry-After": str(_WAIT)},
             )
         return Admission(self, count)
 
 
-class Admission:
+class Admission(AbstractContextManager["Admission"]):
     """Admitted requests: each leaves when it has ended, the others at the end of the context."""
 
     def __init__(self, gate: Gate, count: int) -> None:
         self._gate, self._count = gate, count
-        self._start = time.perf_counter()
         gate.live += count
 
     def leave_one(self) -> None:
         self._count -= 1
         self._gate.live -= 1
-        mean, seconds = self._gate.mean_seconds, time.perf_counter() - self._start
-        self._gate.mean_seconds += (seconds - mean) * (_NEWEST if mean else 1.0)
 
     def leave_all(self) -> None:
         self._gate.live -= self._count
         self._count = 0
-
-    def __enter__(self) -> Admission:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.leave_all()
@@ -117,12 +95,11 @@ class Bodies:
     held: int = 0
 
 
-class Body:
+class Body(AbstractContextManager["Body"]):
     """The bytes of one body, counted while its context is open."""
 
     def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
-        self._size = 0
+        self._bodies, self._size = bodies, 0
 
     async def read_all(self, scope: Scope, receive: Receive) -> bytearray:
         """Return all of it; raise ApiError where it is too large, comes too slowly, or other bodies leave no room for it."""
@@ -157,9 +134,6 @@ class Body:
                 code="too_many_bytes",
                 headers={"Retry-After": str(_WAIT)},
             )
-
-    def __enter__(self) -> Body:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bodies.held -= self._size

@@ -37,8 +37,10 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def to_response(self) -> Response:
+        return json_response(self.to_dict(), self.status, self.headers)
 
 
 def server_error(
@@ -100,10 +102,6 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(to_json(data), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.to_dict(), error.status, error.headers)
-
-
 class KeyCheck:
     """Middleware that asks for the key on /invocations and the routes under /v1."""
 
@@ -122,6 +120,6 @@ class KeyCheck:
                 headers={"WWW-Authenticate": "Bearer"},
             )
             self._refused(error.status)
-            await error_response(error)(scope, receive, send)
+            await error.to_response()(scope, receive, send)
             return
         await self._app(scope, receive, send)

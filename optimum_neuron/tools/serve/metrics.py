@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from .gate import Gate
-from .loaded_model import LoadedModel
+from .protocol import LoadedModel
 
 
 PREFIX = "optimum_neuron:"
@@ -145,16 +145,14 @@ class EngineCollector(Collector):
             family.add_metric([model], value)
             yield family
         uses = dict(statistics.graphs)
-        shares = [use.padding / max(use.padding + use.tokens, 1) for use in uses.values()]
-        for kind, name, text, values in (
-            (counter, "graph_runs", "Runs of each graph.", [use.runs for use in uses.values()]),
-            (counter, "graph_tokens", "Tokens of requests that they computed.", [use.tokens for use in uses.values()]),
-            (counter, "graph_padding_tokens", "Their empty room for tokens.", [use.padding for use in uses.values()]),
-            (gauge, "graph_padding_share", "Of all its runs' tokens, the padding.", shares),
+        for name, text, member in (
+            ("graph_runs", "Runs of each graph.", "runs"),
+            ("graph_tokens", "Tokens of requests that they computed.", "tokens"),
+            ("graph_padding_tokens", "Their empty room for tokens.", "padding"),
         ):
-            family = kind(PREFIX + name, text, labels=[_LABEL, "graph"])
-            for graph, value in zip(uses, values, strict=True):
-                family.add_metric([model, graph], value)
+            family = counter(PREFIX + name, text, labels=[_LABEL, "graph"])
+            for graph, use in uses.items():
+                family.add_metric([model, graph], getattr(use, member))
             yield family
         counts = statistics.step_tokens.copy()  # at once: a step may add one
         steps = HistogramMetricFamily(PREFIX + "iteration_tokens_total", "Tokens of each step.", labels=[_LABEL])

@@ -8,8 +8,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 
 # Connections that may wait while a model loads: as many as uvicorn takes afterwards.
@@ -17,13 +16,10 @@ _BACKLOG = 2048
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address; port 0 takes a free one.
+    """Return a socket that listens at the address; port 0 takes a free one. Raise OSError where it cannot be had.
 
     It listens at once, so that no other process takes the port while the model loads: Linux lets two sockets with SO_REUSEADDR
     have one port until one of them listens. Who connects meanwhile waits for the server.
-
-    Raises:
-        OSError: the address cannot be had.
     """
     listening = None
     try:
@@ -63,32 +59,11 @@ def has_vllm() -> bool:
     return found is not None and found.has_location
 
 
-def become_vllm(
-    artifact: Path,
-    *,
-    name: str,
-    host: str,
-    port: int,
-    api_key: str | None,
-    trust_remote_code: bool,
-    rank_python: str | None,
-    rank_timeout: float | None,
-    options: Sequence[str],
-) -> None:
-    """Replace this process by `vllm serve` over an artifact, which brings its sizes itself.
-
-    Args:
-        options: vLLM's own, which go last, so that they win.
-    """
+def become_vllm(options: Sequence[str], variables: Mapping[str, str | None]) -> None:
+    """Replace this process by `vllm serve` with options, and with variables added to its environment where they have a value."""
     # The module of vLLM's console script, which need not be where this interpreter is.
-    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(artifact)]
-    words += ["--served-model-name", name, "--host", host, "--port", str(port)]
-    words += [*(["--trust-remote-code"] if trust_remote_code else []), *options]
-    given = {
-        "VLLM_API_KEY": api_key,  # every user sees a key on a command line
-        "OPTIMUM_NEURON_RANK_PYTHON": rank_python,
-        "NEURON_RT_EXEC_TIMEOUT": None if rank_timeout is None else f"{rank_timeout:g}",
-    }
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *options]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(words[0], words, {**os.environ, **{key: value for key, value in given.items() if value is not None}})
+    given = {name: value for name, value in variables.items() if value is not None}
+    os.execve(words[0], words, {**os.environ, **given})

@@ -48,23 +48,14 @@ class PromptEncoder:
         # No text with more characters has few enough tokens, whatever they are.
         self._most = self._length * max(map(len, tokenizer.get_vocab()), default=1)
         # Values that the server gives to a template itself.
-        self._reserved = {
-            "self",
-            "messages",
-            "chat_template",
-            *inspect.signature(tokenizer.apply_chat_template).parameters,
-        }
-        self._reserved.update(tokenizer.special_tokens_map)
+        given = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved = {"self", "messages", "chat_template", *given, *tokenizer.special_tokens_map}
 
     async def run_long(self, work: Callable[[], T]) -> T:
         return await self._long.run_work(work)
 
     async def encode_prompts(self, asked: Asked, *, is_long: bool) -> list[Sequence[int]]:
-        """Return the token ids of each prompt; nothing short waits for what may take long.
-
-        Raises:
-            ApiError: a prompt is empty, does not fit with the new tokens, or its chat template fails.
-        """
+        """Return the token ids of each prompt; nothing short waits for what may take long. Raise ApiError where one cannot be served."""
         prompts: list[Sequence[int]] = []
         lane = self._long if is_long else self._short
         for prompt in asked.prompts:

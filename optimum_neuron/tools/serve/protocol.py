@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of chats and completions: each member is honoured or refused."""
+"""A loaded model under a name, and bodies of chats and completions for it: each member is honoured or refused."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...engine.service import EngineService
 from ...runtime.refused import member_refusal, sampling_keywords
 from .fields import Fields, check_text, check_token_id, read_messages, shown_value, wrong_value
 from .http import ApiError
-from .loaded_model import LoadedModel
 
+
+if TYPE_CHECKING:
+    from ...generate.model import NeuronModelForCausalLM
+    from ...generate.text_model import TextModel
 
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP, MOST_TOP_LOGPROBS = 128, 16, 256, 20
 HOTTEST = 100
@@ -22,12 +27,28 @@ _COLDEST = float(np.finfo(np.float32).tiny)
 LARGEST = 2**31 - 1
 
 
+class LoadedModel:
+    """A model under the name that requests use; raises ValueError where the artifact cannot do what its generation_config.json asks."""
+
+    def __init__(
+        self,
+        model: TextModel | NeuronModelForCausalLM,
+        service: EngineService,
+        tokenizer: Any,
+        name: str,
+        load_seconds: float,
+    ) -> None:
+        self.name, self.service, self.tokenizer, self.load_seconds = name, service, tokenizer, load_seconds
+        self.config = model.neuron_config
+        self.requests = model.make_requests()  # with the defaults of generation_config.json
+        self.vocab_size, self.num_embeddings = model.artifact.model.vocab_size, model.artifact.model.num_embeddings
+        self.created = int(time.time())
+
+
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for the chat template, with the number of characters of their texts and further values that it may read.
-
-    The prompt ends with the beginning of an answer, or the answer continues the last message.
-    """
+    """Messages for the chat template, with the characters of their texts and further values that it may read. The prompt ends with
+    the beginning of an answer, or the answer continues the last message."""
 
     messages: list[dict[str, Any]]
     characters: int
@@ -42,39 +63,28 @@ Prompt = str | list[int] | Conversation
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The options of a request of any route.
-
-    Attributes:
-        n: choices of each prompt.
-        max_tokens, limit: most tokens of a choice, None: as many as fit; and the client's name of that.
-        sampling, stop: keywords of `generate`, and texts that end a choice; the rest follows the artifact's defaults.
-        logprobs: number of most likely tokens for each token; None: no log-probabilities.
-        include_usage, continuous_usage: whether a stream ends with the counts, and each of its events has those so far.
-        return_token_ids: whether the answer has token ids, of the prompt and of each piece.
-        special_tokens: whether the tokenizer adds its special tokens to a text.
-    """
+    """The options of a request of any route; what is None or not in `sampling` follows the artifact's defaults."""
 
     prompts: Sequence[Prompt]
-    n: int
-    max_tokens: int | None
-    limit: str
-    sampling: Mapping[str, Any]
+    n: int  # choices of each prompt
+    max_tokens: int | None  # of a choice; None: as many as fit
+    limit: str  # the client's name of that
+    sampling: Mapping[str, Any]  # keywords of `generate`
     seed: int | None
     stop: tuple[str, ...] | None
     stop_token_ids: frozenset[int]
     ignore_eos: bool
-    logprobs: int | None
+    logprobs: int | None  # most likely tokens for each token; None: no log-probabilities
     stream: bool
-    include_usage: bool
-    continuous_usage: bool
+    include_usage: bool  # a stream ends with the counts
+    continuous_usage: bool  # each of its events has those so far
     return_token_ids: bool
-    special_tokens: bool
+    special_tokens: bool  # the tokenizer adds its own to a text
 
 
 def read_chat(data: Mapping[str, Any], served: LoadedModel) -> Asked:
     """Read a chat's body; raise ApiError where it is wrong, or this server cannot do it."""
-    fields = Fields(data)
-    _check_model(fields, served)
+    fields = _read_fields(data, served)
     conversation = _read_conversation(fields)
     old, new = (fields.take_whole(name, 1, LARGEST) for name in ("max_tokens", "max_completion_tokens"))
     if old is not None and new is not None and old != new:
@@ -96,11 +106,8 @@ def read_chat(data: Mapping[str, Any], served: LoadedModel) -> Asked:
 
 
 def _read_conversation(fields: Fields) -> Conversation:
-    """Read the messages and the values for the chat template.
-
-    As vLLM 0.32 has it (entrypoints/openai/chat_completion/protocol.py), `reasoning_effort` decides `enable_thinking` too,
-    unless the request does.
-    """
+    """Read the messages and the values for the chat template: `reasoning_effort` decides `enable_thinking` too, unless the request
+    does, as in vLLM 0.32 (entrypoints/openai/chat_completion/protocol.py)."""
     messages, characters = read_messages(fields.take_any("messages"))
     continues = fields.take_flag("continue_final_message")
     begins = fields.take_flag("add_generation_prompt", not continues)
@@ -109,9 +116,7 @@ def _read_conversation(fields: Fields) -> Conversation:
             "add_generation_prompt=true and continue_final_message=true contradict each other; give one of them",
             param="continue_final_message",
         )
-    options = fields.take_any("chat_template_kwargs")
-    if options is None:
-        options = {}
+    options = fields.rest.pop("chat_template_kwargs", {})
     if not isinstance(options, Mapping):
         raise wrong_value("chat_template_kwargs", options, "an object")
     effort = fields.take_text("reasoning_effort")
@@ -125,8 +130,7 @@ def _read_conversation(fields: Fields) -> Conversation:
 
 def read_completion(data: Mapping[str, Any], served: LoadedModel) -> Asked:
     """Read a completion's body; raise ApiError where it is wrong, or this server cannot do it."""
-    fields = Fields(data)
-    _check_model(fields, served)
+    fields = _read_fields(data, served)
     return _read_common(
         fields,
         served,
@@ -153,16 +157,17 @@ def _read_prompts(value: Any, served: LoadedModel) -> Sequence[Prompt]:
     )
 
 
-def _check_model(fields: Fields, served: LoadedModel) -> None:
+def _read_fields(data: Mapping[str, Any], served: LoadedModel) -> Fields:
+    fields = Fields(data)
     name = fields.take_text("model")
     if name is None:
         raise ApiError(f"the request names no model; this server has {served.name!r}", param="model")
     if name != served.name:
         raise unknown_model(name, served)
+    return fields
 
 
 def unknown_model(name: str, served: LoadedModel) -> ApiError:
-    """Return the refusal of a name."""
     text = f"the model {shown_value(name)} does not exist; this server has {served.name!r}"
     return ApiError(text, status=404, param="model", code="model_not_found")
 
@@ -208,7 +213,13 @@ def _read_common(
         return_token_ids=fields.take_flag("return_token_ids"),
         special_tokens=fields.take_flag("add_special_tokens", special_tokens),
     )
-    _check_logprobs(logprobs, served.config.top_logprobs)
+    most = served.config.top_logprobs
+    if logprobs is not None and most is None:
+        text = "logprobs need an artifact that returns them, and this one returns none; export it with --top-logprobs"
+        raise ApiError(f"{text} {logprobs}", param="logprobs")
+    if logprobs is not None and most is not None and logprobs > most:
+        text = f"the request asks for the {logprobs} most likely tokens, and this artifact returns {most}; ask for fewer, or export it with"
+        raise ApiError(f"{text} --top-logprobs {logprobs}", param="logprobs")
     fields.take_text("user")  # a label, which changes no answer
     if asked.ignore_eos and not asked.stop and not asked.stop_token_ids:
         fields.take_whole("min_tokens", 0, max_tokens or LARGEST)  # nothing ends the text before
@@ -226,12 +237,10 @@ def _read_common(
 
 def _read_usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
     """Return whether a stream ends with the counts, and whether each event has them; as for vLLM, the second needs the first."""
-    value = fields.take_any("stream_options")
-    if value is None:
-        return False, False
+    value = fields.rest.pop("stream_options", {})
     if not isinstance(value, Mapping):
         raise wrong_value("stream_options", value, "an object")
-    if not stream:
+    if value and not stream:
         raise ApiError("stream_options has no meaning without stream=true; leave it out", param="stream_options")
     options = Fields(value)
     include, continuous = options.take_flag("include_usage"), options.take_flag("continuous_usage_stats")
@@ -240,12 +249,3 @@ def _read_usage(fields: Fields, stream: bool) -> tuple[bool, bool]:
     for name in options.rest:
         raise ApiError(f"stream_options has no member {shown_value(name)}; leave it out", param="stream_options")
     return include, include and continuous
-
-
-def _check_logprobs(count: int | None, most: int | None) -> None:
-    if count is not None and (most is None or count > most):
-        if most is None:
-            text = "logprobs need an artifact that returns them, and this one returns none; export it with"
-        else:
-            text = f"the request asks for the {count} most likely tokens, and this artifact returns {most}; ask for fewer, or export it with"
-        raise ApiError(f"{text} --top-logprobs {count}", param="logprobs")

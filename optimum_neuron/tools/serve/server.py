@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a server: it loads an artifact, serves requests, and ends when the last one has its answer.
-
-It closes the connections of clients that let it wait.
-"""
+"""The life of a server: it loads an artifact, serves requests, and ends when the last one has its answer."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ from ...config import NeuronConfig
 from ...generate.text_model import TextModel
 from .app import create_app
 from .gate import Gate
-from .loaded_model import LoadedModel
 from .metrics import Metrics
 from .prompts import PromptEncoder
+from .protocol import LoadedModel
 from .tracing import Tracing
 
 
@@ -124,12 +121,7 @@ class WatchedConnection(H11Protocol):
 
 class DrainingServer(uvicorn.Server):
     """A server that at a first SIGTERM or SIGINT answers all admitted requests and refuses others until it ends; a second
-    signal ends it at once.
-
-    Args:
-        seconds: time for those answers, from the first signal on.
-        stop: ends the requests that have no answer by then.
-    """
+    signal ends it at once. `stop` ends the requests that have no answer after so many seconds."""
 
     def __init__(self, app: ASGIApp, gate: Gate, seconds: float, stop: Callable[[], None]) -> None:
         config = uvicorn.Config(
@@ -168,10 +160,7 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for clients that read their answers, and close the connections of the others.
-
-        uvicorn would cancel their tasks, each with a traceback in the log.
-        """
+        """Wait for clients that read their answers, and close the connections of the others: uvicorn would log each."""
         closing = asyncio.get_running_loop().call_later(LAST_READS, self._close_connections)
         try:
             await super().shutdown(sockets)
@@ -192,13 +181,10 @@ def serve_artifact(options: ServerOptions, listening: socket.socket) -> None:
         DrainingServer(loaded.app, loaded.gate, options.drain_timeout, stop).run(sockets=[listening])
 
 
-def announce_server(
-    options: ServerOptions, config: NeuronConfig, listening: socket.socket, replicas: str = ""
-) -> None:
-    """Write a server's address and sizes to stderr."""
+def announce_server(options: ServerOptions, config: NeuronConfig, listening: socket.socket, more: str = "") -> None:
     host, port = listening.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     sys.stderr.write(
-        f"serving {options.name} at http://{where}:{port}/v1: {replicas}{config.batch_size} requests of up to "
+        f"serving {options.name} at http://{where}:{port}/v1: {more}{config.batch_size} requests of up to "
         f"{config.sequence_length:,} tokens at once, {options.max_queue} may wait\n"
     )

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of requests for an OpenTelemetry collector: vLLM's names and attributes (vllm/tracing), so that one dashboard shows both servers.
-
-OpenTelemetry is imported only where spans are asked for.
-"""
+"""Spans of requests for an OpenTelemetry collector: vLLM's names and attributes (vllm/tracing). Imports OpenTelemetry late."""
 
 from __future__ import annotations
 
@@ -36,12 +33,7 @@ _LAST_SPANS = 5.0  # seconds for spans that wait when the server ends
 
 
 def import_exporter() -> Callable[..., Any]:
-    """Return the maker of OpenTelemetry's exporter for the protocol that the environment names.
-
-    Raises:
-        ImportError: OpenTelemetry is not installed.
-        ValueError: the protocol is not known.
-    """
+    """Return OpenTelemetry's exporter of the protocol in the environment; raise ImportError or ValueError where there is none."""
     protocol = os.environ.get(PROTOCOL_VARIABLE, "grpc")
     if protocol not in _EXPORTERS:
         raise ValueError(f"{PROTOCOL_VARIABLE}={protocol} is no protocol; give {' or '.join(_EXPORTERS)}")
@@ -55,12 +47,7 @@ def import_exporter() -> Callable[..., Any]:
 
 
 class Tracing:
-    """Spans of one server. A thread sends them in batches, and drops those that the collector does not take.
-
-    Args:
-        endpoint: address of the collector.
-        model: the model's name in requests.
-    """
+    """Spans of one server. A thread sends them in batches, and drops those that the collector does not take."""
 
     def __init__(self, endpoint: str, model: str) -> None:
         exporter = import_exporter()(endpoint=endpoint)
@@ -75,8 +62,7 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("optimum_neuron.tools.serve")
         self._kind, self._failed = trace.SpanKind.SERVER, trace.Status(trace.StatusCode.ERROR)
-        self._propagator = TraceContextTextMapPropagator()
-        self._model = model
+        self._propagator, self._model = TraceContextTextMapPropagator(), model
 
     def add_span(
         self, headers: Mapping[str, str], request: Request, n: int, times: Times, tokens: int, reason: str

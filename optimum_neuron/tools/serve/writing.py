@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ...text.stream import TokenTexts
-from .answer import ServedAnswer
-from .choice import Piece, ScoredToken
+from .answer import Piece, ScoredToken, ServedAnswer
 from .http import ApiError, EventSender, to_json
 from .protocol import Asked
 
@@ -23,11 +22,9 @@ class CompletionForm:
         self._texts = texts
 
     def top_members(self, prompt: list[int]) -> dict[str, Any]:
-        """Return members of an answer with token ids, or of its stream's first event."""
         return {}
 
     def begin_choices(self, index: int) -> list[dict[str, Any]]:
-        """Return choices of the events before the first piece."""
         return []
 
     def piece_choices(
@@ -37,17 +34,20 @@ class CompletionForm:
         return [self.whole_choice(index, piece, logprobs, prompt)]
 
     def whole_choice(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
-        """Return a choice that is sent at once."""
         choice = {
             "index": index,
-            "text": piece.text,
+            **self._text_members(piece.text),
             "logprobs": None if logprobs is None else self._logprobs_json(piece.scored),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        if prompt is None:
-            return choice
-        return choice | {"token_ids": piece.token_ids, "prompt_token_ids": prompt if piece.is_first else None}
+        return choice if prompt is None else choice | self._token_members(piece, prompt)
+
+    def _text_members(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _token_members(self, piece: Piece, prompt: list[int]) -> dict[str, Any]:
+        return {"token_ids": piece.token_ids, "prompt_token_ids": prompt if piece.is_first else None}
 
     def _logprobs_json(self, scored: tuple[ScoredToken, ...]) -> dict[str, Any]:
         name = self._texts.token_text
@@ -88,15 +88,11 @@ class ChatForm(CompletionForm):
             events[0]["token_ids"] = piece.token_ids
         return events
 
-    def whole_choice(self, index: int, piece: Piece, logprobs: int | None, prompt: list[int] | None) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": None if logprobs is None else self._logprobs_json(piece.scored),
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-        return choice | ({"token_ids": piece.token_ids} if prompt is not None else {})
+    def _text_members(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _token_members(self, piece: Piece, prompt: list[int]) -> dict[str, Any]:
+        return {"token_ids": piece.token_ids}
 
     def _logprobs_json(self, scored: tuple[ScoredToken, ...]) -> dict[str, Any]:
         def describe_token(token_id: int, logprob: float) -> dict[str, Any]:
@@ -112,11 +108,7 @@ class ChatForm(CompletionForm):
 
 
 class AnswerWriter:
-    """The writer of one answer.
-
-    Args:
-        head: members that the answer, or each event of its stream, begins with.
-    """
+    """The writer of one answer; it, or each event of its stream, begins with the members of `head`."""
 
     def __init__(self, form: CompletionForm, asked: Asked, answer: ServedAnswer, head: dict[str, Any]) -> None:
         self._form, self._asked, self._answer = form, asked, answer
@@ -125,7 +117,6 @@ class AnswerWriter:
         self._prompts = [answer.prompt_ids(index) if asked.return_token_ids else None for index in range(len(answer))]
 
     async def write_whole(self, pieces: AsyncIterator[tuple[int, Piece]]) -> dict[str, Any]:
-        """Return the answer, once all of it is there."""
         each: list[list[Piece]] = [[] for _ in self._prompts]
         async for index, piece in pieces:
             each[index].append(piece)
@@ -143,11 +134,7 @@ class AnswerWriter:
     async def write_stream(
         self, pieces: AsyncIterator[tuple[int, Piece]], sender: EventSender, refused: Callable[[int], None]
     ) -> None:
-        """Send the pieces as they come; an error after the first of them is an event.
-
-        Raises:
-            ApiError: before the first piece.
-        """
+        """Send the pieces as they come. An ApiError before the first is raised, and a later one is an event."""
         self._head["object"] = self._form.piece_object
         try:
             async for index, piece in pieces:

@@ -41,18 +41,15 @@ class Candidate:
 class SizeGrid:
     """Values of each axis.
 
-    Attributes:
-        batch, chunk, ctx: batch_size, prefill_chunk_size and ctx_batch_size.
-        buckets: "none" is the sequence length alone, "halves" and "quarters" also as many of its parts down to 256, and
-            numbers joined by `+` are contexts below it.
-        policy: "mixed" has the graphs for it, "alternate" leaves them out.
+    As buckets, "none" is the sequence length alone, "halves" and "quarters" also as many of its parts down to 256, and numbers
+    joined by `+` are contexts below it.
     """
 
-    batch: tuple[int, ...]
-    chunk: tuple[int, ...]
-    ctx: tuple[int, ...]
+    batch: tuple[int, ...]  # batch_size
+    chunk: tuple[int, ...]  # prefill_chunk_size
+    ctx: tuple[int, ...]  # ctx_batch_size
     buckets: tuple[str, ...]
-    policy: tuple[str, ...]
+    policy: tuple[str, ...]  # "mixed" has the graphs for it, "alternate" leaves them out
 
     @classmethod
     def for_target(cls, target: str) -> SizeGrid:

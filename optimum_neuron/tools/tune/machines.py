@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -35,26 +35,17 @@ PUBLISHED_MINUTES = {1024: 37.0, 2048: 84.0}
 LEAST_MINUTES = 2.0
 
 
-@dataclass(frozen=True)
-class _MeasuredExport:
-    """An artifact's facts and measurements; its folder may be gone."""
-
-    artifact: Artifact
-    measured: MeasuredSteps
-    seconds_per_graph: float = 0.0
-
-
 class CpuMachine(Machine):
     """This CPU. One measured export serves all candidates that can have its graphs."""
 
     is_measured = True
 
-    def __init__(self, exports: Iterable[_MeasuredExport]) -> None:
-        self._found = {_export_key(each.artifact.config): each for each in exports}
-        found = [each.measured for each in self._found.values()]
-        self.reuses_prefixes = all(each.artifact.model.reuses_prefixes for each in self._found.values())
+    def __init__(self, exports: Iterable[MeasuredSteps]) -> None:
+        found = list(exports)
+        self._found = {_export_key(each.artifact.config): each for each in found}
+        self.reuses_prefixes = all(each.artifact.model.reuses_prefixes for each in found)
         spread = sum(each.spread for each in found) / len(found)
-        graphs = sum(len(each.artifact.graphs) for each in self._found.values())
+        graphs = sum(len(each.artifact.graphs) for each in found)
         unsteady = f"Runs of one step differed by {spread:.0%}: something else used the cores; measure again when it is quiet."
         self.about = (
             f"Step times are measured on this CPU: {sum(each.runs for each in found)} runs of {graphs} graphs, "
@@ -62,11 +53,6 @@ class CpuMachine(Machine):
             "Export times are measured too, with what the compile cache had.",
             *([unsteady] if spread > 0.1 else []),
         )
-
-    @classmethod
-    def from_artifact(cls, artifact: Artifact) -> CpuMachine:
-        """Measure an artifact that is there already."""
-        return cls([_measure_artifact(artifact)])
 
     @classmethod
     def from_candidates(
@@ -87,10 +73,10 @@ class CpuMachine(Machine):
         return self._found[_export_key(config)].seconds_per_graph * len(graph_specs(config)) / 60
 
     def step_clock(self, config: NeuronConfig) -> StepClock:
-        return self._found[_export_key(config)].measured.clock
+        return self._found[_export_key(config)].clock
 
 
-def _measure_export(export: Callable[[Path, NeuronConfig], Any], configs: Sequence[NeuronConfig]) -> _MeasuredExport:
+def _measure_export(export: Callable[[Path, NeuronConfig], Any], configs: Sequence[NeuronConfig]) -> MeasuredSteps:
     """Export all graphs as one: on a CPU those of shorter contexts compute the same as those of the longest."""
     sizes = sorted({config.prefill_chunk_size for config in configs})
     config = replace(
@@ -103,15 +89,15 @@ def _measure_export(export: Callable[[Path, NeuronConfig], Any], configs: Sequen
     with tempfile.TemporaryDirectory(prefix="optimum-neuron-tune-") as folder:
         path = Path(folder) / "artifact"
         seconds = measure_seconds(lambda: export(path, config))
-        measured = _measure_artifact(Artifact.open(path))
-        return replace(measured, seconds_per_graph=seconds / len(measured.artifact.graphs))
+        measured = measure_artifact(Artifact.open(path))
+        return measured._replace(seconds_per_graph=seconds / len(measured.artifact.graphs))
 
 
-def _measure_artifact(artifact: Artifact) -> _MeasuredExport:
+def measure_artifact(artifact: Artifact) -> MeasuredSteps:
     model = NeuronModelForCausalLM.from_pretrained(artifact.path)
     title = f"Measuring {len(artifact.graphs)} graphs of {artifact.config.batch_size} rows"
     with progress.stage(title, STAGES) as advance:
-        return _MeasuredExport(artifact, measure_steps(artifact, model.runner.executable, advance))
+        return measure_steps(artifact, model.runner.executable, advance)
 
 
 def _export_key(config: NeuronConfig) -> tuple[int, ...]:

@@ -46,11 +46,13 @@ class _TimedStep(NamedTuple):
 
 
 class MeasuredSteps(NamedTuple):
-    """A clock, the number of all runs, and their spread: the middle half of a step's runs over their median, on average."""
+    """The steps of an artifact. Its folder may be gone."""
 
+    artifact: Artifact
     clock: CpuClock
     runs: int
-    spread: float
+    spread: float  # the middle half of a step's runs over their median, on average
+    seconds_per_graph: float = 0.0  # of the export
 
 
 def measure_steps(artifact: Artifact, executable: Executable, advance: Callable[[str], None]) -> MeasuredSteps:
@@ -74,7 +76,7 @@ def measure_steps(artifact: Artifact, executable: Executable, advance: Callable[
     advance("the engine")
     runner.reset_slots()
     halves = [np.subtract(*np.percentile(each, (75, 25))) / statistics.median(each) for each in timer.times.values()]
-    return MeasuredSteps(clock, sum(map(len, timer.times.values())), float(np.mean(halves)))
+    return MeasuredSteps(artifact, clock, sum(map(len, timer.times.values())), float(np.mean(halves)))
 
 
 class _StepTimer:
@@ -91,7 +93,6 @@ class _StepTimer:
         self._few, self._many = min(16, config.sequence_length // 4 or 1), config.sequence_length - 1
 
     def planned_steps(self) -> Iterator[_TimedStep]:
-        """Yield the steps that the clock needs."""
         for rows in self._rows:
             yield from (self._decode_step(rows, columns) for columns in (self._few, self._many))
         for size in self._config.chunk_sizes:
@@ -117,7 +118,6 @@ class _StepTimer:
         return _TimedStep(self._graphs["mixed", size], rows=rows, columns=self._few, tokens=tokens)
 
     def time_step(self, step: _TimedStep) -> None:
-        """Run a step a few times."""
         run = self._step_call(step)
         run()  # the first one finds cold caches
         times: list[float] = []
@@ -149,7 +149,6 @@ class _StepTimer:
         return np.array([statistics.median(self.times[step]) for step in steps])
 
     def make_clock(self, host: Curve, copied_token: float) -> CpuClock:
-        """Return the times of all steps, from those that were timed."""
         rows = np.array(self._rows)
         short, long = (
             self._medians(self._decode_step(count, seen) for count in self._rows) for seen in (self._few, self._many)

@@ -7,19 +7,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from ...cli import make_table
 from .candidates import export_words, serve_words
 from .search import CandidateResult
 from .slo import METRICS, PERCENTILES, REMEDIES, time_text
+from .tune import TuneReport
 
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from .tune import TuneReport
 
 _NAMES = {"ttft": "TTFT", "itl": "ITL", "e2e": "whole answer", "queue": "queue"}
 
@@ -28,8 +26,13 @@ def print_report(report: TuneReport, console: Console) -> None:
     """Print the best candidates, their latencies, the sources of the figures, and commands."""
     console.print(headline(report), style="bold")
     console.print(_trace_text(report))
-    console.print("", _candidates_table(report), "", _times_table(report), sep="\n")
     best = report.search.best
+    times = make_table("What users get of the first", ("",), [f"p{percentile}" for percentile in PERCENTILES])
+    times.box = None
+    for metric in METRICS:
+        got = best.figures.times[metric]
+        times.add_row(_NAMES[metric], *(time_text(got[percentile]) for percentile in PERCENTILES))
+    console.print("", _candidates_table(report), "", times, sep="\n")
     console.print(
         f"{best.figures.tok_s:,.1f} tokens and {best.figures.req_s:,.2f} requests a second, {best.goodput:,.2f} of them within all "
         f"limits; {best.padded:.0%} of prompt tokens are padding, {best.rows_used:.0%} of decode rows are used, steps run for "
@@ -76,7 +79,7 @@ def _trace_text(report: TuneReport) -> str:
 
 
 def _candidates_table(report: TuneReport) -> Table:
-    how = "measured on this CPU" if report.is_measured else "predicted, not measured on a device"
+    how = "measured on this CPU" if report.machine.is_measured else "predicted, not measured on a device"
     title = f"Simulated by the engine's scheduler; step times {how}"
     headers = ("rows", "chunk", "contexts", "policy", "TTFT\np99", "ITL\np99", "tok/s", "kept", "min", "")
     table = make_table(title, (), headers)
@@ -98,20 +101,9 @@ def _candidates_table(report: TuneReport) -> Table:
     return table
 
 
-def _times_table(report: TuneReport) -> Table:
-    best = report.search.best
-    table = make_table("What users get of the first", ("",), [f"p{percentile}" for percentile in PERCENTILES])
-    table.box = None
-    for metric in METRICS:
-        table.add_row(
-            _NAMES[metric], *(time_text(best.figures.times[metric][percentile]) for percentile in PERCENTILES)
-        )
-    return table
-
-
 def _source_notes(report: TuneReport) -> Iterator[str]:
     """Yield the sources of times, and what was not compared."""
-    yield from report.about
+    yield from report.machine.about
     if report.grid is not None:
         simulated = len(report.search.results)
         why = Counter(
@@ -125,7 +117,6 @@ def _source_notes(report: TuneReport) -> Iterator[str]:
 
 
 def commands(report: TuneReport) -> Iterator[str]:
-    """Yield the commands that export and serve the best candidate."""
     best = report.search.best
     if report.grid is None:
         yield serve_words(report.model, best.longest_queue)
@@ -136,13 +127,12 @@ def commands(report: TuneReport) -> Iterator[str]:
 
 
 def to_json(report: TuneReport) -> dict[str, Any]:
-    """Return everything, in seconds, bytes and minutes."""
     return {
         "model": report.model,
         "trace": {"name": report.trace.name, "requests": len(report.trace.requests), "seconds": report.trace.seconds},
         "slo": [asdict(limit) for limit in report.slo.limits],
-        "step_times": "measured" if report.is_measured else "predicted",
-        "about": list(report.about),
+        "step_times": "measured" if report.machine.is_measured else "predicted",
+        "about": list(report.machine.about),
         "meets": report.search.best.meets,
         "headline": headline(report),
         "commands": list(commands(report)),

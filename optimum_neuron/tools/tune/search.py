@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,17 +26,11 @@ THROUGHPUT_STEP, LIMIT_STEP = 0.01, 0.05
 
 
 class Machine(ABC):
-    """The hardware that graphs run on.
+    """The hardware that graphs run on."""
 
-    Attributes:
-        is_measured: whether times were measured on it, or are predicted.
-        about: sentences about the sources of times, and what they leave out.
-        reuses_prefixes: whether the model's prefixes are reused without copies of slots' states.
-    """
-
-    is_measured: bool
-    about: Sequence[str]
-    reuses_prefixes: bool
+    is_measured: bool  # or its times are predicted
+    about: Sequence[str]  # sentences about the sources of times, and what they leave out
+    reuses_prefixes: bool  # without copies of slots' states
 
     @abstractmethod
     def memory(self, config: NeuronConfig) -> tuple[int, int]:
@@ -78,20 +73,17 @@ class CandidateResult:
 
     @property
     def goodput(self) -> float:
-        """Requests per second that kept all limits."""
         return self.attainment * self.figures.req_s
 
 
-@dataclass(frozen=True)
-class Pruned:
+class Pruned(NamedTuple):
     """A candidate that was not simulated, and the reason."""
 
     candidate: Candidate
     why: str
 
 
-@dataclass(frozen=True)
-class Search:
+class Search(NamedTuple):
     """Results, the best first, and candidates that were left out."""
 
     results: tuple[CandidateResult, ...]
@@ -159,11 +151,7 @@ def _simulate_candidate(
 
 
 def _rank_results(results: Sequence[CandidateResult]) -> list[CandidateResult]:
-    """Sort results, the best first; equals stay in their order.
-
-    Those that meet all limits come by throughput, then by room below the limits, then by minutes of compiling; after them
-    those that miss one, by how far.
-    """
+    """Sort by throughput, then by room below the limits, then by minutes of compiling; after them those that miss one, by how far."""
     most = max(result.figures.tok_s for result in results)
 
     def sort_key(result: CandidateResult) -> tuple[float, ...]:

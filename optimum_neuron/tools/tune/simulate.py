@@ -26,36 +26,21 @@ StepSeconds = Callable[[Step, Scheduler], float]
 
 @dataclass
 class Simulation:
-    """Results of a simulation, in simulated seconds.
+    """Results of a simulation, in simulated seconds."""
 
-    Attributes:
-        answers: answers to all requests, by id.
-        kinds: number of steps by kind.
-        statistics: an engine's counts of its steps.
-        seconds, busy: length of the simulation, and the part of it in which a step ran.
-        longest_queue: most requests that waited for a slot at a time.
-    """
-
-    answers: dict[str, Answer] = field(default_factory=dict)
-    kinds: Counter[str] = field(default_factory=Counter)
-    statistics: Statistics = field(default_factory=Statistics)
+    answers: dict[str, Answer] = field(default_factory=dict)  # by id of the request
+    kinds: Counter[str] = field(default_factory=Counter)  # number of steps by kind
+    statistics: Statistics = field(default_factory=Statistics)  # an engine's counts of its steps
     seconds: float = 0.0
-    busy: float = 0.0
-    longest_queue: int = 0
+    busy: float = 0.0  # the part of them in which a step ran
+    longest_queue: int = 0  # most requests that waited for a slot at a time
 
 
 def simulate(
     scheduler: Scheduler, seconds: StepSeconds, trace: RequestTrace, prompts: Sequence[np.ndarray]
 ) -> Simulation:
-    """Serve a trace until all of its requests have finished: each comes at its time, whether others are answered or not.
-
-    Args:
-        scheduler: one without requests.
-        prompts: those of the trace, as `RequestTrace.draw_prompts` makes them.
-
-    Raises:
-        ValueError: a request could never be served.
-    """
+    """Serve a trace until all of its requests have finished: each comes at its time, whether others are answered or not. The scheduler
+    has no requests yet. Raise ValueError where a request could never be served."""
     found, finished, now = Simulation(), 0, 0.0
     due = deque(enumerate(request.arrival for request in trace.requests))
     while finished < len(trace.requests):
@@ -109,44 +94,26 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkCurves:
-    """Times of steps with chunks of one size; places of all curves are prompt tokens up to the last live one.
+    """Seconds of steps with chunks of one size; places of all curves are prompt tokens up to the last live one."""
 
-    Attributes:
-        alone: seconds of a prompt's first tokens, in a step without decode rows.
-        mixed: the same in a mixed step with all decode rows in use, which see nothing; None where there is none.
-        unread: seconds less where no chunk ends its prompt, so that no output is needed.
-        column: seconds for each token and column before the chunk.
-    """
-
-    alone: Curve
-    mixed: Curve | None
-    unread: Curve
-    column: Curve
+    alone: Curve  # a prompt's first tokens, in a step without decode rows
+    mixed: Curve | None  # the same in a mixed step with all decode rows in use, which see nothing
+    unread: Curve  # less where no chunk ends its prompt, so that no output is needed
+    column: Curve  # for each token and column before the chunk
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuClock(StepClock):
-    """Times on a CPU, which computes the tokens of a step up to the last live one, and attends to what each of them sees.
+    """Seconds on a CPU, which computes the tokens of a step up to the last live one, and attends to what each of them sees."""
 
-    Attributes:
-        decode: by rows up to the last that decodes, seconds of a step with rows that see nothing.
-        decode_column: by the same, seconds for each column that a row sees.
-        chunks: by chunk size.
-        host: by requests of a step, the engine's own time.
-        copied_token: seconds for each token of a prefix that is copied from slot to slot.
-        ratios: times of runs over the median of their step: some are slower, as something else wants a core.
-        woken: seconds more of the first step after a pause, in which cores and threads went to sleep.
-        turned: seconds more of a step that only decodes, after one with chunks, which had the caches.
-    """
-
-    decode: Curve
-    decode_column: Curve
-    chunks: Mapping[int, ChunkCurves]
-    host: Curve
-    copied_token: float
-    ratios: tuple[float, ...] = (1.0,)
-    woken: float = 0.0
-    turned: float = 0.0
+    decode: Curve  # by rows up to the last that decodes, a step with rows that see nothing
+    decode_column: Curve  # by the same, for each column that a row sees
+    chunks: Mapping[int, ChunkCurves]  # by chunk size
+    host: Curve  # by requests of a step, the engine's own time
+    copied_token: float  # for each token of a prefix that is copied from slot to slot
+    ratios: tuple[float, ...] = (1.0,)  # runs over the median of their step: something else may want a core
+    woken: float = 0.0  # more in the first step after a pause, in which cores and threads went to sleep
+    turned: float = 0.0  # more in a step that only decodes, after one with chunks, which had the caches
 
     def draw_times(self) -> StepSeconds:
         ratios = cycle(np.random.default_rng(0).permutation(self.ratios).tolist())

@@ -42,28 +42,20 @@ class Answer:
 
 
 def join_values(answers: Collection[Answer], metric: str) -> np.ndarray:
-    """Return a metric's values of all requests, in seconds."""
     return np.concatenate([np.array([]), *(answer.metric_values(metric) for answer in answers)])
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Latencies and throughput that users got.
+    """Latencies and throughput that users got; rates are from the first arrival to the last token."""
 
-    Attributes:
-        times: seconds by metric and percentile; NaN where no request has a value.
-        tok_s, req_s: tokens and requests per second, from the first arrival to the last token.
-        requests: number of requests.
-    """
-
-    times: dict[str, dict[int, float]]
+    times: dict[str, dict[int, float]]  # seconds by metric and percentile; NaN where no request has a value
     tok_s: float
     req_s: float
     requests: int
 
     @classmethod
     def from_answers(cls, answers: Sequence[Answer]) -> Figures:
-        """Summarize requests that were all answered."""
         times = {}
         for metric in METRICS:
             values = join_values(answers, metric)
@@ -76,17 +68,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Limit:
-    """The most that a percentile of a metric may be.
+    """The most that a percentile of a metric may be."""
 
-    Attributes:
-        metric: "ttft", from arrival to first token; "itl", between two tokens; "e2e", from arrival to last token.
-        percentile: above 0, at most 100, over all requests; for "itl" over all pauses of all requests.
-        seconds: above 0.
-    """
-
-    metric: str
-    percentile: float
-    seconds: float
+    metric: str  # "ttft", from arrival to first token; "itl", between two tokens; "e2e", from arrival to last token
+    percentile: float  # above 0, at most 100, over all requests; for "itl" over all pauses of all requests
+    seconds: float  # above 0
 
     def __str__(self) -> str:
         return f"{self.metric.upper()} p{self.percentile:g} of {time_text(self.seconds)}"
@@ -115,13 +101,10 @@ class Slo:
         return cls(tuple(limits))
 
     def shares_used(self, answers: Collection[Answer]) -> dict[Limit, float]:
-        """Return the share of each limit that answers take."""
         return {limit: limit.share_used(answers) for limit in self.limits}
 
     def attainment(self, answers: Collection[Answer]) -> float:
-        """Return the share of requests that each keep all limits for themselves; NaN without requests."""
-        if not answers:
-            return nan
+        """Return the share of requests that each keep all limits for themselves."""
         return sum(all(limit.share_used((each,)) <= 1 for limit in self.limits) for each in answers) / len(answers)
 
 

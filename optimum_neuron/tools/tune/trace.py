@@ -46,20 +46,13 @@ class SharedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request of a trace.
+    """One request of a trace, with at least one token of a prompt and one new one."""
 
-    Attributes:
-        arrival: seconds from the first one.
-        prompt_tokens, new_tokens: at least one each.
-        shared: the beginning of its prompt, part by part; its other tokens are its own.
-        source: its place, as file:line.
-    """
-
-    arrival: float
+    arrival: float  # seconds from the first one
     prompt_tokens: int
     new_tokens: int
-    shared: tuple[SharedPart, ...] = ()
-    source: str = ""
+    shared: tuple[SharedPart, ...] = ()  # the beginning of its prompt, part by part; its other tokens are its own
+    source: str = ""  # its place, as file:line
 
     @property
     def tokens(self) -> int:
@@ -88,7 +81,6 @@ class RequestTrace:
 
     @property
     def shares_prefixes(self) -> bool:
-        """True where two prompts start alike."""
         firsts = [request.shared[0].key for request in self.requests if request.shared]
         return len(set(firsts)) < len(firsts)
 
@@ -128,12 +120,7 @@ def traced_request(trace: RequestTrace, prompts: Sequence[np.ndarray], number: i
 
 
 def read_trace(path: Path) -> RequestTrace:
-    """Read a trace; the field names of its first line decide the format.
-
-    Raises:
-        ValueError: a line is malformed, or there is none; the message has file, line, value and remedy.
-        OSError: the file cannot be read.
-    """
+    """Read a trace, of the format that the field names of its first line decide; raise ValueError with file, line and remedy."""
     requests = []
     parse: Callable[[_TraceLine], TracedRequest] | None = None
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -146,11 +133,11 @@ def read_trace(path: Path) -> RequestTrace:
     return RequestTrace.from_requests(requests, str(path))
 
 
-class _TraceLine:
+class _TraceLine(NamedTuple):
     """The fields of one line, and its place as file:line."""
 
-    def __init__(self, fields: dict[str, Any], where: str) -> None:
-        self.fields, self.where = fields, where
+    fields: dict[str, Any]
+    where: str
 
     def read_number(self, name: str) -> float:
         value = self.fields.get(name)

@@ -27,8 +27,7 @@ class TuneReport:
     trace: RequestTrace
     slo: Slo
     grid: SizeGrid | None
-    is_measured: bool
-    about: tuple[str, ...]
+    machine: Machine
     search: Search
     refused: tuple[str, ...] = ()
     compile_budget: float | None = None
@@ -71,29 +70,29 @@ def tune_model(
     grid = SizeGrid.for_target(target).replace_axes(axes)
     # Wrong sizes are refused before torch is imported.
     candidates, refused = grid.make_candidates(fixed)
-    hub = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
+    hub: dict[str, Any] = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code}
     machine: Machine
     if target == "cpu":
-        machine = _measure_cpu(model, candidates, hub)
+        from ...checkpoints.find import find_checkpoint
+        from ...export.recipe import export_model
+        from .machines import CpuMachine
+
+        checkpoint = find_checkpoint(model, weights=False, **hub)
+        checkpoint.check_length(checkpoint.load_config(), fixed["sequence_length"])
+        machine = CpuMachine.from_candidates(
+            lambda path, config: export_model(model, path, config=config, **hub), candidates
+        )
     else:
         machine, dtype = _predict_device(model, candidates[0].config, graph_minutes, hub)
         candidates, refused = grid.make_candidates({**fixed, "dtype": dtype})
     with progress.stage("Simulating", len(candidates)) as advance:
         found = search_sizes(candidates, machine, trace, slo, compile_budget=compile_budget, advance=advance)
     words = (*(("--revision", revision) if revision else ()), *(("--trust-remote-code",) if trust_remote_code else ()))
-    about = tuple(machine.about)
-    return TuneReport(
-        model, words, trace, slo, grid, machine.is_measured, about, found, tuple(refused), compile_budget
-    )
+    return TuneReport(model, words, trace, slo, grid, machine, found, tuple(refused), compile_budget)
 
 
 def tune_artifact(path: Path, trace: RequestTrace, slo: Slo, *, trust_remote_code: bool = False) -> TuneReport:
-    """Simulate an artifact that is there: one of the cpu target is measured, a device's is predicted.
-
-    Raises:
-        ValueError: a request does not fit it, or it has a cache of blocks, or its target is neither.
-        FileNotFoundError: there is none.
-    """
+    """Simulate an artifact that is there: one of the cpu target is measured, a device's is predicted; raise ValueError where neither can be."""
     artifact = Artifact.open(path)
     config = artifact.config
     if config.target not in ("cpu", *NEURON_TARGETS):
@@ -101,27 +100,17 @@ def tune_artifact(path: Path, trace: RequestTrace, slo: Slo, *, trust_remote_cod
             f"{path} is for target={config.target!r}, and steps of it have no times here; export it for cpu or a device"
         )
     trace.check_length(config.sequence_length)
+    from .machines import CpuMachine, measure_artifact
+
     machine: Machine
     if config.target == "cpu":
-        from .machines import CpuMachine
-
-        machine = CpuMachine.from_artifact(artifact)
+        machine = CpuMachine([measure_artifact(artifact)])
     else:
         hub = {"revision": None, "token": None, "trust_remote_code": trust_remote_code}
         machine, _ = _predict_device(str(path), config, None, hub)
     with progress.stage("Simulating", 1) as advance:
         found = search_sizes([Candidate(config)], machine, trace, slo, advance=advance)
-    return TuneReport(str(path), (), trace, slo, None, machine.is_measured, tuple(machine.about), found)
-
-
-def _measure_cpu(model: str, candidates: Sequence[Candidate], hub: Mapping[str, Any]) -> Machine:
-    from ...checkpoints.find import find_checkpoint
-    from ...export.recipe import export_model
-    from .machines import CpuMachine
-
-    found = find_checkpoint(model, weights=False, **hub)
-    found.check_length(found.load_config(), candidates[0].config.sequence_length)
-    return CpuMachine.from_candidates(lambda path, config: export_model(model, path, config=config, **hub), candidates)
+    return TuneReport(str(path), (), trace, slo, None, machine, found)
 
 
 def _predict_device(

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,6 +266,19 @@ def test_a_manager_serves_requests_as_they_come(model: NeuronModelForCausalLM, p
     assert by_generate(model, prompts[0]) == expected[0]
 
 
+def test_a_handler_gets_each_output_of_its_request(model: NeuronModelForCausalLM, prompts: list[list[int]]) -> None:
+    async def collect() -> list[int]:
+        with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
+            outputs: asyncio.Queue[Any] = asyncio.Queue()
+            manager.add_request(prompts[0], request_id="mine", streaming=True)
+            manager.register_result_handler("mine", outputs.put_nowait)
+            while not (last := await asyncio.wait_for(outputs.get(), 30)).is_finished():
+                assert last.error is None
+            return last.generated_tokens
+
+    assert asyncio.run(collect()) == by_generate(model, prompts[0])
+
+
 def test_a_stop_with_a_timeout_or_a_hard_one_ends_what_runs(
     model: NeuronModelForCausalLM, prompts: list[list[int]]
 ) -> None:
@@ -292,7 +307,7 @@ def test_a_manager_whose_engine_failed_ends_every_request_with_an_error(
         manager.add_request(prompts[0])
         failed = manager.get_result(timeout=30)
     assert failed is not None and "device lost" in str(failed.error)
-    assert not manager.is_running()
+    assert not manager.is_running() and "device lost" in str(manager.background_thread_status.fatal_error)
     manager.add_request(prompts[1])
     assert ["closed" in str(output.error) for output in manager] == [True]
     manager.stop()

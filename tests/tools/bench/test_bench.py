@@ -16,7 +16,6 @@ from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.spec import GraphSpec
 from optimum_neuron.tools.bench.measure import Bench, make_plan
-from optimum_neuron.tools.plot import check_plot
 
 
 def test_each_measurement_runs_what_it_says(
@@ -57,15 +56,12 @@ def test_default_sizes_fit_the_artifact() -> None:
         make_plan(few, None, [4], None, 8, 3)
 
 
-def test_a_report_is_printed_written_and_drawn(
-    cpu_artifact: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_report_is_printed_and_written(
+    cpu_artifact: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    written, drawn = tmp_path / "bench.json", tmp_path / "bench.svg"
+    written = tmp_path / "bench.json"
     words = ["--prompt-lengths", "20", "40", "--batch", "1", "3", "--context-length", "8", "--new-tokens", "4"]
-    words += ["--repeat", "2", "--json", str(written), "--plot", str(drawn)]
+    words += ["--repeat", "2", "--json", str(written)]
     monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "bench", str(cpu_artifact("llama")), *words])
     optimum_cli.main()
     shown = capsys.readouterr().out
@@ -84,15 +80,3 @@ def test_a_report_is_printed_written_and_drawn(
     page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text(encoding="utf-8")
     names = [*report, *report["machine"], *report["memory"], *report["prefill"][0], *report["decode"][0]]
     assert [name for name in names if f"`{name}`" not in page] == []
-    assert drawn.read_text(encoding="utf-8").startswith("<?xml")
-
-
-def test_a_picture_needs_matplotlib_and_replaces_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "x.png"
-    check_plot(path)
-    path.touch()
-    with pytest.raises(FileExistsError, match=r"--plot .*x.png exists already"):
-        check_plot(path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"--plot x.png needs matplotlib.*pip install matplotlib"):
-        check_plot(Path("x.png"))

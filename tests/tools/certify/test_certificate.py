@@ -18,12 +18,15 @@ from helpers import export_tiny, tiny_config
 from neuron_fixtures import certificate_of
 from optimum.commands.register.neuron import NeuronInspectCommand
 from tampering import read_json, write
+from tiny import TINY_SIZES
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
 from optimum_neuron.artifact.filesystem import file_sha256
 from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import COPIES, read_graph_io
+from optimum_neuron.targets.neuron.lowering import lower_all as rank_model
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.tools.certify import CERTIFICATE_NAME, NOT_CERTIFIED
 from optimum_neuron.tools.certify import setup as setups
@@ -63,13 +66,8 @@ def test_widening_changes_types_alone(sharp_checkpoints: dict[str, Path], tmp_pa
 def test_of_a_large_model_the_first_layers_of_each_kind_are_executed(
     sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = tmp_path / "deep"
-    from tiny import TINY_SIZES
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    config = Qwen3Config(
-        **TINY_SIZES | {"num_hidden_layers": 5}, use_sliding_window=True, sliding_window=8, max_window_layers=2
-    )
+    checkpoint, sizes = tmp_path / "deep", TINY_SIZES | {"num_hidden_layers": 5}
+    config = Qwen3Config(**sizes, use_sliding_window=True, sliding_window=8, max_window_layers=2)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(checkpoint)
     monkeypatch.setattr(setups, "LARGEST_WORK", 1e3)
@@ -77,17 +75,13 @@ def test_of_a_large_model_the_first_layers_of_each_kind_are_executed(
     certificate = certificate_of(folder)
     # The first layer with a window is the third.
     assert (certificate.layers, certificate.all_layers) == (3, 5)
-    assert all(
-        any(each.subject.startswith(spec.name) for each in certificate.comparisons)
-        for spec in graph_specs(tiny_config())
-    )
+    subjects = [each.subject for each in certificate.comparisons]
+    assert all(any(each.startswith(spec.name) for each in subjects) for spec in graph_specs(tiny_config()))
 
 
 def test_an_export_whose_graphs_compute_something_else_leaves_nothing(
     sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from optimum_neuron.targets.neuron.lowering import lower_all as rank_model
-
     ops = dataclasses.replace(NEURON_OPS, output_rows=lambda rows: (rows - 1).clamp(min=0))
     monkeypatch.setattr(rank_model, "NEURON_OPS", ops)
     with pytest.raises(ValueError, match=r"do not compute what the model does: .* in float32 differ by"):

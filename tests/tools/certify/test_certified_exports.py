@@ -64,7 +64,6 @@ def test_a_model_is_lowered_linted_and_certified(
 
 
 pytest_plugins = ("fakes.plugin",)
-BATCH = {"batch_size": 4}  # what decode rows of a mixed graph are divides by the ranks
 SUMS = 5  # of the embedding, and of attention and the MLP of each of two layers
 OF_CHOICE = 2  # all-gathers of each rank's largest logit and its token, for decode rows and for chunk rows
 
@@ -79,14 +78,8 @@ def test_an_artifact_whose_ranks_split_the_tokens_of_chunks_is_certified(
     """At a latency at which the rule splits the tokens of a mixed graph and of chunks, and not those of decode rows."""
     neuron_sdk("trn2", "lite")
     monkeypatch.setattr(split_tokens, "COLLECTIVE_S", 2e-9)
-    path = export_tiny(
-        sharp_checkpoints["llama"],
-        tmp_path / "ranks",
-        target="trn2",
-        tensor_parallel_size=2,
-        certificate=True,
-        **BATCH,
-    )
+    sizes = {"batch_size": 4, "tensor_parallel_size": 2}  # what decode rows of a mixed graph are divides by the ranks
+    path = export_tiny(sharp_checkpoints["llama"], tmp_path / "ranks", target="trn2", certificate=True, **sizes)
     found = {}
     for graph in Artifact.open(path).graphs:
         module = hlo.parse((path / "graphs" / f"{graph.name}.hlo").read_bytes())

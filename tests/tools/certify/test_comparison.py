@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -31,18 +31,15 @@ NOISE = 0.25  # by which a row may be off 4.0
 LOGITS, KEYS = "decode.logits", "kv_cache.key_0"
 
 
-def expected_of(entries: Mapping[tuple[int, str, int], ExpectedValues], dtype: str = "float32") -> Expected:
-    return Expected(dtype, dict(entries))
+def entry(place: str = "here", noise: float = NOISE) -> ExpectedValues:
+    return ExpectedValues("logits", place, torch.zeros(2, 3), noise, (0, 1))
 
 
-def entry(
-    values: Tensor, place: str = "here", noise: float = NOISE, rows: tuple[int, ...] | None = (0, 1)
-) -> ExpectedValues:
-    return ExpectedValues("logits", place, values, noise, rows)
-
-
-def only(comparisons: list[Comparison]) -> Comparison:
-    (one,) = comparisons
+def compared(entries: Sequence[ExpectedValues], *found: float | Tensor | None, dtype: str = "float32") -> Comparison:
+    """Compare logits of one step each, of which all numbers are alike, or that are missing."""
+    results = [{} if each is None else {LOGITS: torch.zeros(2, 3) + each} for each in found]
+    expected = Expected(dtype, {(number, LOGITS, 0): each for number, each in enumerate(entries)})
+    (one,) = compare(expected, [results])
     return one
 
 
@@ -57,65 +54,48 @@ def test_one_number_stands_for_many_and_none_hides_one_that_is_no_number() -> No
 
 @pytest.mark.parametrize(("off", "holds"), [(4.0, True), (4.25, False), (math.nan, False), (math.inf, False)])
 def test_a_difference_holds_up_to_its_bound(off: float, holds: bool) -> None:
-    values, found = torch.zeros(2, 3), torch.zeros(3, 3)
-    found[1, 2], found[2] = off, math.nan  # the last row is nobody's
-    one = only(compare(expected_of({(0, LOGITS, 0): entry(values)}), [[{LOGITS: found}]]))
+    found = torch.zeros(2, 3)
+    found[1, 2] = off
+    one = compared([entry()], found)
     assert one.holds is holds and (one.bound, one.count) == (TIMES_ROUNDING * NOISE, 6)
-
-
-def test_a_result_that_is_missing_does_not_hold() -> None:
-    assert not only(compare(expected_of({(0, LOGITS, 0): entry(torch.zeros(2, 3))}), [[{}]])).holds
+    assert not compared([entry()], None).holds  # a result that is missing
 
 
 @pytest.mark.parametrize("noise", [math.inf, math.nan])
 def test_where_rounding_moves_numbers_without_bound_nothing_holds(noise: float) -> None:
-    entries = {
-        (0, LOGITS, 0): entry(torch.zeros(2, 3)),
-        (1, LOGITS, 0): entry(torch.zeros(2, 3), "there", noise),
-    }
-    found = {LOGITS: torch.zeros(2, 3)}
-    for order in (entries, dict(reversed(entries.items()))):
-        one = only(compare(expected_of(order), [[found, found]]))
+    entries = [entry(), entry("there", noise)]
+    for order in (entries, entries[::-1]):
+        one = compared(order, 0.0, 0.0)
         assert not one.holds and one.place == "there"
-        assert str(one) == (
-            "logits in float32 cannot be compared at there, where the eager step makes infinity or NaN"
-        )
+        assert str(one) == "logits in float32 cannot be compared at there, where the eager step makes infinity or NaN"
 
 
 def test_of_several_the_one_nearest_to_its_bound_is_told_with_the_count_of_all() -> None:
-    places = {"far": (1.0, NOISE), "near": (3.0, NOISE), "further": (2.0, NOISE), "exact": (0.0, 0.0)}
-    entries = {
-        (number, LOGITS, 0): entry(torch.zeros(2, 3), place, noise)
-        for number, (place, (_, noise)) in enumerate(places.items())
-    }
-    found = [{LOGITS: torch.full((2, 3), off)} for off, _ in places.values()]
-    one = only(compare(expected_of(entries), [found]))
+    entries = [entry("far"), entry("near"), entry("further"), entry("exact", 0.0)]
+    one = compared(entries, 1.0, 3.0, 2.0, 0.0)
     assert (one.place, one.difference, one.count, one.holds) == ("near", 3.0, 24, True)
-    found[0], found[2] = {LOGITS: torch.full((2, 3), 5.0)}, {LOGITS: torch.full((2, 3), 50.0)}
-    one = only(compare(expected_of(entries), [found]))
+    one = compared(entries, 5.0, 3.0, 50.0, 0.0)
     assert (one.place, one.difference, one.holds) == ("further", 50.0, False)
-    found[3] = {LOGITS: torch.full((2, 3), 1e-9)}  # of what nothing moves, anything is too much
-    one = only(compare(expected_of(entries), [found]))
+    one = compared(entries, 5.0, 3.0, 50.0, 1e-9)  # of what nothing moves, anything is too much
     assert one.place == "exact" and not one.holds
 
 
 def test_in_a_16_bit_type_the_mean_of_all_rows_of_a_graph_is_compared() -> None:
-    entries = {(number, LOGITS, 0): entry(torch.zeros(2, 3), f"step {number}") for number in range(2)}
-    found = [{LOGITS: torch.full((2, 3), 10.0)}, {LOGITS: torch.zeros(2, 3)}]
-    one = only(compare(expected_of(entries, "bfloat16"), [found]))
+    one = compared([entry(), entry()], 10.0, 0.0, dtype="bfloat16")
     assert (one.difference, one.count, one.holds) == (5.0, 12, False)
-    assert only(compare(expected_of(entries, "bfloat16"), [[found[1], {LOGITS: torch.full((2, 3), 4.0)}]])).holds
+    assert compared([entry(), entry()], 0.0, 4.0, dtype="bfloat16").holds
 
 
 def test_every_rank_has_to_choose_an_accepted_token_in_every_row() -> None:
     expected = Expected("float32", tokens={(0, "decode.tokens"): {0: (3, 4), 2: (5,)}})
-    right, wrong = (torch.tensor([4, 9, 5]), torch.tensor([4, 5, 9]))
-    one = only(compare(expected, [[{"decode.tokens": right}]] * 2))
-    assert one.holds and one.count == 4
-    one = only(compare(expected, [[{"decode.tokens": right}], [{"decode.tokens": wrong}]]))
-    assert not one.holds and (one.place, one.difference) == ("step 0, row 2, rank 1", 1)
-    one = only(compare(expected, [[{"decode.tokens": right}], [{}]]))
-    assert not one.holds and one.difference == 2
+    right, wrong = ({"decode.tokens": torch.tensor(tokens)} for tokens in ([4, 9, 5], [4, 5, 9]))
+    for other, place, difference in (
+        (right, "", 0),
+        (wrong, "step 0, row 2, rank 1", 1),
+        ({}, "step 0, row 0, rank 1", 2),
+    ):
+        (one,) = compare(expected, [[right], [other]])
+        assert (one.holds, one.count, one.place, one.difference) == (not difference, 4, place, difference)
 
 
 def references() -> tuple[ReferenceRun, ReferenceRun, list[RecordedStep]]:

@@ -17,7 +17,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from optimum_neuron.artifact.weights import rank_weights_name
 from optimum_neuron.step import step as step_module
-from optimum_neuron.step.attention.rows import AttentionRows
+from optimum_neuron.step.attention import coded_states, kv_cache
+from optimum_neuron.step.attention.coded_states import CodedStates
+from optimum_neuron.step.attention.rows import AttentionRows, OwnedBlocks
 from optimum_neuron.step.sampling.buffers import ChosenTokens, Scores
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, SAMPLERS
@@ -25,110 +27,89 @@ from optimum_neuron.targets.neuron.lowering import decompositions, xla_trace
 from optimum_neuron.targets.neuron.lowering import graph_modules as score_module
 from optimum_neuron.targets.neuron.lowering import lower_all as rank_model
 from optimum_neuron.targets.neuron.lowering.graph_modules import SlotCopy
-from optimum_neuron.targets.neuron.operators import collectives
+from optimum_neuron.targets.neuron.operators import attention, collectives
 from optimum_neuron.tools.certify.host_ranks import LoweredModule
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+BLOCKS = {
+    "sequence_length": 256,
+    "context_buckets": (256,),
+    "kv_block_size": 64,
+    "kv_cache_tokens": 512,
+    "window": 100,
+}
+# By name: ranks, graphs and sizes of a case.
+CASES: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
+    "plain": (1, ("mixed",), {}),
+    "ranks": (2, ("mixed",), {"batch_size": 4}),  # an even number of tokens
+    "blocks": (1, ("mixed", COPY_SLOT), BLOCKS),
+    "blocks of ranks": (2, ("mixed",), BLOCKS),
+    "codes": (1, ("mixed",), {"kv_cache_dtype": "fp8"}),
+}
+
+
+class Cases:
+    """The cases of this file, each made and lowered once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, Case] = {}
+        self._sound: dict[tuple[str, bool | None], dict[str, LoweredModule]] = {}
+
+    def __getitem__(self, name: str) -> Case:
+        ranks, graphs, sizes = CASES[name]
+        if name not in self._made:
+            self._made[name] = make_case(self._folder / name, ranks, *graphs, **sizes)
+        return self._made[name]
+
+    def lower(self, name: str, split: bool | None = None) -> dict[str, LoweredModule]:
+        return self[name].lower(*CASES[name][1], split=split)
+
+    def sound(self, name: str, split: bool | None = None) -> dict[str, LoweredModule]:
+        if (name, split) not in self._sound:
+            self._sound[name, split] = self.lower(name, split)
+        return self._sound[name, split]
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("one"), 1, "mixed")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return Cases(tmp_path_factory.mktemp("cases"))
 
 
-@pytest.fixture(scope="module")
-def sound(one_rank: Case) -> dict[str, LoweredModule]:
-    return one_rank.lower("mixed")
+@pytest.mark.parametrize("name", ["plain", "blocks", "codes", pytest.param("blocks of ranks", marks=pytest.mark.full)])
+def test_a_sound_lowering_holds(name: str, cases: Cases) -> None:
+    comparisons = cases[name].compare(cases.sound(name))
+    assert places(comparisons) == []
+    subjects = {each.subject.split(": ")[-1] for each in comparisons}
+    if name == "plain":
+        assert subjects == {
+            "decode.logits", "chunk.logits", "key", "value", "decode.tokens", "chunk.tokens",
+            "decode.drawn", "chunk.drawn", "chosen.tokens", "chosen.drawn",
+        }  # fmt: skip
+    if name in ("plain", "blocks"):  # far from the bound, so that it is no matter of luck
+        assert all(each.difference <= each.bound / 3 for each in comparisons)
+    if (
+        name == "codes"
+    ):  # though a number may lie between two codes, of which the graph takes one and the eager step the other
+        assert subjects >= {"decode.logits", "chunk.logits", "key", "value", "keyscale", "valuescale"}
+    if name == "blocks":
+        bases = [each.inputs.get("decode.shared_base") for each in cases[name].setup.steps]
+        assert any((base < 256).any() for base in bases if base is not None)
 
 
-def _ops(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
-    monkeypatch.setattr(rank_model, "NEURON_OPS", dataclasses.replace(rank_model.NEURON_OPS, **changed))
+def _wrapped(owner: Any, name: str, changed: Callable[..., Any]) -> Plant:
+    return lambda monkeypatch: wrap(monkeypatch, owner, name, changed)
 
 
-def _mask_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    def visible(original: Any, rows: AttentionRows, window: Any, start: int = 0, stop: int | None = None) -> Tensor:
-        columns = torch.arange(start, rows.context_length if stop is None else stop, dtype=torch.int32)
-        return original(rows, window, start, stop) & (columns != rows.position_ids[:, :, None])
-
-    wrap(monkeypatch, AttentionRows, "visible", visible)
+def _ops(**changed: Any) -> Plant:
+    ops = dataclasses.replace(rank_model.NEURON_OPS, **changed)
+    return lambda monkeypatch: monkeypatch.setattr(rank_model, "NEURON_OPS", ops)
 
 
-def _window_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap(
-        monkeypatch,
-        AttentionRows,
-        "visible",
-        lambda original, rows, window, *columns: original(rows, window and window + 1, *columns),
-    )
-
-
-def _position_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap(
-        monkeypatch,
-        Qwen2RotaryEmbedding,
-        "forward",
-        lambda original, module, x, position_ids: original(module, x, position_ids + 1),
-    )
-
-
-def _stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = rank_model.NEURON_OPS.write_cache
-    _ops(monkeypatch, write_cache=lambda cache, states, rows, columns: write(cache, states[:3], rows[:3], columns[:3]))
-
-
-def _wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    def indices(original: Any, positions: Tensor, actual: Tensor, slots: Tensor, trash: int, offset: int) -> Any:
-        return original(positions, actual, slots if offset == 0 else 2 - slots, trash, offset)
-
-    wrap(monkeypatch, step_module, "write_indices", indices)
-
-
-def _dtype_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap(monkeypatch, torch, "exp", lambda original, x: original(x).bfloat16().float())
-
-
-def _wrong_output_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    _ops(monkeypatch, output_rows=lambda rows: (rows - 1).clamp(min=0))
-
-
-def _sampler_without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    def greedy(original: Any, logits: Tensor, params: Tensor, *others: Any) -> Tensor:
-        return original(logits, params * torch.tensor([1.0, 1.0, 0.0, 1.0]), *others)
-
-    wrap(monkeypatch, score_module, "sample", greedy)
-
-
-def _scores_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(original: Any, self: Scores, group: str, logits: Tensor, active: Tensor) -> None:
-        original(self, group, logits.flip(0), active)
-
-    wrap(monkeypatch, Scores, "keep_logits", keep)
-
-
-def _token_of_another_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(original: Any, self: ChosenTokens, input_ids: Tensor) -> Tensor:
-        return torch.where(input_ids < 0, self.tokens.flip(0)[:, None], input_ids)
-
-    wrap(monkeypatch, ChosenTokens, "fill_ids", fill)
-
-
-def _first_row_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(original: Any, self: ChosenTokens, tokens: Tensor, slots: Tensor) -> None:
-        original(self, tokens.flip(0), slots.flip(0))
-
-    wrap(monkeypatch, ChosenTokens, "keep_tokens", keep)
-
-
-def _idle_row_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slots_of_rows(original: Any, position_ids: Tensor, seq_ids: Tensor | None) -> Tensor:
-        return original(position_ids.clamp(min=0), seq_ids)
-
-    wrap(monkeypatch, step_module, "slots_of_rows", slots_of_rows)
-
-
-def _sampler_keeps_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score_module, "ChosenTokens", _Unchanged)
+def _mask_edge(original: Any, rows: AttentionRows, window: Any, start: int = 0, stop: int | None = None) -> Tensor:
+    columns = torch.arange(start, rows.context_length if stop is None else stop, dtype=torch.int32)
+    return original(rows, window, start, stop) & (columns != rows.position_ids[:, :, None])
 
 
 class _Unchanged(ChosenTokens):
@@ -136,68 +117,113 @@ class _Unchanged(ChosenTokens):
         self.tokens.copy_(self.tokens + 0 * slots.amax() + 0 * tokens.amax())
 
 
-def _wrong_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap(
-        monkeypatch,
-        decompositions,
-        "_mean_by_sum",
-        lambda original, *args, **kwargs: original(*args, **kwargs) * 1.0001,
-    )
+def _owned(change: Callable[[OwnedBlocks], dict[str, Any]]) -> Plant:
+    def changed(original: Any, *args: Any, **kwargs: Any) -> OwnedBlocks:
+        found: OwnedBlocks = original(*args, **kwargs)
+        return dataclasses.replace(found, **change(found))
+
+    return _wrapped(step_module, "OwnedBlocks", changed)
 
 
-PLANTED: tuple[Plant, ...] = (
-    _mask_edge, _window_edge, _position_off_by_one, _wrong_norm, _stale_state, _wrong_slot, _dtype_cut, _wrong_output_row,
-    _sampler_without_temperature, _scores_of_another_row, _token_of_another_slot, _first_row_of_a_prompt, _idle_row_keeps,
-    _sampler_keeps_the_largest,
+def _coded(owner: Any, name: str, change: Callable[[CodedStates], CodedStates]) -> Plant:
+    """Change codes where a function takes or returns them."""
+
+    def changed(original: Any, *args: Any) -> Any:
+        found = original(*(change(each) if isinstance(each, CodedStates) else each for each in args))
+        return change(found) if isinstance(found, CodedStates) else found
+
+    return _wrapped(owner, name, changed)
+
+
+_write = rank_model.NEURON_OPS.write_cache
+_LONGER = _wrapped(SlotCopy, "forward", lambda original, self, *numbers: original(self, *numbers[:2], numbers[2] + 1))
+PLANTED: dict[str, dict[str, Plant]] = {
+    "plain": {
+        "mask edge": _wrapped(AttentionRows, "visible", _mask_edge),
+        "window edge": _wrapped(
+            AttentionRows, "visible", lambda original, rows, window, *columns: original(rows, window and window + 1, *columns)
+        ),
+        "position off by one": _wrapped(
+            Qwen2RotaryEmbedding, "forward", lambda original, module, x, position_ids: original(module, x, position_ids + 1)
+        ),
+        "wrong norm": _wrapped(
+            decompositions, "_mean_by_sum", lambda original, *args, **kwargs: original(*args, **kwargs) * 1.0001
+        ),
+        "stale state": _ops(write_cache=lambda cache, states, rows, columns: _write(cache, states[:3], rows[:3], columns[:3])),
+        "wrong slot": _wrapped(
+            step_module, "write_indices",
+            lambda original, positions, actual, slots, trash, offset: original(positions, actual, slots if offset == 0 else 2 - slots, trash, offset),
+        ),
+        "type cut": _wrapped(torch, "exp", lambda original, x: original(x).bfloat16().float()),
+        "wrong output row": _ops(output_rows=lambda rows: (rows - 1).clamp(min=0)),
+        "sampler without temperature": _wrapped(
+            score_module, "sample",
+            lambda original, logits, params, *others: original(logits, params * torch.tensor([1.0, 1.0, 0.0, 1.0]), *others),
+        ),
+        "scores of another row": _wrapped(
+            Scores, "keep_logits", lambda original, self, group, logits, active: original(self, group, logits.flip(0), active)
+        ),
+        "token of another slot": _wrapped(
+            ChosenTokens, "fill_ids",
+            lambda original, self, input_ids: torch.where(input_ids < 0, self.tokens.flip(0)[:, None], input_ids),
+        ),
+        "first row of a prompt": _wrapped(
+            ChosenTokens, "keep_tokens", lambda original, self, tokens, slots: original(self, tokens.flip(0), slots.flip(0))
+        ),
+        "idle row keeps": _wrapped(
+            step_module, "slots_of_rows", lambda original, position_ids, seq_ids: original(position_ids.clamp(min=0), seq_ids)
+        ),
+        "sampler keeps the largest": lambda monkeypatch: monkeypatch.setattr(score_module, "ChosenTokens", _Unchanged),
+    },
+    "blocks": {
+        "wrong owner": _owned(lambda owned: {"block_owner": owned.block_owner.roll(1)}),
+        "base off by a block": _owned(lambda owned: {"block_base": owned.block_base + 64}),
+        "shared base off by a block": _owned(lambda owned: {"shared_base": owned.shared_base + 64}),
+        "block twice": _owned(lambda owned: {"joined": owned.joined[:, [0, 0, 2, 3]]}),  # the first, in place of the second
+        "a neighbor's block": _wrapped(
+            step_module, "block_indices",
+            lambda original, positions, actual, blocks, *others: original(
+                positions, actual, blocks.flip(0) if blocks.shape[1] == 1 else blocks, *others
+            ),
+        ),
+        "copied column": _LONGER,
+    },
+    "codes": {
+        "scales of other columns": _coded(attention, "products", lambda kept: CodedStates(kept.codes, kept.scale.roll(1, -2))),
+        "values without scales": _coded(attention, "weighted_sum", lambda kept: CodedStates(kept.codes, kept.scale * 0 + 1)),
+        "codes of other heads": _coded(kv_cache, "round_states", lambda kept: CodedStates(kept.codes.flip(1), kept.scale)),
+        "another largest code": lambda monkeypatch: monkeypatch.setitem(coded_states.LARGEST_CODE, torch.float8_e4m3fn, 224.0),
+    },
+}  # fmt: skip
+# One of attention, of states, of a type, of a sampler, of tokens left for later, of blocks and of codes; others by the full profile.
+QUICK = (
+    "mask edge", "stale state", "type cut", "sampler without temperature", "token of another slot", "wrong owner", "a neighbor's block",
+    "copied column", "scales of other columns",
 )  # fmt: skip
-# One of attention, of states, of a type, of a sampler and of tokens left for later; the others by the full profile.
-QUICK = (_mask_edge, _stale_state, _dtype_cut, _sampler_without_temperature, _token_of_another_slot)
-
-
-def test_a_sound_lowering_holds(one_rank: Case, sound: dict[str, LoweredModule]) -> None:
-    comparisons = one_rank.compare(sound)
-    assert places(comparisons) == []
-    assert {each.subject.split(": ")[-1] for each in comparisons} == {
-        "decode.logits", "chunk.logits", "key", "value", "decode.tokens", "chunk.tokens",
-        "decode.drawn", "chunk.drawn", "chosen.tokens", "chosen.drawn",
-    }  # fmt: skip
-    # Far from the bound, so that it is no matter of luck.
-    assert all(each.difference <= each.bound / 3 for each in comparisons)
 
 
 @pytest.mark.parametrize(
-    "plant", [pytest.param(each, marks=[] if each in QUICK else [pytest.mark.full]) for each in PLANTED]
+    ("case", "defect"),
+    [
+        pytest.param(case, name, marks=[] if name in QUICK else [pytest.mark.full])
+        for case, defects in PLANTED.items()
+        for name in defects
+    ],
 )
-def test_a_planted_defect_is_found(plant: Plant, one_rank: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    assert places(one_rank.compare(one_rank.lower("mixed")))
+def test_a_planted_defect_is_found(case: str, defect: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = cases[case]  # before anything is changed
+    PLANTED[case][defect](monkeypatch)
+    assert places(sound.compare(cases.lower(case)))
 
 
 def _changed(modules: Mapping[str, LoweredModule], change: Callable[[Any], None]) -> dict[str, LoweredModule]:
     """Steps that are changed, and samplers as they are."""
     changed = dict(modules)
-    for name, each in modules.items():
-        if name in SAMPLERS.values():
-            continue
-        module = hlo.parse(each.hlo)
+    for name in modules.keys() - set(SAMPLERS.values()):
+        module = hlo.parse(modules[name].hlo)
         change(module)
-        changed[name] = LoweredModule(hlo.serialize(module), each.io)
+        changed[name] = LoweredModule(hlo.serialize(module), modules[name].io)
     return changed
-
-
-def _with_weights(case: Case, files: list[dict[str, Tensor]], names: list[str], folder: Path) -> Case:
-    """The same with other weights."""
-    (folder / "weights").mkdir(parents=True)
-    for name, tensors in zip(names, files, strict=True):
-        save_file(tensors, folder / name)
-    return dataclasses.replace(case, setup=dataclasses.replace(case.setup, folder=folder))
-
-
-def test_a_transposed_weight_is_found(one_rank: Case, sound: dict[str, LoweredModule], tmp_path: Path) -> None:
-    tensors = load_file(one_rank.setup.folder / rank_weights_name(0, 1))
-    name = next(each for each in tensors if "o_proj.weight" in each)
-    tensors[name] = tensors[name].T.contiguous()
-    assert places(_with_weights(one_rank, [tensors], [rank_weights_name(0, 1)], tmp_path).compare(sound))
 
 
 def _swap_memory(module: Any) -> None:
@@ -205,70 +231,10 @@ def _swap_memory(module: Any) -> None:
     one.parameter_number, other.parameter_number = other.parameter_number, one.parameter_number
 
 
-def _keep_old_state(module: Any) -> None:
-    module.input_output_alias.entries.pop()
-
-
-@pytest.mark.parametrize("change", [_swap_memory, _keep_old_state])
-def test_a_state_in_wrong_memory_is_found(
-    change: Callable[[Any], None], one_rank: Case, sound: dict[str, LoweredModule]
-) -> None:
-    assert places(one_rank.compare(_changed(sound, change)))
-
-
-def test_a_copy_of_one_column_too_many_is_found(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = make_case(tmp_path_factory.mktemp("copy"), 1, "mixed", COPY_SLOT)
-    assert places(case.compare(case.lower("mixed", COPY_SLOT))) == []
-    forward = SlotCopy.forward
-    monkeypatch.setattr(
-        SlotCopy, "forward", lambda self, source, destination, length: forward(self, source, destination, length + 1)
-    )
-    assert places(case.compare(case.lower("mixed", COPY_SLOT)))
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("two"), 2, "mixed", batch_size=4)  # and an even number of tokens
-
-
-@pytest.fixture(scope="module")
-def sound_ranks(two_ranks: Case) -> dict[str, LoweredModule]:
-    modules = two_ranks.lower("mixed")
-    assert places(two_ranks.compare(modules)) == []
-    return modules
-
-
-def test_a_dropped_collective_is_found(two_ranks: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def dropped(original: Any, tracer: Any, target: Any, args: Any, kwargs: Any) -> Tensor:
-        calls.extend([target] * (target in (collectives.ALL_REDUCE, collectives.ALL_GATHER)))
-        return args[0] if len(calls) == 2 and target is calls[1] else original(tracer, target, args, kwargs)
-
-    wrap(monkeypatch, xla_trace._Tracer, "call_function", dropped)
-    modules = two_ranks.lower("mixed")
-    assert len(calls) > 2 and places(two_ranks.compare(modules))
-
-
-@pytest.fixture(scope="module")
-def split_ranks(two_ranks: Case) -> dict[str, LoweredModule]:
-    return two_ranks.lower("mixed", split=True)
-
-
 def _instructions(module: Any, opcode: str) -> list[Any]:
     return [
         each for each in hlo.entry(module).instructions if each.opcode == opcode and len(each.shape.dimensions) == 3
     ]
-
-
-def test_ranks_that_split_tokens_hold(two_ranks: Case, split_ranks: dict[str, LoweredModule]) -> None:
-    (step,) = (each for name, each in split_ranks.items() if name not in SAMPLERS.values())
-    module = hlo.parse(step.hlo)
-    assert len(_instructions(module, "reduce-scatter")) == len(_instructions(module, "all-gather")) == 3
-    assert not _instructions(module, "all-reduce")
-    assert places(two_ranks.compare(split_ranks)) == []
 
 
 def _ungathered(module: Any) -> None:
@@ -289,26 +255,64 @@ def _unsummed(module: Any) -> None:
         scatter.slice_dimensions.add(start=0, limit=size, stride=1)
 
 
-@pytest.mark.parametrize("change", [_unsummed, pytest.param(_ungathered, marks=pytest.mark.full)])
-def test_a_wrong_exchange_of_split_tokens_is_found(
-    change: Callable[[Any], None], two_ranks: Case, split_ranks: dict[str, LoweredModule]
-) -> None:
-    assert places(two_ranks.compare(_changed(split_ranks, change)))
+@pytest.mark.parametrize(
+    ("case", "split", "change"),
+    [
+        ("plain", None, _swap_memory),
+        ("plain", None, lambda module: module.input_output_alias.entries.pop()),
+        ("ranks", True, _unsummed),
+        pytest.param("ranks", True, _ungathered, marks=pytest.mark.full),
+    ],
+    ids=["memory of another state", "old state", "sums", "tokens"],
+)
+def test_a_changed_module_is_found(case: str, split: bool | None, change: Callable[[Any], None], cases: Cases) -> None:
+    assert places(cases[case].compare(_changed(cases.sound(case, split), change)))
+
+
+def test_ranks_that_split_tokens_hold(cases: Cases) -> None:
+    modules = cases.sound("ranks", True)
+    (step,) = (each for name, each in modules.items() if name not in SAMPLERS.values())
+    module = hlo.parse(step.hlo)
+    assert len(_instructions(module, "reduce-scatter")) == len(_instructions(module, "all-gather")) == 3
+    assert not _instructions(module, "all-reduce")
+    assert places(cases["ranks"].compare(modules)) == []
+
+
+def test_a_dropped_collective_is_found(cases: Cases, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, case = [], cases["ranks"]
+
+    def dropped(original: Any, tracer: Any, target: Any, args: Any, kwargs: Any) -> Tensor:
+        calls.extend([target] * (target in (collectives.ALL_REDUCE, collectives.ALL_GATHER)))
+        return args[0] if len(calls) == 2 and target is calls[1] else original(tracer, target, args, kwargs)
+
+    wrap(monkeypatch, xla_trace._Tracer, "call_function", dropped)
+    modules = cases.lower("ranks")
+    assert len(calls) > 2 and places(case.compare(modules))
 
 
 @pytest.mark.parametrize(
-    "weight",
+    ("case", "weight"),
     [
-        "gate_proj-up_proj.weight",
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("o_proj.weight", "tensor_parallel_rank")),
+        ("plain", "o_proj.weight"),
+        ("ranks", "gate_proj-up_proj.weight"),
+        *(pytest.param("ranks", each, marks=pytest.mark.full) for each in ("o_proj.weight", "tensor_parallel_rank")),
     ],
 )
-def test_a_wrong_split_is_found(
-    weight: str, two_ranks: Case, sound_ranks: dict[str, LoweredModule], tmp_path: Path
+def test_a_transposed_weight_or_another_ranks_part_is_found(
+    case: str, weight: str, cases: Cases, tmp_path: Path
 ) -> None:
-    """Two ranks have each other's part of one tensor."""
-    names = [rank_weights_name(rank, 2) for rank in range(2)]
-    files = [load_file(two_ranks.setup.folder / name) for name in names]
+    sound, ranks = cases[case], CASES[case][0]
+    modules = cases.sound(case)
+    assert places(sound.compare(modules)) == []
+    names = [rank_weights_name(rank, ranks) for rank in range(ranks)]
+    files = [load_file(sound.setup.folder / name) for name in names]
     name = next(each for each in files[0] if weight in each)
-    files[0][name], files[1][name] = files[1][name], files[0][name]
-    assert places(_with_weights(two_ranks, files, names, tmp_path).compare(sound_ranks))
+    if ranks == 1:
+        files[0][name] = files[0][name].T.contiguous()
+    else:
+        files[0][name], files[1][name] = files[1][name], files[0][name]
+    (tmp_path / "weights").mkdir()
+    for path, tensors in zip(names, files, strict=True):
+        save_file(tensors, tmp_path / path)
+    setup = dataclasses.replace(sound.setup, folder=tmp_path)
+    assert places(dataclasses.replace(sound, setup=setup).compare(modules))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pty
@@ -19,15 +18,6 @@ from optimum.commands import optimum_cli
 from optimum_neuron.tools.chat.loop import Terminal
 
 
-def entries(monkeypatch: pytest.MonkeyPatch, text: str) -> list[tuple[str, bool]]:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    terminal, found = Terminal(), []
-    with contextlib.suppress(EOFError):
-        while True:
-            found.append(terminal.read_input())
-    return found
-
-
 @pytest.mark.parametrize(
     ("text", "read"),
     [
@@ -40,14 +30,18 @@ def entries(monkeypatch: pytest.MonkeyPatch, text: str) -> list[tuple[str, bool]
     ],
 )
 def test_messages_of_one_line_and_of_several(text: str, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = entries(monkeypatch, text)
-    assert [entry for entry, _ in found] == read
-    assert found[0][1] == text.startswith('"""')
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    terminal = Terminal()
+    found = [terminal.read_input() for _ in read]
+    assert [entry for entry, _ in found] == read and found[0][1] == text.startswith('"""')
+    with pytest.raises(EOFError):
+        terminal.read_input()
 
 
 def test_a_message_in_quotes_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('"""one\ntwo\n'))
     with pytest.raises(ValueError, match="has no end"):
-        entries(monkeypatch, '"""one\ntwo\n')
+        Terminal().read_input()
 
 
 def test_an_answer_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,26 +70,16 @@ def chat(monkeypatch: pytest.MonkeyPatch, artifact: Path, lines: str, *options: 
 def test_lines_from_a_pipe_are_answered_and_obeyed(
     cpu_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = 'a\n/help\n/system Be  brief.\n/set temperature=0.5\n/reset\n"""/b"""\n/exit\nnever read\n'
+    lines = 'a\n/help\n/system Be  brief.\n/reset\n"""/b"""\n/exit\nnever read\n'
     assert chat(monkeypatch, cpu_artifact("llama"), lines, "--max-new-tokens", "3") == 0
     out, err = capsys.readouterr()
-    counted, *helped, system, settings, cleared, answered = err.splitlines()
+    counted, *helped, system, cleared, answered = err.splitlines()
     assert counted.startswith("19 tokens computed, 0 reused, TTFT ") and "3 new tokens at" in counted
-    assert counted.endswith("room for 42 more, cut at max-new-tokens: /set max-new-tokens")
-    for name in ("/clear, /reset", "/system", "/set", "/exit, /quit", '"""', "Ctrl-C"):
+    assert counted.endswith("room for 42 more, cut at --max-new-tokens")
+    for name in ("/clear, /reset", "/system", "/exit, /quit", '"""', "Ctrl-C"):
         assert name in "\n".join(helped)
     assert (system, cleared) == ("the system message is set", "a new conversation, with the same system message")
-    assert settings == "max-new-tokens 3, temperature 0.5, top-k none, top-p none, seed none"
     assert answered.startswith("39 tokens computed, ") and not out.startswith(">")
-
-
-def test_a_wrong_line_from_a_pipe_ends_the_chat(
-    cpu_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert chat(monkeypatch, cpu_artifact("llama"), f"{'x' * 80}\na\n") == 1
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "has 98 tokens with this message, and a slot holds sequence_length=64" in err
 
 
 # Steps that a test can follow and interrupt: each leaves a mark.
@@ -116,7 +100,7 @@ optimum_cli.main()
 
 
 class Screen:
-    """A process at a terminal of its own, whose keys are pressed and whose screen is read."""
+    """A process at a terminal of its own: a test presses its keys and reads its screen."""
 
     def __init__(self, script: str, *arguments: str | Path) -> None:
         self._pid, self._terminal = pty.fork()
@@ -144,20 +128,18 @@ class Screen:
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def _read(self) -> bool:
-        """Waits for more; False at the end of the process.
-
-        Python sees a Ctrl-C that comes just before it waits for a key only at its next signal: so it is told each second that the
-        window has a new size.
-        """
+        """Wait for more; return False at the end of the process."""
         for _ in range(120):
             if select.select([self._terminal], [], [], 1)[0]:
                 try:
                     data = os.read(self._terminal, 4096)
-                except OSError:  # how Linux tells that nobody has the other side
+                except OSError:  # on Linux: the other side is closed
                     return False
                 self.seen += data.decode(errors="replace")
                 return bool(data)
-            os.kill(self._pid, signal.SIGWINCH)
+            os.kill(
+                self._pid, signal.SIGWINCH
+            )  # without a signal Python misses a Ctrl-C just before it waits for a key
         os.kill(self._pid, signal.SIGKILL)
         raise AssertionError(f"nothing comes behind {self.seen!r}")
 
@@ -165,24 +147,12 @@ class Screen:
 def test_ctrl_c_ends_an_answer_or_a_line_and_ctrl_d_the_chat(cpu_artifact: Callable[[str], Path]) -> None:
     prompt = "> "
     screen = Screen(SLOW_CHAT, cpu_artifact("llama"), "--max-new-tokens", "40")
-    screen.wait("loading ")
-    screen.wait("loaded in ")
-    screen.wait(prompt)
-    screen.press("a\n")
-    screen.wait("~~~")
-    screen.press("\x03")
-    screen.wait("interrupted")
-    screen.wait(prompt)
-    screen.press("half a line")
-    screen.wait("line")
-    screen.press("\x03")
-    screen.wait(prompt)
-    screen.press("/nothing\n")
-    screen.wait("is no command")
-    screen.wait(prompt)
-    screen.press("b\n")
-    screen.wait("reused")
-    screen.wait(prompt)
-    screen.press("\x04")
+    for texts, keys in (
+        (("loading ", "loaded in ", prompt), "a\n"), (("~~~",), "\x03"), (("interrupted", prompt), "half a line"), (("line",), "\x03"),
+        ((prompt,), "/nothing\n"), (("is no command", prompt), "b\n"), (("reused", prompt), "\x04"),
+    ):  # fmt: skip
+        for text in texts:
+            screen.wait(text)
+        screen.press(keys)
     assert screen.end() == 0
     assert "\n0 reused" not in screen.seen

@@ -42,20 +42,17 @@ def test_every_failed_check_has_a_remedy_and_is_no_end_and_a_skipped_one_fails_n
     assert report.passed and report.results[0].problem == "there is no device"
 
 
-def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    tool = tmp_path / "neuron-monitor"
-    tool.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
-    tool.chmod(0o755)
-    monkeypatch.setattr(checks, "MONITOR", str(tool))
-
-
 def test_memory_is_that_of_all_processes_and_a_monitor_that_says_nothing_is_a_finding_and_no_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monitor(tmp_path, monkeypatch, f"echo '{REPORT}'; exec sleep 600")
-    assert checks._measure_memory() == {"device GB": 2.0}
-    monkeypatch.setattr(checks, "MONITOR_LIMIT_S", 0.2)
-    for script in ("exec sleep 600", "exit 3"):
-        monitor(tmp_path, monkeypatch, script)
+    tool = tmp_path / "neuron-monitor"
+    monkeypatch.setattr(checks, "MONITOR", str(tool))
+    for script in (f"echo '{REPORT}'; exec sleep 600", "exec sleep 600", "exit 3"):
+        tool.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        tool.chmod(0o755)
+        if script.startswith("echo"):
+            assert checks._measure_memory() == {"device GB": 2.0}
+            monkeypatch.setattr(checks, "MONITOR_LIMIT_S", 0.2)
+            continue
         with pytest.raises(CheckError, match="reported nothing"):
             checks._measure_memory()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from optimum_neuron.checkpoints import find
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.targets.neuron.sdk.hardware import GIB, INSTANCES
 from optimum_neuron.tools.estimate.estimate import estimate_model
-from optimum_neuron.tools.estimate.report import write_sentences
+from optimum_neuron.tools.estimate.report import model_line, to_json, write_sentences
 
 
 def call_cli(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> None:
@@ -37,11 +36,11 @@ def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_tables_picture_and_json_say_the_same(
+def test_tables_and_json_say_the_same(
     llama_1b: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    picture, document = tmp_path / "new/plot.png", tmp_path / "other/estimate.json"
+    document = tmp_path / "other/estimate.json"
     sizes = [
         "--batch-size",
         "4",
@@ -52,7 +51,7 @@ def test_tables_picture_and_json_say_the_same(
         "--context-length",
         "9",
     ]
-    call_cli(monkeypatch, "-m", llama_1b, *sizes, "--target", "trn2", "inf2", "--plot", picture, "--json", document)
+    call_cli(monkeypatch, "-m", llama_1b, *sizes, "--target", "trn2", "inf2", "--json", document)
     shown = capsys.readouterr().out
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
     found = json.loads(document.read_text())
@@ -78,7 +77,6 @@ def test_tables_picture_and_json_say_the_same(
     text = " ".join(shown.split())
     assert all(sentence in text for sentence in found["notes"])
     assert "published runs of other models" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def read_span(text: str) -> tuple[float, float]:
@@ -92,16 +90,16 @@ def test_a_terminal_of_80_columns_shows_everything_and_first_what_to_rent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the longest numbers and names: a large model, many rows, long sequences, every size of every target."""
-    sizes = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 2, "num_attention_heads": 64}
     monkeypatch.setenv("COLUMNS", "80")
-    sizes |= {"num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 1 << 20}
-    LlamaConfig(**sizes, dtype="bfloat16").save_pretrained(tmp_path)
-    huge = ("--batch-size", "100000", "--sequence-length", "1048576")
+    LlamaConfig(
+        hidden_size=8192, intermediate_size=28_672, num_hidden_layers=2, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=128_256, max_position_embeddings=1 << 20, dtype="bfloat16",
+    ).save_pretrained(tmp_path)  # fmt: skip
+    huge = ("--batch-size", "100000", "--sequence-length", "1048576", "--target", "trn2", "trn3")
     for sizes_asked in (huge, ("--batch-size", "64", "--sequence-length", "16384")):
         call_cli(monkeypatch, "--model", tmp_path, *sizes_asked)
         lines = capsys.readouterr().out.splitlines()
-        assert max(map(len, lines)) <= 80
-        assert not any("…" in line for line in lines)
+        assert max(map(len, lines)) <= 80 and not any("…" in line for line in lines)
     head = " ".join("".join(f"{line.rstrip()} " for line in lines[:6]).split())
     told = r"Rent 1 (\S+), as no host with less device memory \(\d+ GiB\) holds the model: .*"
     assert re.match(told + r"--target \w+ --tensor-parallel-size \d+\), [\d,. k-]+ tokens/s decoded\.", head), head
@@ -178,26 +176,19 @@ def test_sizes_given_replace_those_of_an_artifact(tiny_checkpoints: dict[str, Pa
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "message"),
+    ("config", "cores", "message"),
     [
-        (T5Config(), (), "t5.*encoder-decoder|encoder-decoder.*t5"),
-        (RwkvConfig(num_hidden_layers=2, hidden_size=64), (), "RwkvForCausalLM"),
-        (GPT2Config(n_layer=1), ("--tensor-parallel-size", "2"), "gpt2.*tensor_parallel_size=2"),
+        (T5Config(), None, "t5.*encoder-decoder|encoder-decoder.*t5"),
+        (RwkvConfig(num_hidden_layers=2, hidden_size=64), None, "RwkvForCausalLM"),
+        (GPT2Config(n_layer=1), 2, "gpt2.*tensor_parallel_size=2"),
     ],
 )
 def test_models_that_cannot_run_are_refused(
-    config: PreTrainedConfig,
-    options: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    config: PreTrainedConfig, cores: int | None, message: str, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit):
-        call_cli(monkeypatch, "--model", tmp_path, *options)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(message, line), line
+    with pytest.raises(ValueError, match=message):
+        estimate_model(str(tmp_path), {}, ["trn2"], tensor_parallel_size=cores)
 
 
 MAMBA = MambaConfig(num_hidden_layers=3, hidden_size=64, state_size=16, vocab_size=300)
@@ -214,23 +205,18 @@ HYBRID_SLOT = 3 * (4 * (2 * 32 * 128 * 128 + 64 * (2 * 32 * 128 + 2 * 32)) + 2 *
     ("config", "per_token", "per_slot"), [(MAMBA, 0, MAMBA_SLOT), (HYBRID, 2 * 2 * 2 * 256, HYBRID_SLOT)]
 )
 def test_what_recurrences_keep_is_told_by_slot(
-    config: PreTrainedConfig,
-    per_token: int,
-    per_slot: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    config: PreTrainedConfig, per_token: int, per_slot: int, tmp_path: Path
 ) -> None:
     config.save_pretrained(tmp_path)
-    document = tmp_path / "estimate.json"
-    sizes = ("--batch-size", "4", "--sequence-length", "1024", "--dtype", "bfloat16", "--state-snapshots", "6")
-    call_cli(monkeypatch, "--model", tmp_path, "--target", "trn2", "--json", document, *sizes)
-    shown, found = " ".join(capsys.readouterr().out.split()), json.loads(document.read_text())
+    sizes = {"batch_size": 4, "sequence_length": 1024, "dtype": "bfloat16", "state_snapshots": 6}
+    report = estimate_model(str(tmp_path), sizes, ["trn2"])
+    found = to_json(report)
+    shown = " ".join([model_line(report), *found["notes"]])
     assert (found["cache_bytes_per_token"], found["state_bytes_per_slot"]) == (per_token, per_slot)
     one = found["estimates"][0]
     assert one["config"]["tensor_parallel_size"] == 1
     assert one["memory"]["kv_cache"] == 5 * (1024 * per_token + per_slot) + 6 * per_slot
-    assert "KV also holds as much for each of state_snapshots=6." in shown
+    assert "KV also holds 6 copies of that, of which prefixes are continued." in shown
     assert f"{config.num_hidden_layers} layers" in shown and "KV holds what layers keep by slot" in shown
     refused = f"{config.model_type} cannot be shared by tensor_parallel_size=2 ranks: the heads of "
     # The hybrid's 32 heads are shared by as many cores, or fewer.
@@ -240,17 +226,15 @@ def test_what_recurrences_keep_is_told_by_slot(
         assert (text in shown) == (bool(per_token) == is_hybrid)
 
 
-def test_help_teaches_and_imports_no_torch() -> None:
-    program = (
-        "import sys\nfrom optimum.commands.optimum_cli import main\nsys.argv[1:] = ['neuron', 'estimate', '--help']\n"
-        "try:\n    main()\nfinally:\n    sys.stderr.write(str({'torch', 'transformers', 'rich'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == "set()"
+def test_help_has_every_option_that_matters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        call_cli(monkeypatch, "--help")
+    shown = capsys.readouterr().out
     # No matter of an estimate: what partial sums are added in, as it counts collectives, values of weights, graphs that run where
-    # somebody asks, when snapshots are taken, and what the host CPU alone does.
+    # somebody asks, when copies of states are taken, and what the host CPU alone does.
     others = "float32_reduce long_frequencies top_logprobs kernels state_snapshot_interval activations"
     for name in set(NeuronConfig.option_names()) - set(others.split()):
-        assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", done.stdout), name
-    assert "examples:\n  optimum-cli neuron estimate --model" in done.stdout
-    assert not re.findall(r"--\w+_\w+", done.stdout)
+        assert re.search(rf"--(no-)?{name.replace('_', '-')}\b", shown), name
+    assert "examples:\n  optimum-cli neuron estimate --model" in shown and not re.findall(r"--\w+_\w+", shown)

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 from transformers import AutoConfig
 
 from benchmark.estimate.fit import accuracy, error, fit, left_out_errors
-from benchmark.estimate.published import LLAMA_8B_INF2, MODELS, RUNS, Measurement, measurements
-from optimum_neuron.targets.neuron.sdk.hardware import PARALLEL_SIZES
+from benchmark.estimate.published import LLAMA_8B_INF2, MODELS, Measurement, measurements
 from optimum_neuron.targets.neuron.sdk.step_times import DECODE, PREFILL, STEP_TIMES, Accuracy
 from optimum_neuron.tools.estimate.core_sizes import core_sizes
 from optimum_neuron.tools.estimate.estimate import estimate_target
@@ -68,20 +66,3 @@ def test_a_run_is_estimated_as_the_command_would() -> None:
     assert first * 1e3 == pytest.approx((1 + error(prefill, STEP_TIMES)) * prefill.milliseconds)
     assert one.decode.low_s == pytest.approx(one.decode.expected_s * DECODE.low)
     assert one.prefill.high_s == pytest.approx(one.prefill.expected_s * PREFILL.high)
-
-
-def test_deep_models_and_large_groups_take_their_latency() -> None:
-    """A step of 80 layers on 64 cores is mostly latency."""
-    run = next(run for run in RUNS if run.target == "trn2" and run.model == "Llama-3-70B")
-    one = next(found for found in measurements() if found.run is run and found.kind == "decode")
-    assert 0.6 < 80 * (1 + math.log2(64)) * STEP_TIMES.layer_s * 1e3 / run.decode_ms < 0.8
-    assert error(one, replace(STEP_TIMES, layer_s=0.0)) < -0.6
-
-
-def test_every_run_is_of_a_known_model_on_a_group_that_a_host_takes_and_names_its_source() -> None:
-    for run in RUNS:
-        assert run.tensor_parallel_size in PARALLEL_SIZES[run.target]
-        assert run.source.startswith(("aws-neuron-sdk ", "optimum-neuron "))
-        assert run.model in MODELS
-        assert (run.prompt_tokens is None) == (run.first_token_ms is None)
-    assert {run.model for run in RUNS} == set(MODELS)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from optimum_neuron.targets.neuron.sdk.devices import NeuronDevices
 from optimum_neuron.targets.neuron.sdk.hardware import INSTANCES, PARALLEL_SIZES, check_parallel_size, hosts_of
 from optimum_neuron.targets.neuron.sharding import shard_plan
 from optimum_neuron.tools.estimate.core_sizes import core_sizes
-from optimum_neuron.tools.estimate.estimate import estimate_model
+from optimum_neuron.tools.estimate.estimate import EstimateReport, estimate_model
 from optimum_neuron.tools.estimate.model_sizes import measure_model
 from optimum_neuron.tools.estimate.step_needs import cache_bytes
 
@@ -82,9 +83,6 @@ def test_auto_is_this_machines_devices_before_sizes_follow_from_it(
     options = {"sequence_length": 4096}
     (one,) = estimate_model(str(tmp_path), options, ["auto", "trn1"], tensor_parallel_size=1).estimates
     assert (one.config.target, one.config.context_buckets) == ("trn1", (256, 1024, 4096))
-
-
-def test_auto_without_known_devices_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for found, told in ((None, "no Neuron device"), (NeuronDevices(None, 1, None), "of an unknown generation")):
         monkeypatch.setattr(devices, "find_devices", lambda found=found: found)
         with pytest.raises(ValueError, match=f"'auto': this machine has .*{told}; name one of inf2"):
@@ -123,42 +121,43 @@ def test_bytes_are_those_that_an_export_writes(form: str, tied: bool, tmp_path: 
     assert core_sizes(report.sizes, 1).linear_params == core_sizes(plain.sizes, 1).linear_params
 
 
-def test_cores_share_codes_as_ranks_do(tmp_path: Path) -> None:
+@pytest.fixture
+def estimated(tmp_path: Path) -> Callable[..., EstimateReport]:
+    """Estimate a tiny model in bfloat16."""
     LlamaConfig(**TINY_SIZES, dtype="bfloat16").save_pretrained(tmp_path)
-    options = {"sequence_length": 64, "quantization": "int8"}
-    report = estimate_model(str(tmp_path), options, ["trn2"], tensor_parallel_size=4)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig.from_pretrained(tmp_path), dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
-    )
+
+    def estimate(quantization: str, *targets: str, cores: int = 1) -> EstimateReport:
+        options = {"sequence_length": 64, "quantization": quantization}
+        return estimate_model(str(tmp_path), options, targets or ("trn2",), tensor_parallel_size=cores)
+
+    return estimate
+
+
+def test_cores_share_codes_as_ranks_do(estimated: Callable[..., EstimateReport], tmp_path: Path) -> None:
+    config = LlamaConfig.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
     quantize(model, NeuronConfig.from_dict({"target": "trn2", "quantization": "int8"}))
     plan = shard_plan(model, 4)
     sizes = [torch.Size(plan.local_shape(name)).numel() * each.itemsize for name, each in named_tensors(model).items()]
-    assert report.estimates[0].memory.weights == sum(sizes) + 4
+    assert estimated("int8", cores=4).estimates[0].memory.weights == sum(sizes) + 4
 
 
-def test_a_target_without_the_type_is_left_out_with_a_reason(tmp_path: Path) -> None:
-    LlamaConfig(**TINY_SIZES, dtype="bfloat16").save_pretrained(tmp_path)
-    options = {"sequence_length": 64, "quantization": "fp8"}
-    report = estimate_model(str(tmp_path), options, ["inf2", "trn2"], tensor_parallel_size=1)
-    assert [each.config.target for each in report.estimates] == ["trn2"]
-    assert "inf2 has no fp8." in report.notes
+def test_a_target_without_the_type_is_left_out_with_a_reason(estimated: Callable[..., EstimateReport]) -> None:
+    report = estimated("fp8", "inf2", "trn2")
+    assert [each.config.target for each in report.estimates] == ["trn2"] and "inf2 has no fp8." in report.notes
     with pytest.raises(ValueError, match="quantization='fp8' needs a type that target='inf2' lacks"):
-        estimate_model(str(tmp_path), options, ["inf2"], tensor_parallel_size=1)
+        estimated("fp8", "inf2")
 
 
-def test_codes_of_a_checkpoint_are_not_known_from_its_config(tmp_path: Path) -> None:
-    LlamaConfig(**TINY_SIZES, dtype="bfloat16").save_pretrained(tmp_path)
-    options = {"sequence_length": 64, "quantization": "checkpoint"}
+def test_codes_of_a_checkpoint_are_not_known_from_its_config(
+    estimated: Callable[..., EstimateReport], tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="its config alone is read here; give the kind of codes"):
-        estimate_model(str(tmp_path), options, ["trn2"], tensor_parallel_size=1)
+        estimated("checkpoint")
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
     formats = formats_of(model, NeuronConfig.from_dict({"quantization": "int4"}))
     write_formats(formats, tmp_path)  # as an artifact's folder has them
-    found, expected = (
-        estimate_model(str(tmp_path), options | {"quantization": kind}, ["trn2"], tensor_parallel_size=1)
-        for kind in ("checkpoint", "int4")
-    )
-    assert found.estimates[0].memory == expected.estimates[0].memory
+    assert estimated("checkpoint").estimates[0].memory == estimated("int4").estimates[0].memory
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

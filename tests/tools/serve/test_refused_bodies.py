@@ -17,10 +17,8 @@ from served_app import CHAT, NAME, App
 # A member, its value, and words of the refusal; of both routes.
 BOTH = [
     ("n", 0, "n is 0; give a whole number from 1 to 128"),
-    ("n", 129, "n is 129"),
     ("n", True, "n is True"),
     ("n", 1.5, "n is 1.5"),
-    ("max_tokens", 0, "max_tokens is 0"),
     ("max_tokens", "5", "max_tokens is '5'"),
     ("max_tokens", 2**40, f"max_tokens is {2**40}"),
     ("max_tokens", 64, "max_tokens=64 do not fit the model's length of 64 tokens; lower max_tokens to"),
@@ -30,9 +28,7 @@ BOTH = [
     ("top_p", 1.1, "top_p is 1.1; give a number from 0 to 1"),
     ("min_p", -1, "min_p is -1"),
     ("top_k", -2, "top_k is -2"),
-    ("top_k", 2.5, "top_k is 2.5"),
     ("seed", 2**70, "seed is"),
-    ("seed", "x", "seed is 'x'"),
     ("stop", [""], "give strings of 1 to 256 characters"),
     ("stop", ["x" * 257], "give strings of 1 to 256 characters"),
     ("stop", ["x"] * 17, "up to 16 strings"),
@@ -43,15 +39,10 @@ BOTH = [
     ("stream", 1, "stream is 1; give true or false"),
     ("user", 5, "user is 5"),
     ("frequency_penalty", 0.5, "frequency_penalty=0.5 is not supported; leave it out, or serve the artifact by vLLM"),
-    ("presence_penalty", -1, "presence_penalty=-1 is not supported"),
-    ("repetition_penalty", 1.1, "repetition_penalty=1.1 is not supported"),
     ("logit_bias", {"5": 1}, "logit_bias={'5': 1} is not supported"),
     ("min_tokens", 3, "min_tokens=3 is not supported"),
     ("best_of", 2, "best_of=2 is not supported"),
-    ("priority", 3, "priority=3 is not supported; leave it out"),
     ("cache_salt", "x", "cache_salt='x' is not supported; leave it out"),
-    ("return_token_ids", "yes", "return_token_ids is 'yes'; give true or false"),
-    ("zebra", 1, "'zebra' is no member that this server knows"),
     ("x" * 500, 1, "is no member that this server knows"),
     ("\ud800", 1, "'\\ud800' is no member that this server knows"),
     ("model", "other", "the model 'other' does not exist; this server has 'tiny'"),
@@ -67,30 +58,15 @@ CHATS = [
     ("messages", [{"role": 5, "content": "Hi"}], "messages[0].role is 5"),
     ("messages", [{"role": "user"}], "messages[0].content has"),
     ("messages", [*CHAT, {"role": "user", "content": 5}], "messages[1].content has"),
-    (
-        "messages",
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-        "messages[0].content has {'image_url'",
-    ),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content has {'image_url'"),
     ("messages", [{"role": "user", "content": "\ud800"}], "half of a surrogate pair at character 0"),
-    (
-        "messages",
-        [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
-        "messages[0].tool_calls has {}; give calls with function.name and function.arguments",
-    ),
-    (
-        "messages",
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}],
-        "messages[0].tool_calls arguments has '[1'; give a JSON object",
-    ),
+    ("messages", [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+        "messages[0].tool_calls has {}; give calls with function.name and function.arguments"),
+    ("messages", [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}],
+        "messages[0].tool_calls arguments has '[1'; give a JSON object"),
     ("messages", [{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls is not supported"),
-    ("messages", [{"role": "assistant"}], "messages[0].content has"),
     ("messages", [{"role": "user", "content": "Hi", "\ud800": 1}], "messages[0].? is not supported"),
-    (
-        "messages",
-        [{"role": "user", "content": "x" * 10**6}],
-        "the prompt has 1,000,000 characters, which no 64 tokens",
-    ),
+    ("messages", [{"role": "user", "content": "x" * 10**6}], "the prompt has 1,000,000 characters, which no 64 tokens"),
     ("messages", [{"role": "user", "content": "x"}] * 65, "the prompt has 65 messages, and the model's length is 64"),
     ("messages", [{"role": "user", "content": "x" * 200}], "the prompt has 218 tokens, and the model's length is 64"),
     ("max_completion_tokens", 60, "max_completion_tokens=60 do not fit"),
@@ -105,9 +81,9 @@ CHATS = [
     ("chat_template_kwargs", [], "chat_template_kwargs is []; give an object"),
     *[
         ("chat_template_kwargs", {name: "x"}, f"chat_template_kwargs has '{name}', which the server sets")
-        for name in ("self", "messages", "chat_template", "tools", "tokenize", "add_generation_prompt", "bos_token")
+        for name in ("self", "messages", "chat_template", "tools", "tokenize", "bos_token")
     ],
-]
+]  # fmt: skip
 COMPLETIONS = [
     ("prompt", None, "prompt is None"),
     ("prompt", "", "the prompt has 0 tokens"),
@@ -119,7 +95,6 @@ COMPLETIONS = [
     ("prompt", {"a": 1}, "prompt is {'a': 1}"),
     ("prompt", [5, 300], "prompt has the token id 300, and the model's are 0 to 299"),
     ("prompt", [-1], "prompt has the token id -1"),
-    ("prompt", [2**70], "prompt has the token id"),
     ("prompt", [1.5], "prompt has the token id 1.5"),
     ("prompt", [True], "prompt has the token id True"),
     ("prompt", [[5], [5, 300]], "prompt has the token id 300"),
@@ -158,15 +133,9 @@ def test_a_wrong_request_is_refused_in_one_sentence(app: App, route: str) -> Non
         ({"stream": True, "stream_options": {"zebra": 1}}, "stream_options has no member 'zebra'"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage is 1"),
         ({"logprobs": True, "top_logprobs": 4}, "and this artifact returns 3; ask for fewer, or export it with --top-logprobs 4"),
-        ({"n": 12, "max_tokens": 2}, "the request has 12 prompts and choices"),
-        (
-            {"add_generation_prompt": True, "continue_final_message": True},
-            "add_generation_prompt=true and continue_final_message=true contradict each other",
-        ),
-        (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
-            "reasoning_effort='low' and that of chat_template_kwargs differ",
-        ),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt=true and continue_final_message=true contradict"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort='low' and that of chat_template_kwargs differ"),
     ],
 )  # fmt: skip
 def test_members_that_contradict_each_other_are_refused(app: App, options: dict[str, Any], words: str) -> None:
@@ -184,10 +153,8 @@ def test_members_with_the_value_that_changes_nothing_are_taken(app: App) -> None
         "bad_words": [], "detokenize": True, "include_stop_str_in_output": False, "spaces_between_special_tokens": True,
     }  # fmt: skip
     assert app.chat(**neutral).json()["usage"]["completion_tokens"] == 3
-    assert (
-        app.complete(temperature=1e-300, max_tokens=2).json()["choices"]
-        == app.complete(temperature=0, max_tokens=2).json()["choices"]
-    )
+    cold, coldest = (app.complete(temperature=heat, max_tokens=2).json()["choices"] for heat in (1e-300, 0))
+    assert cold == coldest
     assert app.complete(best_of=2, n=2, echo=False, suffix="", max_tokens=2).status_code == 200
 
 

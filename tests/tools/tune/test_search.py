@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 from helpers import VOCAB, Opener
@@ -31,19 +30,14 @@ TRACE = RequestTrace.from_requests(
 
 @dataclass
 class Made(Machine):
-    """A machine whose graphs take what a formula says.
-
-    Attributes:
-        room: bytes; a config needs a byte for each token of its cache.
-    """
+    """A machine whose graphs take what a formula says."""
 
     seconds: Callable[[GraphSpec], float]
-    room: int = 10**9
+    room: int = 10**9  # bytes; a config needs a byte for each token of its cache
     minutes: Callable[[NeuronConfig], float] = lambda config: 1.0
     is_measured: bool = False
     about: Sequence[str] = ()
     reuses_prefixes: bool = True
-    asked: list[NeuronConfig] = field(default_factory=list)
 
     def memory(self, config: NeuronConfig) -> tuple[int, int]:
         return config.batch_size * config.sequence_length, self.room
@@ -52,7 +46,6 @@ class Made(Machine):
         return self.minutes(config)
 
     def step_clock(self, config: NeuronConfig) -> StepClock:
-        self.asked.append(config)
         return StepClock(graph_specs(config), self.seconds)
 
 
@@ -69,16 +62,16 @@ def by_tokens(second: float, token: float) -> Callable[[GraphSpec], float]:
 
 
 def test_small_chunks_are_best_where_pauses_are_limited_and_large_ones_where_first_tokens_are() -> None:
-    machine = Made(by_tokens(0.01, 0.0005))
-    assert best(machine, "itl=40ms").config.prefill_chunk_size == 32
+    assert best(Made(by_tokens(0.01, 0.0005)), "itl=40ms").config.prefill_chunk_size == 32
     assert best(Made(by_tokens(0.05, 0.0001)), "ttft.p50=180ms,itl=90ms").config.prefill_chunk_size == 128
 
 
-def test_what_costs_nothing_to_compile_wins_among_equals() -> None:
-    machine = Made(lambda graph: 0.01, minutes=lambda config: len(graph_specs(config)))
-    assert best(machine, "ttft=10s").policy == "alternate"
-    slower_alternate = Made(lambda graph: 0.01, minutes=lambda config: 9 - len(graph_specs(config)))
-    assert best(slower_alternate, "ttft=10s").policy == "mixed"
+@pytest.mark.parametrize(
+    ("minutes", "policy"), [(lambda count: count, "alternate"), (lambda count: 9 - count, "mixed")]
+)
+def test_what_costs_nothing_to_compile_wins_among_equals(minutes: Callable[[int], float], policy: str) -> None:
+    machine = Made(lambda graph: 0.01, minutes=lambda config: minutes(len(graph_specs(config))))
+    assert best(machine, "ttft=10s").policy == policy
 
 
 def test_a_contexts_graph_is_chosen_by_what_it_costs() -> None:
@@ -113,7 +106,7 @@ def test_the_nearest_is_told_where_nothing_meets_the_limits_and_two_searches_agr
 @pytest.mark.parametrize("policy", ["mixed", "alternate"])
 def test_the_simulation_takes_the_steps_that_an_engine_takes(open_runner: Opener, policy: str) -> None:
     """Arrivals are counted in steps: a step takes a second, and requests come at the same ones."""
-    runner = open_runner("llama")
+    runner = open_runner("llama", "cpu")
     arrivals = (0, 0, 0, 1, 4, 4, 9, 30, 30)
     shared = (SharedPart("a", 20),)
     sent = [
@@ -134,24 +127,19 @@ def test_the_simulation_takes_the_steps_that_an_engine_takes(open_runner: Opener
     answered = [len(outcome.answers[str(number)].times) for number in range(len(sent))]
     assert answered == [each.new_tokens for each in sent]
     assert any(chunk.prefix for step in simulated for chunk in step.pieces)
-    assert _engine_steps(Engine(runner, options, vocab_size=VOCAB), trace, prompts) == simulated
-
-
-def _engine_steps(engine: Engine, trace: RequestTrace, prompts: Sequence[Any]) -> list[Step]:
-    taken: list[Step] = []
-    clock = sent = 0
-    while sent < len(prompts) or engine.has_work:
-        while sent < len(prompts) and trace.requests[sent].arrival <= clock:
-            engine.add_request(traced_request(trace, prompts, sent))
-            sent += 1
+    engine, taken, clock, come = Engine(runner, options, vocab_size=VOCAB), list[Step](), 0, 0
+    while come < len(prompts) or engine.has_work:
+        while come < len(prompts) and arrivals[come] <= clock:
+            engine.add_request(traced_request(trace, prompts, come))
+            come += 1
         step = engine.scheduler.schedule()
         if step is None:
-            clock = int(trace.requests[sent].arrival)
+            clock = arrivals[come]
             continue
         taken.append(step)
         engine.step()
         clock += 1
-    return taken
+    assert taken == simulated
 
 
 LIVE = CpuClock(

@@ -115,17 +115,10 @@ def test_the_longest_request_decides_the_sequence_length() -> None:
 ANSWERS = [Answer(0.0, 0.1, array("d", [1.0, 1.1, 1.2])), Answer(2.0, 2.5, array("d", [5.0, 5.3]))]
 
 
-def test_units_and_the_default_percentile() -> None:
-    limits = Limit("ttft", 99, 2.0), Limit("itl", 99.9, 0.05), Limit("e2e", 50, 0.5)
-    assert Slo.parse_limits("ttft=2s, itl.p99.9=50ms,e2e.p50=.5s").limits == limits
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "'', which is no limit"),
         ("ttft=2", "'ttft=2', which is no limit"),
-        ("ttft=-2s", "no limit"),
         ("ttft=2s,", "'', which is no limit"),
         ("ttft=0ms", "which nothing meets; give a time above 0"),
         ("ttft.p0=2s", "p0 is no percentile"),
@@ -142,14 +135,13 @@ def test_wrong_limits_are_refused(text: str, told: str) -> None:
 
 
 def test_shares_of_limits_and_requests_that_keep_them() -> None:
+    limits = Limit("ttft", 99, 2.0), Limit("itl", 99.9, 0.05), Limit("e2e", 50, 0.5)
+    assert Slo.parse_limits("ttft=2s, itl.p99.9=50ms,e2e.p50=.5s").limits == limits
     slo = Slo.parse_limits("ttft.p50=2s,itl.p100=200ms")
     assert [round(share, 6) for share in slo.shares_used(ANSWERS).values()] == [1.0, 1.5]
     assert slo.attainment(ANSWERS) == 0.5
     one_token = [Answer(0.0, 0.0, array("d", [0.5]))]
     assert slo.shares_used(one_token) == {slo.limits[0]: 0.25, slo.limits[1]: 0.0} and slo.attainment(one_token) == 1
-
-
-def test_figures_are_from_the_first_arrival_to_the_last_token() -> None:
     figures = Figures.from_answers(ANSWERS)
     assert figures.tok_s == pytest.approx(5 / 5.3) and figures.req_s == pytest.approx(2 / 5.3)
     assert figures.times["ttft"][50] == pytest.approx(2.0) and figures.times["queue"][50] == pytest.approx(0.3)

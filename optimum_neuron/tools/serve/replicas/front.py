@@ -19,16 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..gate import HELD_BYTES, Bodies, Body, Gate
-from ..http import (
-    ApiError,
-    ClientGoneError,
-    EventSender,
-    error_response,
-    json_response,
-    server_error,
-    to_json,
-    watch_client,
-)
+from ..http import ApiError, ClientGoneError, EventSender, json_response, server_error, to_json, watch_client
 from ..metrics import CONTENT_TYPE
 from .replica import ReplicaClosedError
 
@@ -44,12 +35,7 @@ _HEAD = ("type", "http_version", "method", "scheme", "path", "root_path", "query
 
 
 class Front:
-    """The application before the replicas. The event loop's thread uses it, and any thread may `stop` it.
-
-    Args:
-        replicas: Ray Serve's handle, which chooses a replica with few requests.
-        name: of Ray Serve's application.
-    """
+    """The application before the replicas of one application of Ray Serve. The event loop's thread uses it, and any thread may `stop` it."""
 
     def __init__(self, replicas: DeploymentHandle[Any], gate: Gate, name: str) -> None:
         self._replicas, self._gate, self._name = replicas, gate, name
@@ -66,13 +52,12 @@ class Front:
                 await self._forward(scope, receive, send)
                 return
         except ApiError as error:
-            response = error_response(error)
+            response = error.to_response()
         except ClientGoneError:
             return  # no answer is read any more
         await response(scope, receive, send)
 
     def stop(self) -> None:
-        """End all requests that have no whole answer."""
         for relay in list(self._relays):
             relay.cancel(server_error("the server ended before the answer did", status=503, code="draining"))
 
@@ -112,11 +97,7 @@ class Front:
 
 
 class Relay:
-    """One request: the client has no token of it yet, or one replica's answer is on its way.
-
-    Args:
-        begun: called once no other replica may need the body.
-    """
+    """One request: the client has no token of it yet, or one replica's answer is on its way. `begun` frees the body then."""
 
     def __init__(self, ask: Callable[[], Any], send: Send, begun: Callable[[], None]) -> None:
         self._ask, self._send, self._begun = ask, send, begun
@@ -131,12 +112,7 @@ class Relay:
             self._answer.cancel()
 
     async def run_request(self) -> None:
-        """Send the answer of the first replica that has one. An error within a stream is its last event.
-
-        Raises:
-            ApiError: the client has nothing yet, and gets no answer.
-            ClientGoneError: as `cancel` was given it.
-        """
+        """Send the answer of the first replica that has one. An ApiError within a stream is its last event, and else raised."""
         try:
             await self._try_replicas()
         except ApiError as error:

@@ -41,10 +41,8 @@ def serve_replicas(
 ) -> None:
     """Serve by replicas until SIGTERM or SIGINT, then until the last request has its answer, or the time for that is over.
 
-    Args:
-        fewest, most: replicas; between them Ray follows the load.
-        target: requests of a replica, running and waiting, above which Ray adds one; None: as many as run at once.
-        joins: whether the cluster is the one that RAY_ADDRESS names, as `set_ray_environment` returns it.
+    Between `fewest` and `most` replicas Ray follows the load: it adds one where each has more than `target` requests, running and
+    waiting (None: as many as run at once). With `joins` the cluster is the one that RAY_ADDRESS names.
     """
     options = replace(options, artifact=options.artifact.absolute())  # Ray's processes have other working folders
     artifact = Artifact.open(options.artifact)
@@ -80,7 +78,6 @@ def _start_cluster(artifact: Artifact, most: int, ranks: int) -> dict[str, Any]:
 
 
 def scaling(fewest: int, most: int, target: float) -> dict[str, Any]:
-    """Return Ray Serve's options for the number of replicas."""
     if most == fewest:
         return {"num_replicas": most}
     bounds = {"min_replicas": fewest, "max_replicas": most}
@@ -109,10 +106,7 @@ def _start_replicas(options: ServerOptions, numbers: dict[str, Any]) -> Deployme
 
 
 def replica_resources(nodes: Sequence[Mapping[str, float]], replicas: int, ranks: int) -> dict[str, Any]:
-    """Return what each replica takes of its machine: a share of its cores, and a Neuron core for each rank.
-
-    OMP_NUM_THREADS is the share where it is set; Ray sets it for the replica where it is not.
-    """
+    """Return what each replica takes of its machine: its share of cores, or OMP_NUM_THREADS, and a Neuron core for each rank."""
     threads = os.environ.get("OMP_NUM_THREADS")
     cores = [int(node.get("CPU", 0)) for node in nodes]
     shares = range(max(cores, default=0), 0, -1) if threads is None else [int(threads)]

@@ -32,16 +32,12 @@ def manifest_digest(artifact: Path) -> str:
 
 
 class Replica:
-    """A loaded model that answers the front's calls. Ray Serve makes it, asks for its health and ends it.
-
-    Args:
-        digest: of the artifact that all replicas load; ValueError where this machine has another one at that path.
-    """
+    """A loaded model that answers the front's calls. Ray Serve makes it, asks for its health and ends it. Raises ValueError where
+    this machine has another artifact at the path than that of the digest."""
 
     def __init__(self, options: ServerOptions, digest: str) -> None:
-        if (
-            ray.util.get_node_ip_address() == _LOOPBACK
-        ):  # Ray 2.60 binds its channel to all interfaces, and has no option for it
+        # Ray 2.60 binds its channel to all interfaces, and has no option for it.
+        if ray.util.get_node_ip_address() == _LOOPBACK:
             from ray.serve._private import replica
 
             bind = replica.add_port_to_grpc_server
@@ -64,7 +60,6 @@ class Replica:
         self._loaded.gate.check_open()
 
     async def read_metrics(self) -> tuple[str, str]:
-        """Return the replica's name, and its metrics in Prometheus' text format."""
         return self._name, self._loaded.metrics.to_text().decode()
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:

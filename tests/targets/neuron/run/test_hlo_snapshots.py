@@ -43,7 +43,7 @@ from optimum_neuron.targets.neuron.lowering.lower import lower_state_graph
 from optimum_neuron.tools.certify.certify import expect_type
 from optimum_neuron.tools.certify.host_ranks import LoweredModule
 from optimum_neuron.tools.certify.setup import Trial, make_setup
-from optimum_neuron.tools.check.step_checks import CheckError, check_slot_copy, check_snapshots
+from optimum_neuron.tools.check.step_checks import CheckError, check_kept_state, check_slot_copy
 
 
 CHUNK, PLACE = 8, 1
@@ -169,9 +169,9 @@ def test_a_check_of_the_artifact_tells_where_state_is_not_copied(
     artifact, runner = Artifact.open(path), artifact_runner(path)
     with monkeypatch.context() as patch:
         patch.setattr(runner.executable, broken, lambda *_: None)
-        with pytest.raises(CheckError, match=r"kv_cache\.\w+ of slot 0 is not what snapshot 2 was taken of"):
-            check_snapshots(artifact, runner)
-    assert check_snapshots(artifact, runner) == {"states": 5, "places": 3}
+        with pytest.raises(CheckError, match=r"kv_cache\.\w+ of slot 0 is not what copy 2 was taken of"):
+            check_kept_state(artifact, runner)
+    assert check_kept_state(artifact, runner) == {"states": 5, "places": 3}
     assert check_slot_copy(artifact, runner) == {"states": 2}
 
 
