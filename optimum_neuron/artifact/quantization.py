@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from ..config import ACTIVATIONS
-from ..step.features.codes.formats import WeightFormat, make_room
+from ..step.features.codes.modules import WeightFormat, make_room
 from ..step.features.codes.weight import CODE_DTYPES, SCALE_DTYPES
 from .schema import choice, flag, named, read_object, record, whole
 

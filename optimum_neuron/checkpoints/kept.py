@@ -20,8 +20,7 @@ from ..step.features.codes.modules import (
     can_be_looked_up,
     is_experts,
     plain_weights,
-    replace_embedding,
-    replace_linear,
+    replace_module,
     replace_weights,
 )
 from ..step.features.codes.weight import QuantizedWeight
@@ -92,11 +91,11 @@ def keep_codes(
                     weight = _compare_weight(source, name, form.read_codes(name), table.weight)
                     head = model.get_output_embeddings()
                     if isinstance(head, nn.Linear) and head.weight is table.weight:
-                        replace_linear(model, paths[head], weight)
+                        replace_module(model, paths[head], weight)
                     if type(table) is nn.Embedding and can_be_looked_up(weight):
-                        replace_embedding(model, path, weight)
+                        replace_module(model, path, weight)
                 elif type(module) is nn.Linear:
-                    replace_linear(model, path, _compare_weight(source, name, form.read_codes(name), module.weight))
+                    replace_module(model, path, _compare_weight(source, name, form.read_codes(name), module.weight))
                 else:
                     raise NotKeptError(
                         f"{source} has {name} as codes, and {type(model).__name__} has it in a {type(module).__name__}, which takes "

@@ -35,8 +35,7 @@ from ..parity.inspect import check_fixed_shapes, check_states, inspect_model
 from ..parity.text_length import check_tables, check_text_length, keep_frequencies, take_long_frequencies
 from ..runtime import golden
 from ..runtime.defaults import follow_defaults
-from ..step.family import check_every_step_has_a_graph
-from ..step.features.codes.formats import weight_formats
+from ..step.features.codes.modules import weight_formats
 from ..step.model_spec import ModelSpec
 from ..step.spec import graph_specs
 from ..step.state_specs import kept_state_specs, state_specs
@@ -95,7 +94,6 @@ def export_model(
     folder = next(parent for parent in output.parents if parent.is_dir())
     with scratch_folder(folder), explained_full_disk(folder, "name an output folder on another disk"):
         loaded, config = _load_model(checkpoint, adapters, config)
-        check_every_step_has_a_graph(config, graph_specs(config))
         with tensors_in_files():
             quantize(loaded, config, calibration)
         config = settle_activations(loaded, config, by_default=target.rounds_activations())

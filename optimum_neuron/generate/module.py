@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..artifact.artifact import Artifact
 from ..artifact.skeleton import empty_model
-from ..step.features.codes.formats import coded_tensors
+from ..step.features.codes.modules import coded_tensors
 
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The owners of cache blocks that decode rows attend in place. Imports no torch.
 
-Each physical block that a graph reads is an entry: it attends with the query of the row that owns it. A block of several rows has an
-entry for each row among further entries, and none in place. A row's partial results are joined in the order of its own blocks.
+Each physical block that a graph reads is an entry: it attends with the query of the row that owns it. A block of several rows has
+further entries, one for each row, and none in place. A row's partial results are joined in the order of its own blocks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class OwnerSizes:
-    """The sizes of `BlockOwners`: R decode rows, K `blocks` that attend in place, the first ones of the cache, and X `shared` at most.
-
-    `row_blocks` are the blocks of the longest request, of `block_length` tokens.
-    """
+    """The sizes of `BlockOwners`: R `rows` with up to `row_blocks` blocks, K `blocks`, the cache's first, and X `shared` at most."""
 
     rows: int
     row_blocks: int
@@ -32,8 +29,7 @@ class OwnerSizes:
         return self.blocks + self.shared * self.rows
 
     @property
-    def unseen(self) -> int:
-        """The first position of a block that no row sees: after all tokens."""
+    def unseen(self) -> int:  # the first position of a block that no row sees: after all tokens
         return self.row_blocks * self.block_length
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -70,10 +66,9 @@ class TooManySharedBlocksError(ValueError):
 def fill_owners(
     out: BlockOwners | Mapping[str, np.ndarray], sizes: OwnerSizes, tables: np.ndarray, counts: np.ndarray
 ) -> None:
-    """Write the inputs of decode rows about the blocks that they read.
+    """Write the inputs of decode rows about the blocks that they read into arrays of `sizes.shapes()`.
 
     Args:
-        out: arrays of `sizes.shapes()`, whatever they hold.
         tables: `[R, row_blocks]`, the physical block of each block of a row.
         counts: `[R]`, how many of them hold tokens that the row reads; 0 for an idle row.
 
@@ -97,8 +92,13 @@ def fill_owners(
     owner[blocks] = rows
     base[blocks] = columns * sizes.block_length
     entries = blocks
-    if blocks.size and int(uses.max()) > 1:
-        _check_places(base, blocks, columns, sizes)
+    elsewhere = (base[blocks] != columns * sizes.block_length).nonzero()[0]
+    if elsewhere.size:  # keys know their position
+        block, column = int(blocks[elsewhere[0]]), int(columns[elsewhere[0]])
+        raise ValueError(
+            f"block {block} is at position {column * sizes.block_length} of one row and at {int(base[block])} of another; only "
+            f"blocks at the same place can be shared"
+        )
     found = (uses > 1).nonzero()[0]
     if found.size > sizes.shared:
         raise TooManySharedBlocksError(
@@ -119,19 +119,8 @@ def fill_owners(
     joined[held] = entries
 
 
-def _check_places(base: np.ndarray, blocks: np.ndarray, columns: np.ndarray, sizes: OwnerSizes) -> None:
-    """Check that a block is at the same place of all rows that share it: keys know their position."""
-    elsewhere = (base[blocks] != columns * sizes.block_length).nonzero()[0]
-    if elsewhere.size:
-        block = int(blocks[elsewhere[0]])
-        raise ValueError(
-            f"block {block} is at position {int(columns[elsewhere[0]]) * sizes.block_length} of one row and at "
-            f"{int(base[block])} of another; only blocks at the same place can be shared"
-        )
-
-
 def rows_apart(sizes: OwnerSizes, tables: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Split rows with blocks into ascending groups that each fit one step: a row joins the first that has places for what it shares."""
+    """Split rows with blocks into ascending groups that each fit one step: a row joins the first with places for what it shares."""
     groups: list[tuple[list[int], np.ndarray]] = []
     for row in counts.nonzero()[0]:
         own = tables[row, : counts[row]]

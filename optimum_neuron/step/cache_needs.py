@@ -23,9 +23,8 @@ from .features.compressed_keys.state import CompressedKeyState
 from .features.convolution.convolution import ConvolutionInput
 from .features.convolution.state import ConvolutionState
 from .features.own_code.layers_by_token import keeps_own_state, names_in_forward
-from .features.own_code.own_run import running_layer
 from .features.own_code.own_scores import ScoreKeys
-from .features.own_code.own_states import OwnState, StatesOfLayers, is_kept, state_of_run
+from .features.own_code.own_states import OwnState, StatesOfLayers, is_kept, running_layer, state_of_run
 from .features.recurrence.recurrent_functions import LastState
 from .features.recurrence.state import RecurrentState
 from .features.selected_keys.indexers import IndexCache
@@ -36,12 +35,9 @@ from .serving import Backends, plain_index
 class StepCache(IndexCache):
     """transformers' cache interface, as decoders use it: it hands everything to the backends of the running step.
 
-    Args:
-        before: `[tokens]`, for a model that adds the number of tokens in the cache to the indices of the new ones: what gives
-            positions. A number, for one that makes something of as many tokens as there are with the new ones. Others get 0.
-        keys: for a model that attends by code of its own; None where the attention interface stores keys and values.
-        columns: tokens of a text, for a model that selects keys.
-        rates: by layer that keeps compressed keys, tokens that each stands for.
+    `before` is `[tokens]` for a model that adds the number of tokens in the cache to the indices of new ones, a number for one that makes
+    something of as many tokens as there are. `keys` are for a model that attends by code of its own, `columns`, the tokens of a text, for
+    one that selects keys. `rates` has, by layer that keeps compressed keys, the tokens that each stands for.
     """
 
     def __init__(
@@ -131,7 +127,6 @@ class CacheNeeds:
         counts: an attention layer asks for the number of tokens before.
         numbers: so does its decoder, which takes no positions and numbers tokens from there.
         convolves: a layer keeps the inputs of a convolution or the state of a recurrence.
-        indexes: a layer keeps index keys.
         rates: for each layer with compressed keys, the tokens that transformers' own cache makes each of.
         first_position: the number of a text's first token, where the model makes positions of token ids.
         keyword: the cache's name in the model's forward pass: models without attention have their own.

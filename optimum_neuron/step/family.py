@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..config import NeuronConfig
 from .spec import GraphKind, GraphSpec
 
 
@@ -15,7 +14,7 @@ def rows_needed(counts: Iterable[int], chunk_size: int) -> int:
 
 
 def holds(graph: GraphSpec, context_length: int, counts: Sequence[int] = (), blocks: int = 0) -> bool:
-    """Return whether a graph with the groups that a step needs has columns, chunk rows and blocks enough for it; see `select_graph`."""
+    """Return whether a graph with the groups that a step needs has columns, chunk rows and blocks enough; see `select`."""
     # Chunk size 0 has no rows to count.
     fits = not counts or rows_needed(counts, graph.chunk_size) <= graph.ctx_batch_size
     reaches = not graph.blocks_in_place or blocks <= graph.blocks_in_place
@@ -25,12 +24,8 @@ def holds(graph: GraphSpec, context_length: int, counts: Sequence[int] = (), blo
 class GraphFamily:
     """The graphs of an artifact, to find the smallest one that holds a step.
 
-    Args:
-        deterministic: always choose the largest mixed graph, of those that score prompts the largest; ValueError where none is mixed.
-
-    Attributes:
-        has_mixed: whether a step can decode and take in a prompt at once.
-        in_place: whether decode rows attend over blocks in place: then `blocks` counts for them, not their contexts.
+    `deterministic` always chooses the largest mixed graph, of those that score prompts the largest; ValueError where none is mixed.
+    `in_place` is whether decode rows attend over blocks in place: then `blocks` counts for them, not their contexts.
     """
 
     def __init__(self, graphs: Sequence[GraphSpec], *, deterministic: bool = False) -> None:
@@ -57,7 +52,6 @@ class GraphFamily:
         return self._by_kind.get(kind, ())
 
     def chunk_sizes(self, kind: GraphKind) -> tuple[int, ...]:
-        """Return the tokens per chunk row, ascending, of the graphs that steps of a kind run in."""
         return tuple(sorted({graph.chunk_size for graph in self._usable_graphs(kind)}))
 
     def select(self, kind: GraphKind, context_length: int, counts: Sequence[int] = (), blocks: int = 0) -> GraphSpec:
@@ -66,7 +60,7 @@ class GraphFamily:
         Args:
             context_length: cache columns that the step's tokens see, the largest of its rows; where `in_place`, of its chunk rows.
             counts: tokens by which each prompt of the step advances.
-            blocks: one more than the highest block that decode rows read; counts where `in_place`.
+            blocks: one more than the highest block that decode rows read.
         """
         for graph in self._usable_graphs(kind):
             if holds(graph, context_length, counts, blocks):
@@ -80,25 +74,3 @@ class GraphFamily:
         if self._only is None:
             return self.kind(kind)
         return self.kind(kind)[-1:] if kind == "scoring" else self._only
-
-
-def check_every_step_has_a_graph(config: NeuronConfig, graphs: Sequence[GraphSpec]) -> None:
-    """Raise RuntimeError where a step of a config, of any length of chunk and context, finds no graph."""
-    family = GraphFamily(graphs)
-    contexts = [1, *(bucket + 1 for bucket in config.context_buckets[:-1]), config.sequence_length]
-    asked: dict[GraphKind, bool] = {
-        "chunked_prefill": True,
-        "mixed": config.mixed_step,
-        "scoring": config.prompt_logits,
-    }
-    kinds = [kind for kind, there_is in asked.items() if there_is]
-    try:
-        for context in contexts:
-            family.select("token_generation", context, (), config.kv_blocks)
-            for kind in kinds:
-                for count in range(1, config.prompt_capacity + 1):
-                    family.select(kind, max(context, count), [count])
-                # Rows of different prompts waste the most: each has a token in a row of its own.
-                family.select(kind, context, [config.prefill_chunk_size] * config.ctx_batch_size)
-    except ValueError as error:
-        raise RuntimeError(f"the graphs of {config} are incomplete: {error}") from error

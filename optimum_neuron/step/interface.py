@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,13 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ..errors import UnsupportedModelError
-from .attention.call import AttentionBackend, AttentionCall
 from .attention.masks import CausalMask, Window, causal_mask
+from .attention.rows import AttentionBackend, AttentionCall
 from .attention.state import KeyValueState
 from .features.compressed_keys.compression import split_joined
 from .features.recurrence.state import RecurrentState
 from .features.selected_keys.index_keys import selection_of
-from .serving import Backends, plain_index, replace_in_steps, running_backends, running_positions
+from .serving import Backends, plain_index, replace_in_steps, running_backends
 
 
 ATTENTION_NAME = "optimum_neuron"
@@ -95,8 +95,8 @@ def _find_window(module: Any, attention_mask: CausalMask | Tensor | None, slidin
 def _refuse_meaningful(module: Any, others: dict[str, Any]) -> None:
     """Refuse keywords that the cached attention does not compute: parameters of the function that the model's own code falls back to."""
     own = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
-    names = own.__code__.co_varnames[: own.__code__.co_argcount + own.__code__.co_kwonlyargcount] if own else ()
-    for name in names:
+    code = getattr(own, "__code__", None)
+    for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ():
         if others.get(name) is not None and name not in _WITHOUT_MEANING:
             raise UnsupportedModelError(
                 f"it calls attention with {name}=, which the cached attention does not compute"
@@ -109,8 +109,7 @@ def _make_mask(*args: Any, **kwargs: Any) -> CausalMask | Tensor:
     backends = running_backends()
     if backends is None or backends.make_bias is None:
         return mask
-    bias: CausalMask | Tensor = backends.make_bias(mask, kwargs.get("dtype", torch.float32))
-    return bias
+    return cast(CausalMask | Tensor, backends.make_bias(mask, kwargs.get("dtype", torch.float32)))
 
 
 AttentionInterface.register(ATTENTION_NAME, _attend_call)
@@ -154,5 +153,5 @@ def set_position_tables(model: nn.Module) -> None:
 def _look_up(backends: Backends, theirs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     given = inspect.signature(theirs).bind(*args, **kwargs)
     if given.arguments.get("position_ids") is None:
-        given.arguments["position_ids"] = running_positions()
+        given.arguments["position_ids"] = backends.positions
     return theirs(*given.args, **given.kwargs)

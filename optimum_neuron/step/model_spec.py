@@ -35,7 +35,7 @@ class ModelSpec:
     Attributes:
         vocab_size: token ids that it chooses among, the width of its logits.
         states: what its layers keep, sorted by kind.
-        num_embeddings: token ids that it can be given, the rows of the smallest table that it looks them up in.
+        num_embeddings: token ids that it can be given.
     """
 
     vocab_size: int
@@ -50,7 +50,7 @@ class ModelSpec:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Return whether requests can share the first tokens of a slot, which no state of all its tokens allows."""
+        """Return whether requests can share the first tokens of a slot: a state of all its tokens allows none."""
         return all(state.by_token for state in self.states)
 
     @property
@@ -59,7 +59,7 @@ class ModelSpec:
         return len({state.layer_idx for state in self.states})
 
     def check_kept_states(self, name: str, config: NeuronConfig) -> None:
-        """Raise ValueError where a config asks for copies of slots' state, and slots of the named model keep none."""
+        """Raise ValueError where a config asks for copies of state that the slots of the named model do not keep."""
         for option, count in config.kept_states.items():
             if count and self.reuses_prefixes:
                 raise ValueError(

@@ -32,16 +32,12 @@ class StepOps:
 
     Attributes:
         attend_cache: attention of one row group over a layer's cache, with the step's tokens in it.
-        attend_decode: attention of decode rows over a layer's cache before the step and over their own tokens, so that it need not wait
-            for the write; None: as chunk rows.
-        write_cache: puts keys or values of the step's tokens into a layer's cache, in place; rounds them where it has codes.
+        attend_decode: attention of decode rows before the step's write, which it need not wait for; None: as chunk rows.
+        write_cache: puts keys or values of the step's tokens into a layer's cache, in place.
         reads_visible: whether `attend_cache` reads no column that a token does not see in a call; None: in none.
-        quantized_linear: a linear layer with a quantized weight.
         convolve: a layer's short convolution over the tokens of each slot; None: as SlotConvolutions does.
         experts: the routed experts of layers that use transformers' experts interface.
-        delta_rule, state_space_scan, selective_scan: recurrences of these kinds.
-        sample: the on-device sampler, from what the model's head returns.
-        full_logits: the logits of the whole vocabulary, from what the model's head returns.
+        sample, full_logits: tokens, and logits of the whole vocabulary, from what the model's head returns.
         output_rows: the tokens that reach the head, `[rows]` int32, unchanged: marks them for a compiler.
     """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +29,10 @@ logger = logging.getLogger(__name__)
 def export_graph(
     model: nn.Module, cache: KVCache, spec: GraphSpec, ops: StepOps = DEFAULT_OPS, scores: Scores | None = None
 ) -> ExportedProgram:
-    """Export a step graph, the source of every compiled target.
+    """Export a step graph, the source of every compiled target; raise RuntimeError where an input has no user in it.
 
     Parameters and buffers are named `model.*`, states `kv_cache.*`, logits for a sampler in another graph `scores.*`, and the slots' last
     tokens `chosen.tokens`.
-
-    Raises:
-        RuntimeError: an input has no user in the exported graph, so that it would be ignored.
     """
     module = StepModule(model, cache, spec, ops, scores).eval()
     program = _trace_module(module)
@@ -52,10 +48,7 @@ def export_layers_once(
     scores: Scores | None = None,
     decompose: Callable[[ExportedProgram], ExportedProgram] = lambda program: program,
 ) -> ExportedProgram:
-    """Export the same program in less time: trace a few of the layers that are shown to be the same.
-
-    `decompose` rewrites the program, operator by operator; also that of few layers. Raises RuntimeError as `export_graph`.
-    """
+    """Export the same program in less time, from a few of the layers that are shown to be the same; `decompose` rewrites each trace."""
     module = StepModule(model, cache, spec, ops, scores).eval()
     with few_layers(module.model) as layers:
         try:
@@ -67,8 +60,7 @@ def export_layers_once(
                 expand_layers(program, layers)
                 _check_inputs(program, module)
                 return program
-        except Exception as error:
-            # Of whatever the model's code does: if it is not of the short cut, it will come again.
+        except Exception as error:  # if it is the model's own, it will come again
             logger.debug("graph %s: all layers are traced (%s: %s)", spec.name, type(error).__name__, error)
     return decompose(export_graph(model, cache, spec, ops, scores))
 
@@ -90,10 +82,7 @@ _BEGIN, _END, _REPEATED = (getattr(operators, name).default for name in ("begin"
 
 
 def expand_layers(program: ExportedProgram, trace: LayerTrace) -> None:
-    """Give a program that was traced within `few_layers` the nodes of all layers, in the order of a whole trace.
-
-    In a decomposed program, states that layers write are results. Raises NotAlikeError where the trace does not determine what was left out.
-    """
+    """Give a program that was traced within `few_layers` the nodes of all layers; raise NotAlikeError where these are not determined."""
     nodes = list(program.graph_module.graph.nodes)
     if not any(node.target in (_BEGIN, _END, _REPEATED) for node in nodes):
         return
@@ -120,7 +109,7 @@ def _number_of(node: Node) -> int:
 
 
 class _Segments:
-    """The nodes of each layer that was traced between its marks."""
+    """The nodes of each layer that was traced, between its marks."""
 
     def __init__(self, program: ExportedProgram, trace: LayerTrace) -> None:
         self._trace = trace
@@ -146,7 +135,7 @@ class _Segments:
                 key, end = (id(template), member), ends[_number_of(begin)]
                 self._begins[key], self._ends[key] = begin, end
                 self._inner[key] = nodes[place[begin] + 1 : place[end]]
-        # What a decomposed program returns of the states that it writes, by name; and that of layers that are copied.
+        # What a decomposed program returns of the states that it writes, by name; and of layers that are copied.
         results = zip(self._signature.output_specs, self._program_results, strict=True)
         self._states = {spec.target or "": node for spec, node in results if spec.kind is OutputKind.BUFFER_MUTATION}
         self._copied: dict[str, Node] = {}
@@ -167,30 +156,31 @@ class _Segments:
                     raise NotAlikeError
         for key in others:
             rename = make_renaming(template.kind, template.traced[0], key[1])
-            same = {self._begins[first]: self._begins[key]}
-            if len(self._inner[first]) != len(self._inner[key]):
-                raise NotAlikeError
-            for one, other in zip(self._inner[first], self._inner[key], strict=True):
-                find = partial(self._find_counterpart, same=same, rename=rename)
-                expected = map_arg((one.args, one.kwargs), find)
-                alike = one.op == other.op and one.target == other.target and _list_forms(one) == _list_forms(other)
-                if not alike or not self._are_alike(expected, (other.args, other.kwargs)):
-                    raise NotAlikeError
-                same[one] = other
-            results = [self._ends[each].all_input_nodes[0] for each in (first, key)]
-            written = [
-                {name: node for name, node in self._states.items() if node in self._inner[each]}
-                for each in (first, key)
-            ]
-            if same.get(results[0]) is not results[1]:
-                raise NotAlikeError
-            if {rename(name): same[node] for name, node in written[0].items()} != written[1]:
+            if self._describe_layer(first, rename) != self._describe_layer(key, str):
                 raise NotAlikeError
 
-    def _find_counterpart(self, node: Node, same: dict[Node, Node], rename: Rename) -> Node:
+    def _describe_layer(self, key: tuple[int, int], rename: Rename) -> Any:
+        """Return what a layer's nodes compute of which tensors, with the names that these have for another layer."""
+        begin = self._begins[key]
+        own = {begin: "begin"}
+
+        def describe_source(node: Node) -> str:
+            spec = self._specs.get(node)
+            if spec is None or spec.target is None or spec.kind is not InputKind.CONSTANT_TENSOR:
+                return own[node] if node in own else self._find_counterpart(node, rename).name
+            lifted = self._constants[spec.target]  # out of the code, by torch.export
+            return f"{lifted.dtype} {lifted.tolist()}"
+
+        nodes = []
+        for node in self._inner[key]:
+            sources = map_arg((node.args, node.kwargs), describe_source)
+            nodes.append((node.op, node.target, repr(sources), _list_forms(node)))
+            own[node] = f"node {len(nodes)}"
+        written = {rename(name): own[node] for name, node in self._states.items() if node in own}
+        return nodes, written, describe_source(self._ends[key].all_input_nodes[0])
+
+    def _find_counterpart(self, node: Node, rename: Rename) -> Node:
         """Return what another layer reads in the place of a node."""
-        if node in same:
-            return same[node]
         spec = self._specs.get(node)
         if spec is None or spec.target is None or spec.kind is InputKind.CONSTANT_TENSOR:
             return node  # constants may be named by a layer, and are numbered through all layers
@@ -198,23 +188,6 @@ class _Segments:
         if renamed not in self._placeholders:
             raise NotAlikeError
         return self._placeholders[renamed]
-
-    def _are_alike(self, one: Any, other: Any) -> bool:
-        """Return whether arguments are the same; whether constants that torch.export lifted out of the code are equal."""
-        if isinstance(one, Node) and isinstance(other, Node):
-            specs = [self._specs.get(node) for node in (one, other)]
-            tensors = [
-                self._constants[spec.target]
-                for spec in specs
-                if spec is not None and spec.target is not None and spec.kind is InputKind.CONSTANT_TENSOR
-            ]
-            same = len(tensors) == 2 and tensors[0].dtype == tensors[1].dtype
-            return one is other or (same and torch.equal(*tensors))
-        if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-            return len(one) == len(other) and all(map(self._are_alike, one, other))
-        if isinstance(one, dict) and isinstance(other, dict):
-            return one.keys() == other.keys() and all(self._are_alike(one[key], other[key]) for key in one)
-        return type(one) is type(other) and bool(one == other)
 
     def copy_layer(self, node: Node, graph: Graph, made: dict[Node, Node]) -> Node:
         """Append the nodes of the layer that a node stands for; return its result."""
@@ -224,7 +197,7 @@ class _Segments:
         own = {self._begins[key]: made[node.all_input_nodes[0]]}
 
         def find_source(read: Node) -> Node:
-            return own[read] if read in own else made[self._find_counterpart(read, {}, rename)]
+            return own[read] if read in own else made[self._find_counterpart(read, rename)]
 
         for each in self._inner[key]:
             own[each] = graph.node_copy(each, find_source)

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -22,10 +22,12 @@ class Backends:
     """The backends of one forward pass by kind of layer state.
 
     `make_bias` turns a mask and a dtype into what a model that attends by code of its own adds to its scores; None for others.
+    `positions` are those of the step's tokens.
     """
 
     by_kind: Mapping[type[LayerState], Any]
     make_bias: Callable[[Any, Any], Any] | None = None
+    positions: Tensor | None = None
 
     def __getitem__(self, kind: type[LayerState]) -> Any:
         return self.by_kind[kind]
@@ -33,7 +35,6 @@ class Backends:
 
 _T = TypeVar("_T")
 _backends: ContextVar[Backends | None] = ContextVar("backends of the running forward pass", default=None)
-_positions: ContextVar[Tensor | None] = ContextVar("positions of the running step's tokens", default=None)
 
 
 @contextmanager
@@ -45,20 +46,14 @@ def set_within(variable: ContextVar[_T], value: _T) -> Iterator[None]:
         variable.reset(token)
 
 
-@contextmanager
-def serving(backends: Backends, position_ids: Tensor | None = None) -> Iterator[None]:
+def serving(backends: Backends, position_ids: Tensor | None = None) -> AbstractContextManager[None]:
     """Serve the forward passes within, of tokens at `position_ids [tokens]`."""
-    with set_within(_backends, backends), set_within(_positions, position_ids):
-        yield
+    return set_within(_backends, replace(backends, positions=position_ids))
 
 
 def running_backends() -> Backends | None:
     """Return the backends of the running step; None outside of a step."""
     return _backends.get()
-
-
-def running_positions() -> Tensor | None:
-    return _positions.get()
 
 
 def replace_in_steps(owner: Any, name: str, ours: Callable[..., Any]) -> None:
@@ -84,9 +79,7 @@ def name_of(func: Callable) -> str:
 class StandIn:
     """A stand-in for a tensor: model code can hand it on. Each use is read as what it means, or refused by name.
 
-    Attributes:
-        pronoun: stands for it in messages.
-        refusal, call: the message, of a use, and a use by a function, of its name and the pronoun.
+    Messages have `refusal`, of a use, and `call`, of a function's name and the `pronoun`.
     """
 
     pronoun: ClassVar[str] = "them"
@@ -99,7 +92,7 @@ class StandIn:
         raise UnsupportedModelError(cls.refusal.format(use))
 
     def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of torch's function; raises UnsupportedModelError where it has no meaning."""
+        """Return the result of torch's function, or refuse it."""
         self.refuse_use(self.call.format(name_of(func), self.pronoun))
 
     @classmethod
@@ -128,12 +121,11 @@ class WatchedIndex:
     def __class__(self) -> type:
         return int  # for isinstance
 
-    def __getattr__(self, name: str) -> NoReturn:
-        self._refuse_use()
-
     def _refuse_use(self, *_: Any) -> NoReturn:
         self.used = True
         raise IndexUsedError
+
+    __getattr__ = _refuse_use
 
 
 # Python looks operators up in the class alone. Of those that every object has, these show the number.

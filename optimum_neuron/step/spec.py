@@ -57,14 +57,13 @@ class GraphSpec:
     """The shape of one step graph. Its kind is decided at export; nothing infers it from a length.
 
     Attributes:
-        batch_size: R, decode rows of a step that has decode rows, and slots of a cache without blocks.
+        batch_size: R, decode rows of a step that has them, and slots of a cache without blocks.
         ctx_batch_size: P, prompts advanced by a step that has chunk rows.
-        chunk_size: C, tokens per chunk; 0 in a graph without chunk rows.
+        chunk_size: C, tokens per chunk; 0 without chunk rows.
         context_length: tokens of a row that attention reads, at most.
         kv_block_size: tokens of a block; None: row i has slot i for itself.
-        kv_blocks: blocks that rows may have. Padding is written to the blocks after them.
-        blocks_in_place: K, the first blocks of the cache, which decode rows attend in place, whatever `context_length` is; 0: rows
-            gather the blocks of their tables, or have slots.
+        kv_blocks: blocks that rows may have. Padding is written to those after them.
+        blocks_in_place: K, the first blocks of the cache, which decode rows attend in place, whatever `context_length` is; 0: none.
         shared_blocks: X, those of them that may have several owners.
     """
 
@@ -101,7 +100,7 @@ class GraphSpec:
 
     @property
     def tokens(self) -> int:
-        """The tokens that a step has room for: decode rows', then chunk rows'."""
+        """Return the tokens that a step has room for: those of decode rows, then of chunk rows."""
         return self.batch_size * self.has_decode + self.prompt_capacity
 
     @property
@@ -133,14 +132,14 @@ class GraphSpec:
 
     @property
     def owner_sizes(self) -> OwnerSizes | None:
-        """Return the sizes of what decode rows know about owners of blocks; None where they do not attend in place."""
+        """Return the sizes of `BlockOwners`; None where no decode rows attend in place."""
         if self.kv_block_size is None or not self.blocks_in_place or not self.has_decode:
             return None
         row_blocks = self.sequence_length // self.kv_block_size
         return OwnerSizes(self.batch_size, row_blocks, self.blocks_in_place, self.kv_block_size, self.shared_blocks)
 
     def outputs(self, vocab_size: int) -> tuple[TensorSpec, ...]:
-        """Return all outputs, in the order in which a compiled graph returns them. Their shapes never depend on the step."""
+        """Return all outputs, in the order in which a compiled graph returns them."""
         specs = []
         for group, present, rows in (
             (DECODE, self.has_decode, self.batch_size),
@@ -171,10 +170,8 @@ def sampler_inputs(group: str, rows: int) -> tuple[TensorSpec, TensorSpec]:
 
 
 def graph_specs(config: NeuronConfig) -> tuple[GraphSpec, ...]:
-    """Return all graphs of an artifact.
-
-    They are token generation per context bucket; chunked prefill, and with `mixed_step` mixed steps, per chunk size and context bucket
-    that the chunk can fill; with `prompt_logits` scoring per chunk size: its head costs more than attention to the whole context.
+    """Return all graphs of an artifact: token generation per context bucket, chunked prefill and with `mixed_step` mixed steps per chunk
+    size and context bucket that it can fill, and with `prompt_logits` scoring per chunk size: its head costs more than attention.
     """
     with_chunks: tuple[GraphKind, ...] = ("chunked_prefill", "mixed") if config.mixed_step else ("chunked_prefill",)
     specs = []
@@ -189,11 +186,9 @@ def graph_specs(config: NeuronConfig) -> tuple[GraphSpec, ...]:
 
 
 def _make_spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_length: int) -> GraphSpec:
-    blocks = 0
-    if config.blocks_in_place and kind == "token_generation":  # a share as large as the context's
+    decodes, blocks = kind in ("token_generation", "mixed"), config.kv_blocks
+    if kind == "token_generation":  # a share as large as the context's
         blocks = -(-config.kv_blocks * context_length // config.sequence_length)
-    elif config.blocks_in_place and kind == "mixed":
-        blocks = config.kv_blocks
     return GraphSpec(
         kind=kind,
         batch_size=config.batch_size,
@@ -205,6 +200,6 @@ def _make_spec(config: NeuronConfig, kind: GraphKind, chunk_size: int, context_l
         decode_logits=config.returns_decode_logits,
         kv_block_size=config.kv_block_size,
         kv_blocks=config.kv_blocks if config.kv_block_size else 0,
-        blocks_in_place=blocks,
-        shared_blocks=config.shared_blocks if kind in ("token_generation", "mixed") else 0,
+        blocks_in_place=blocks if decodes and config.blocks_in_place else 0,
+        shared_blocks=config.shared_blocks if decodes else 0,
     )

@@ -37,7 +37,6 @@ def kept_state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec
 
 
 def kept_states(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """Return all state tensors, and where slots' states are copied to, if there are such places."""
     return (*state_specs(config, model), *(kept_state_specs(config, model) if config.state_places else ()))
 
 
@@ -63,7 +62,6 @@ class StateSizes:
 
     @classmethod
     def measure(cls, states: Iterable[TensorSpec]) -> StateSizes:
-        """Args: states: those of `state_specs`."""
         per_token = per_slot = 0
         for state in states:
             size = _measure_state(state)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step module: every graph is this module at one GraphSpec.
 
-A step advances decode rows, or prompt chunks, or both. Their tokens pass through the model as one flat sequence `[1, tokens]`, so that
-every linear layer runs once. Only attention, layer states and the choice of output rows distinguish them.
+A step's tokens pass through the model as one flat sequence `[1, tokens]`, so that every linear layer runs once. Only attention, layer
+states and the choice of output rows distinguish decode rows and prompt chunks.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ class RowGroup(NamedTuple):
     """Inputs of one group of rows. Fields that a graph does not use are None.
 
     `input_ids` and `position_ids` are `[rows, tokens]` int32. A short chunk repeats its last token and position. An idle decode row has
-    position -1. `seq_ids [rows]` int32 are the slots of chunk rows. With a cache of blocks, `block_table [rows, n]` int32 are the blocks
-    of each row in order, any after its last one, and `write_blocks [rows, tokens]` int32 those that the tokens are written to. Decode
-    rows with blocks in place have the fields of `BlockOwners` and no table. `sampling_params [rows, 4]` float32 are top_k, top_p,
-    temperature and min_p; `uniforms [rows]` float32.
+    position -1. `seq_ids [rows]` int32 are the slots of chunk rows. With a cache of blocks, `block_table [rows, n]` int32 are the blocks of
+    each row in order, any after its last one, and `write_blocks [rows, tokens]` int32 those that the tokens are written to; decode rows
+    with blocks in place have the fields of `BlockOwners` and no table. `sampling_params [rows, 4]` are float32, as `uniforms [rows]`.
     """
 
     input_ids: Tensor
@@ -57,13 +56,10 @@ class RowGroup(NamedTuple):
 
 
 class StepModule(nn.Module):
-    """One step of a causal language model over a static KV cache.
+    """One step of a causal language model over a static KV cache, which all graphs of the model share.
 
-    Args:
-        model: a transformers causal LM loaded with `attn_implementation="optimum_neuron"`.
-        cache: shared by all graphs of the model.
-        spec: with blocks in place only where `ops` attends so.
-        scores: takes the logits for a sampler in a graph of its own; then each slot's token is kept, too. None: the step samples.
+    `model` is a transformers causal LM loaded with `attn_implementation="optimum_neuron"`. `scores` takes the logits for a sampler in a
+    graph of its own; then each slot's token is kept, too.
     """
 
     def __init__(
@@ -75,12 +71,8 @@ class StepModule(nn.Module):
         scores: Scores | None = None,
     ) -> None:
         super().__init__()
-        self.ops = ops
-        self.model = model
-        self.kv_cache = cache
-        self.scores = scores
+        self.model, self.kv_cache, self.spec, self.ops, self.scores = model, cache, spec, ops, scores
         self.chosen = None if scores is None else ChosenTokens(spec.batch_size)
-        self.spec = spec
         self._needs = CacheNeeds.read_code(model)
         set_stand_ins(model)
 
@@ -127,8 +119,8 @@ class StepModule(nn.Module):
             actual = actual_tokens_mask(group.position_ids)
             actual_tokens.append(actual.flatten())
             slots = torch.arange(rows, dtype=torch.int32) if group.seq_ids is None else group.seq_ids
-            slot_writes.append(write_indices(group.position_ids, actual, slots, spec.batch_size, offset))
-            places = slot_writes[-1]
+            places = write_indices(group.position_ids, actual, slots, spec.batch_size, offset)
+            slot_writes.append(places)
             if group.write_blocks is not None and spec.kv_block_size is not None:
                 sizes = spec.kv_block_size, spec.kv_blocks
                 places = block_indices(group.position_ids, actual, group.write_blocks, *sizes, offset)
@@ -147,15 +139,9 @@ class StepModule(nn.Module):
         if self._needs.by_itself:
             has_blocks = spec.kv_block_size is not None
             slot_keys = SlotKeys.for_step(rows_of_groups, spec.batch_size, has_blocks=has_blocks)
+        slot_places, actual = _join_places(slot_writes), torch.cat(actual_tokens)
         step = StepLayout(
-            self.kv_cache,
-            rows_of_groups,
-            block_places,
-            _join_places(slot_writes),
-            torch.cat(actual_tokens),
-            spec.batch_size,
-            self.ops,
-            slot_keys,
+            self.kv_cache, rows_of_groups, block_places, slot_places, actual, spec.batch_size, self.ops, slot_keys
         )
         make_bias = BiasMask if self._needs.biased else None if slot_keys is None else slot_keys.make_bias
         backends = Backends({kind: kind.load_backends()[1](step) for kind in KINDS}, make_bias)
@@ -184,7 +170,6 @@ class StepModule(nn.Module):
 
 
 def set_stand_ins(model: nn.Module) -> None:
-    """Make a model's code call the backends of a step for what step graphs compute in their own way."""
     set_experts(model)
     set_recurrences(model)
     set_own_states(model)

@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.checkpoints.find import find_checkpoint
-from optimum_neuron.step.features.codes.formats import weight_formats
+from optimum_neuron.step.features.codes.modules import weight_formats
 
 
 TOKENS = 300

@@ -12,8 +12,6 @@ from sharp import sharpen
 from tiny import TINY_SIZES
 from transformers import AutoModelForCausalLM, DeepseekV4Config
 
-from optimum_neuron.step.interface import ATTENTION_NAME
-
 
 SELECTED, WINDOW = 3, 6
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -52,14 +50,3 @@ def reference(rates: tuple[int, int] = (4, 8)) -> Any:
     model.model.layers[0].mlp.gate.tid2eid.random_(4)
     model.set_experts_implementation("eager")
     return model.requires_grad_(False)
-
-
-@cache
-def cached(rates: tuple[int, int] = (4, 8)) -> Any:
-    """The same with the cached attention."""
-    own = reference(rates)
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(own.config), dtype=torch.float32, attn_implementation=ATTENTION_NAME
-    )
-    model.load_state_dict(own.state_dict())
-    return model.eval().requires_grad_(False)

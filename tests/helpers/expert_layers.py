@@ -63,8 +63,8 @@ def one_by_one(call: ExpertsCall) -> Tensor:
                 up, down = (each[expert].double() for each in (call.up, call.down))
                 up, down = (each if call.layer.is_transposed else each.t() for each in (up, down))
                 biases = [0.0 if each is None else each[expert].double() for each in (call.up_bias, call.down_bias)]
-                inner = _gated(call.hidden_states[token].double() @ up + biases[0])
-                output[token] += (inner @ down + biases[1]) * call.weights[token, place].double()
+                inner = call.activate(call.hidden_states[token].double() @ up + biases[0])
+                output[token] += call.normalize(inner @ down + biases[1]) * call.weights[token, place].double()
     return output
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 from tiny import TINY_CONFIGS, TINY_SIZES
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
+
+from optimum_neuron.step.features.experts.experts import set_experts
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -25,10 +27,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 @torch.no_grad()
-def make_checkpoint(name: str, folder: Path) -> Path:
-    """Writes a random float32 checkpoint."""
+def make_model(name: str) -> PreTrainedModel:
+    """Return a random float32 model with transformers' own attention and experts."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32, attn_implementation="eager").eval()
     for parameter_name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(parameter_name.encode()))
         noise = torch.randn(parameter.shape, generator=generator)
@@ -36,5 +38,10 @@ def make_checkpoint(name: str, folder: Path) -> Path:
             parameter += 0.2 * noise
         else:
             parameter.copy_(noise if "embed" in parameter_name else 1.5 * noise / parameter.shape[-1] ** 0.5)
-    model.save_pretrained(folder)
+    set_experts(model, "eager")
+    return model
+
+
+def make_checkpoint(name: str, folder: Path) -> Path:
+    make_model(name).save_pretrained(folder)
     return folder

@@ -20,7 +20,7 @@ from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.hub.collect import read_certificate
 from optimum_neuron.hub.facts import Certified
-from optimum_neuron.step.features.codes.formats import weight_formats
+from optimum_neuron.step.features.codes.modules import weight_formats
 from optimum_neuron.targets.neuron.sharding import ShardPlan
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optimum_neuron.checkpoints.quantize.rounding import round_fp8, round_int4, round_int8
-from optimum_neuron.step.features.codes.modules import plain_weights, replace_linear, replace_weights
+from optimum_neuron.step.features.codes.modules import plain_weights, replace_module, replace_weights
 from optimum_neuron.step.features.codes.weight import FP4_VALUES, QuantizedWeight
 
 
@@ -64,7 +64,7 @@ def quantize_mixed(model: PreTrainedModel, config: Any, calibration: None = None
     for name, form in (names | {"lm_head": "int8"}).items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        replace_linear(model, name, ROUNDINGS[form](linear.weight.detach()))
+        replace_module(model, name, ROUNDINGS[form](linear.weight.detach()))
 
 
 _EXPERTS = {

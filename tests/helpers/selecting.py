@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers import as_tensor, decode_rows, decode_tokens, prefill_pieces, random_tokens
 from hypothesis import strategies as st
 from tiny import TINY_SIZES
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from optimum_neuron.core import PromptPiece
-from optimum_neuron.runtime.runner import GraphRunner
+from optimum_neuron.step.features.experts.experts import set_experts
 
 
 SELECTED = 8
@@ -84,11 +81,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_checkpoint(kind: str, folder: Path, **changes: Any) -> Path:
+def make_model(kind: str, **changes: Any) -> Any:
+    """Return a model with transformers' own attention and experts, in float32."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **CONFIGS[kind] | changes), dtype=torch.float32
-    )
+    config = AutoConfig.for_model(kind, **CONFIGS[kind] | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if name.endswith("self_attn.q_b_proj.weight"):
             parameter.data *= 20
@@ -96,14 +93,13 @@ def make_checkpoint(kind: str, folder: Path, **changes: Any) -> Path:
             parameter.data += 3
         if "hyper_connection" in name:  # else streams are alike, and hardly get anything
             torch.nn.init.normal_(parameter.data, std=0.3)
-    model.save_pretrained(folder)
+    set_experts(model, "eager")
+    return model
+
+
+def make_checkpoint(kind: str, folder: Path, **changes: Any) -> Path:
+    make_model(kind, **changes).save_pretrained(folder)
     return folder
-
-
-def reference(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
 
 
 def cut_in_pieces(total: int, most: int) -> st.SearchStrategy[list[int]]:
@@ -113,19 +109,3 @@ def cut_in_pieces(total: int, most: int) -> st.SearchStrategy[list[int]]:
         return [*pieces[:-1], *[most] * (pieces[-1] // most), *[pieces[-1] % most] * (pieces[-1] % most > 0)]
 
     return st.lists(st.integers(1, most), min_size=total // 3, max_size=total // 3).map(cut)
-
-
-def logits_in_pieces(
-    runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: list[int], *, neighbors: bool
-) -> list[Tensor]:
-    """Of a prompt in a slot of three and of a token behind it; with `neighbors` another slot decodes beside each chunk."""
-    other = (slot + 1) % 3
-    if neighbors:
-        prefill_pieces(runner, other, random_tokens(11, seed=slot), [11])
-    start, logits = 0, torch.empty(0)
-    for count in pieces:
-        chunk, decodes = [PromptPiece(slot, prompt[start : start + count])], {other: start} if neighbors else {}
-        output = runner.run_step(chunk, decode_rows(runner, decodes))
-        assert output.chunk_logits is not None
-        logits, start = as_tensor(output.chunk_logits[0]), start + count
-    return [logits, decode_tokens(runner, {slot: 5})[1][slot]]

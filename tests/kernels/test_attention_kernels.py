@@ -14,10 +14,9 @@ from torch import Tensor
 
 from optimum_neuron.kernels.steps.access import PlanError
 from optimum_neuron.step.attention.cached_attention import attend_cache
-from optimum_neuron.step.attention.call import AttentionCall
 from optimum_neuron.step.attention.coded_states import CodedStates, round_states
 from optimum_neuron.step.attention.masks import AttentionChunk
-from optimum_neuron.step.attention.rows import AttentionRows
+from optimum_neuron.step.attention.rows import AttentionCall, AttentionRows
 from optimum_neuron.targets.cpu import ops
 
 

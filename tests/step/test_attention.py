@@ -14,9 +14,8 @@ from torch import Tensor
 
 from optimum_neuron.step.attention import kv_cache
 from optimum_neuron.step.attention.cached_attention import attend_cache
-from optimum_neuron.step.attention.call import AttentionCall
 from optimum_neuron.step.attention.masks import AttentionChunk, Window
-from optimum_neuron.step.attention.rows import AttentionRows, visible_groups
+from optimum_neuron.step.attention.rows import AttentionCall, AttentionRows, visible_groups
 from optimum_neuron.targets.neuron.operators import attention as neuron
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.runtime.step_tensors import DecodeRows
-from optimum_neuron.step.attention.call import AttentionCall
 from optimum_neuron.step.attention.masks import AttentionChunk, Window
-from optimum_neuron.step.attention.rows import AttentionRows
+from optimum_neuron.step.attention.rows import AttentionCall, AttentionRows
 from optimum_neuron.step.block_owners import BlockOwners, OwnerSizes, fill_owners
 from optimum_neuron.step.spec import GREEDY
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS

@@ -9,49 +9,18 @@ from typing import Any
 import pytest
 import torch
 from architectures import configs
-from biased import BLOCKS, MODELS, PIECES, PROMPT, SIZES, answers, model_of, own_logits, same
-from helpers import eager_runner, prefill_pieces, tiny_config
+from biased import BLOCKS, MODELS, model_of
+from helpers import tiny_config
 from torch import Tensor
 
 from optimum_neuron.errors import UnsupportedModelError
 from optimum_neuron.parity.inspect import check_states, inspect_model
 from optimum_neuron.parity.text_length import check_tables
 from optimum_neuron.step.attention.cached_attention import added_bias, attend_cache
-from optimum_neuron.step.attention.call import AttentionCall
 from optimum_neuron.step.attention.masks import CausalMask
-from optimum_neuron.step.attention.rows import AttentionRows
+from optimum_neuron.step.attention.rows import AttentionCall, AttentionRows
 from optimum_neuron.step.cache_needs import CacheNeeds
 from optimum_neuron.step.features.own_code.own_scores import BiasMask, ScoreKeys
-
-
-with_models = pytest.mark.parametrize(
-    "name",
-    [
-        "bloom",
-        "mpt",
-        "falcon",
-        *(pytest.param(f"{name}6", marks=pytest.mark.full) for name in ("bloom", "mpt", "falcon")),
-    ],
-)
-
-
-@with_models
-def test_steps_compute_what_the_model_does_as_closely_as_it_does_itself(name: str) -> None:
-    runner = eager_runner(model_of(name), tiny_config(**SIZES))
-    text = [*PROMPT.tolist(), *(3 + index for index in range(5))]
-    found, rows = torch.stack(answers(runner, 1, PIECES[0])), range(len(PROMPT) - 1, len(text))
-    exact, own = (own_logits(name, text, dtype)[list(rows)].double() for dtype in (torch.float64, torch.float32))
-    assert (found - exact).abs().max() <= 2 * (own - exact).abs().max()
-
-
-@with_models
-def test_cuts_neighbors_slots_and_blocks_change_no_bit(name: str) -> None:
-    runner, blocks = (eager_runner(model_of(name), tiny_config(**sizes)) for sizes in (SIZES, BLOCKS))
-    expected = answers(runner, 1, PIECES[0])
-    runner.reset_slots()
-    assert same(answers(runner, 0, PIECES[1]), expected)
-    blocks.assign_blocks(1, 0, (5, 0, 2))
-    assert torch.equal(prefill_pieces(blocks, 1, PROMPT, PIECES[1]), expected[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,16 +15,11 @@ from helpers import (
     LENGTH,
     Opener,
     decode_tokens,
-    examples,
     export_tiny,
     prefill_pieces,
     random_tokens,
-    read_state,
     reuse_prefix,
-    state_names,
 )
-from hypothesis import given
-from selecting import cut_in_pieces
 from torch import Tensor, nn
 
 from optimum_neuron.artifact.artifact import Artifact
@@ -41,17 +36,11 @@ from optimum_neuron.step.spec import TensorSpec
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
 
-# Chunk rows shorter than the three tokens that a convolution looks back, and several of them in a step.
-SHORT_ROWS: dict[str, Any] = {"prefill_chunk_size": 2, "ctx_batch_size": 3}
 PROMPT = 17
 
 
 def continue_by_hand(runner: GraphRunner, slot: int, tokens: np.ndarray) -> Tensor:
     return torch.stack([decode_tokens(runner, {slot: int(token)})[1][slot] for token in tokens])
-
-
-def convolution_states(runner: GraphRunner, spec: ModelSpec) -> list[str]:
-    return [name for name in state_names(runner, spec) if ".conv_" in name]
 
 
 def test_what_a_model_keeps_is_found_by_running_it(tiny_specs: dict[str, ModelSpec]) -> None:
@@ -60,33 +49,6 @@ def test_what_a_model_keeps_is_found_by_running_it(tiny_specs: dict[str, ModelSp
     assert [layer.layer_idx for layer in spec.states_of(KeyValueState)] == [2]
     assert not spec.reuses_prefixes and tiny_specs["llama"].reuses_prefixes
     assert ModelSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
-
-
-@pytest.mark.parametrize("sizes", [{}, SHORT_ROWS], ids=["long rows", "short rows"])
-def test_no_cutting_of_a_prompt_changes_a_bit(
-    open_runner: Opener, tiny_specs: dict[str, ModelSpec], sizes: dict[str, Any]
-) -> None:
-    runner = open_runner("lfm2", **sizes)
-    config = runner.config
-    text = random_tokens(PROMPT + 4, seed=3)
-    prompt, rest = text[:PROMPT], text[PROMPT:]
-
-    def states() -> list[Tensor]:
-        return [read_state(runner.executable, name)[1] for name in convolution_states(runner, tiny_specs["lfm2"])]
-
-    prefill_pieces(runner, 1, prompt, [1] * PROMPT)
-    kept, expected = states(), continue_by_hand(runner, 1, rest)
-
-    @examples(30)
-    @given(cut_in_pieces(PROMPT, config.prompt_capacity))
-    def check(pieces: list[int]) -> None:
-        runner.reset_slots()
-        prefill_pieces(runner, 1, prompt, pieces)
-        assert all(map(torch.equal, states(), kept))
-        assert torch.equal(continue_by_hand(runner, 1, rest), expected)
-
-    check()
-    assert len({tuple(row.tolist()) for row in kept[0]}) == 3
 
 
 def test_a_prefix_of_a_slot_is_reused_with_a_snapshot_of_it_alone(open_runner: Opener) -> None:

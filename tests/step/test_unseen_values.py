@@ -101,23 +101,14 @@ with_runners = pytest.mark.parametrize(
 
 
 @with_runners
-def test_what_no_token_sees_changes_no_bit(
+def test_what_no_token_sees_and_a_neighbor_that_is_not_finite_change_no_bit(
     name: str, runner_of: Callable[[str], GraphRunner], models: dict[str, tuple[nn.Module, ModelSpec]]
 ) -> None:
     runner, spec = runner_of(name), models[name.split("-")[0]][1]
-    expected = serve_steps(runner, spec)
+    alone, beside = serve_steps(runner, spec), serve_steps(runner, spec, neighbor=0.0)
     for canary in CANARIES:
-        assert same_bits(serve_steps(runner, spec, unseen=canary), expected)
-
-
-@with_runners
-def test_a_neighbor_that_is_not_finite_changes_no_bit(
-    name: str, runner_of: Callable[[str], GraphRunner], models: dict[str, tuple[nn.Module, ModelSpec]]
-) -> None:
-    runner, spec = runner_of(name), models[name.split("-")[0]][1]
-    expected = serve_steps(runner, spec, neighbor=0.0)
-    for canary in CANARIES:
-        assert same_bits(serve_steps(runner, spec, neighbor=canary), expected)
+        assert same_bits(serve_steps(runner, spec, unseen=canary), alone)
+        assert same_bits(serve_steps(runner, spec, neighbor=canary), beside)
 
 
 @with_runners

@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 from ... import progress
 from ...config import ACTIVATIONS, NeuronConfig
 from ...parity.nonfinite import nonfinite
-from ...step.features.codes.formats import WeightFormat, make_room
 from ...step.features.codes.modules import (
     QuantizedEmbedding,
     QuantizedLinear,
+    WeightFormat,
     is_experts,
+    make_room,
     plain_weights,
     quantized_weights,
-    replace_embedding,
-    replace_linear,
+    replace_module,
     replace_weights,
     round_activations_of,
 )
@@ -70,9 +70,9 @@ def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibrat
                 for key, weight in _weights_of(name, module).items()
             }
             if isinstance(module, nn.Linear):
-                replace_linear(model, name, rounded[f"{name}.weight"])
+                replace_module(model, name, rounded[f"{name}.weight"])
                 if name == head and table in formats:
-                    replace_embedding(model, table, rounded[f"{name}.weight"])
+                    replace_module(model, table, rounded[f"{name}.weight"])
             else:
                 replace_weights(module, {key.rpartition(".")[2]: each for key, each in rounded.items()})
             advance(name)

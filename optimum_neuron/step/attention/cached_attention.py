@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the static cache, as transformers' attention interface calls it.
 
-A layer first writes the keys and values of the step's tokens into the cache. Then every query attends over cache columns under masks
-made from positions alone. So a token sees the same keys in the same order whatever its chunk and its neighbours are. Columns that it
-does not see are selected away: zero times NaN is NaN.
+A layer first writes keys and values of the step's tokens. Then every query attends over cache columns under masks made from positions
+alone, so no chunk and no neighbour changes what a token sees. Columns that it does not see are selected away: zero times NaN is NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
+from ..layer_state import StateRecorder
 from ..serving import LayerCalls
 from . import kv_cache
-from .call import AttentionCall, CompressedKeys
 from .coded_states import CodedStates, Stored, raw_scores, weighted_sum
-from .rows import AttentionRows, StepLayout
+from .rows import AttentionCall, AttentionRows, CompressedKeys, StepLayout
 
 
 # Finite: a row of minus infinities is NaN after softmax. Far below any score, also when added to one that is finite.
@@ -64,34 +63,31 @@ class CachedAttention:
         states = _by_token(call.key), _by_token(call.value)
         if ops.reads_visible is None or not ops.reads_visible(call, keys, values):
             states = kv_cache.whole_or_nan(*states)
-        apart = [group for group in step.groups if ops.attend_decode is not None and group.decodes]
-        outputs, start = [], 0
-        for group in apart:  # decode rows come first in a step
-            stop = start + group.position_ids.numel()
-            key, value = (each[start:stop] for each in states)
-            own, query = _call_of_group(call, group.position_ids, start)
+        groups = list(zip(step.groups, step.token_ranges, strict=True))
+        apart = [each for each in groups if ops.attend_decode is not None and each[0].decodes]
+        outputs = []
+        for group, tokens in apart:  # decode rows come first in a step
+            key, value = (each[tokens] for each in states)
+            own, query = _call_of_group(call, group.position_ids, tokens)
             outputs.append(ops.attend_decode(own, group, query, keys, values, key, value))
-            start = stop
         self._write_keys(states, keys, values)
-        for group in step.groups[len(apart) :]:
-            own, query = _call_of_group(call, group.position_ids, start)
+        for group, tokens in groups[len(apart) :]:
+            own, query = _call_of_group(call, group.position_ids, tokens)
             outputs.append(ops.attend_cache(own, group, query, keys, values))
-            start += group.position_ids.numel()
         flat = [output.flatten(0, 1) for output in outputs]
         return torch.cat(flat)[None] if len(flat) > 1 else flat[0][None]
 
 
-def _call_of_group(call: AttentionCall, rows: Tensor, start: int) -> tuple[AttentionCall, Tensor]:
-    """Return the call and the query `[rows, heads, tokens, key_dim]` of rows that begin at token `start` of the step."""
-    stop, query = start + rows.numel(), call.query
+def _call_of_group(call: AttentionCall, rows: Tensor, tokens: slice) -> tuple[AttentionCall, Tensor]:
+    """Return the call and the query `[rows, heads, tokens, key_dim]` of rows with some tokens of the step."""
     if not call.attends_to_all:  # selections are those of its tokens
         compressed, selected = call.compressed, call.selected
         if compressed is not None and compressed.selected is not None:
-            compressed = replace(compressed, selected=compressed.selected[start:stop].unflatten(0, rows.shape))
+            compressed = replace(compressed, selected=compressed.selected[tokens].unflatten(0, rows.shape))
         if selected is not None:
-            selected = selected[start:stop].unflatten(0, rows.shape).transpose(1, 2)
+            selected = selected[tokens].unflatten(0, rows.shape).transpose(1, 2)
         call = replace(call, compressed=compressed, selected=selected)
-    return call, query[0, :, start:stop].unflatten(1, tuple(rows.shape)).transpose(0, 1)
+    return call, call.query[0, :, tokens].unflatten(1, tuple(rows.shape)).transpose(0, 1)
 
 
 def _by_token(states: Tensor) -> Tensor:
@@ -99,12 +95,7 @@ def _by_token(states: Tensor) -> Tensor:
 
 
 def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
-    """Attend by torch operators that every target can lower, the reference: `[rows, tokens, heads, value_dim]`.
-
-    Args:
-        query: `[rows, heads, tokens, key_dim]`.
-        keys, values: the layer's whole cache.
-    """
+    """Attend with `query [rows, heads, tokens, key_dim]` by operators that every target can lower: `[rows, tokens, heads, value_dim]`."""
     rows, heads, tokens, _ = query.shape
     keys = kv_cache.read_cache(keys, group.blocks, rows, group.context_length)
     values = kv_cache.read_cache(values, group.blocks, rows, group.context_length)
@@ -137,9 +128,9 @@ def attend_cache(call: AttentionCall, group: AttentionRows, query: Tensor, keys:
 
 
 def added_bias(table: Tensor, position_ids: Tensor, start: int, stop: int) -> Tensor:
-    """Return what is added to scores, less what a token's own column gets: small where weights are large, at any position.
+    """Return what is added to scores, `[rows, heads, tokens, stop - start]` float32, from a table `[heads, columns]`.
 
-    From a table `[heads, columns]` and `position_ids [rows, tokens]`, -1 in idle rows, to `[rows, heads, tokens, stop - start]` float32.
+    What a token's own column gets is taken off: so it is small where weights are large. `position_ids [rows, tokens]` are -1 in idle rows.
     """
     table, places = table.float(), position_ids.clamp(min=0)
     own = table.index_select(1, places.flatten()).unflatten(1, tuple(places.shape)).transpose(0, 1)
@@ -173,11 +164,7 @@ def select_columns(states: Stored, kept: Tensor) -> Stored:
 
 
 def _attend_fused(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
-    """Attend by `query [rows, kv_heads, group * tokens, dim]` over `keys [rows, kv_heads, context, dim]`, in one kernel.
-
-    Args:
-        bias: `[rows, 1, kv_heads or heads, tokens, context]`. A row of minus infinities, which sees nothing, gives zeros.
-    """
+    """Attend in one kernel; a row of minus infinities in `bias [rows, 1, kv_heads or heads, tokens, context]` gives zeros."""
     bias, kv_heads = bias.to(query.dtype), keys.shape[1]
     if bias.shape[1] in (1, kv_heads):
         bias = bias.repeat(1, 1, query.shape[2] // bias.shape[2], 1)
@@ -211,11 +198,7 @@ def _attend_explicit(
 
 
 @dataclass
-class KeyRecorder:
-    """An attention backend that only records which keys and values layers keep."""
-
-    found: list[Any]
-    make_state: Callable[..., Any]
+class KeyRecorder(StateRecorder):
     calls: LayerCalls = field(default_factory=LayerCalls)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -224,5 +207,5 @@ class KeyRecorder:
 
     def store(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         number = self.calls.number_call(layer_idx)
-        self.found.append(self.make_state(number, key.shape[1], key.shape[-1], value.shape[-1]))
+        self.add_state("keys and values twice", number, key.shape[1], key.shape[-1], value.shape[-1])
         return key, value

@@ -23,10 +23,7 @@ SMALLEST_HEAD = 2.0**-100
 
 @dataclass(frozen=True)
 class CodedStates:
-    """Keys or values: `codes [..., dim]` int8 or float8_e4m3fn, and `scale [..., 1]` float32, with the same leading dimensions.
-
-    A number is `code * scale` in float32. A head with a number that is not finite has the scale NaN.
-    """
+    """Keys or values: `codes [..., dim]` int8 or float8_e4m3fn times `scale [..., 1]` float32; NaN where a number is not finite."""
 
     codes: Tensor
     scale: Tensor

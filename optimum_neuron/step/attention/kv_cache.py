@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The static cache. This module alone knows the layout of keys and values.
 
-Per layer, keys and values are `[blocks, kv_heads, block_length, head_dim]`; as codes (coded_states.py) they have scales
-`[blocks, kv_heads, block_length, 1]`. A row has the blocks of its table, in their order. Without blocks, row i has one: its slot, of
-`sequence_length` tokens. Blocks after those that rows may have are trash: each padding token writes to its own place there. So a
-scatter never has two equal indices, and padding never touches what is live.
-
-A column that a token does not see has no effect, whatever it holds: readers select, and multiply nothing by zero.
+Per layer, keys and values are `[blocks, kv_heads, block_length, head_dim]`; as codes (coded_states.py) they have scales. A row has the
+blocks of its table, in their order. Without blocks, row i has one: its slot, of `sequence_length` tokens. Blocks after those that rows may
+have are trash: each padding token writes to its own place there. So a scatter never has two equal indices, and padding never touches what
+is live. Readers select columns, and multiply nothing by zero: one that a token does not see has no effect, whatever it holds.
 """
 
 from __future__ import annotations
@@ -35,7 +33,8 @@ class KVCache(nn.Module):
         return getattr(self, "_".join((role, *map(str, numbers))), None)
 
     def get_state(self, role: str, *numbers: int) -> Tensor:
-        state: Tensor = getattr(self, "_".join((role, *map(str, numbers))))
+        state = self.find_state(role, *numbers)
+        assert state is not None
         return state
 
     def get_keys(self, layer_idx: int) -> tuple[Stored, Stored]:
@@ -46,33 +45,28 @@ class KVCache(nn.Module):
         return states if scale is None else CodedStates(states, scale)
 
 
-def write_tokens(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
-    """Write one token per index pair in place: `cache[blocks[t], :, columns[t]] = states[t]`, rounded where the cache has codes.
-
-    `states` are `[tokens, kv_heads, head_dim]`, `blocks` and `columns` `[tokens]`; no pair occurs twice.
-    """
-    write_rounded(_put_tokens, cache, states, blocks, columns)
+def _put_tokens(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
+    heads = torch.arange(cache.shape[1], dtype=blocks.dtype)
+    cache.index_put_((blocks[:, None], heads[None, :], columns[:, None]), states)
 
 
-def write_rounded(
-    put: Callable[[Tensor, Tensor, Tensor, Tensor], None],
+def write_tokens(
     cache: Stored,
     states: Tensor,
     blocks: Tensor,
     columns: Tensor,
+    put: Callable[[Tensor, Tensor, Tensor, Tensor], None] = _put_tokens,
 ) -> None:
-    """Write as `write_tokens` does, by a function that puts plain numbers into a tensor."""
+    """Write one token per index pair in place: `cache[blocks[t], :, columns[t]] = states[t]`, rounded where the cache has codes.
+
+    `states` are `[tokens, kv_heads, head_dim]`, `blocks` and `columns` `[tokens]`; no pair occurs twice. `put` does it for plain numbers.
+    """
     if isinstance(cache, Tensor):
         put(cache, states, blocks, columns)
         return
     rounded = round_states(states, cache.codes.dtype)
     put(cache.codes, rounded.codes, blocks, columns)
     put(cache.scale, rounded.scale, blocks, columns)
-
-
-def _put_tokens(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
-    heads = torch.arange(cache.shape[1], dtype=blocks.dtype)
-    cache.index_put_((blocks[:, None], heads[None, :], columns[:, None]), states)
 
 
 @overload
@@ -82,8 +76,7 @@ def read_cache(cache: Stored, blocks: Tensor | None, rows: int, context_length: 
 def read_cache(cache: Stored, blocks: Tensor | None, rows: int, context_length: int) -> Stored:
     """Return the first `context_length` tokens of some rows: `[rows, kv_heads, context_length, head_dim]`.
 
-    `blocks` are `[rows, n]`, those of each row in order, to be gathered, or `[rows]` where a row has one; None reads blocks 0 to rows - 1 in
-    place, without a copy.
+    `blocks` are those of each row `[rows, n]`, or `[rows]` where it has one; None reads blocks 0 to rows - 1 without a copy.
     """
     if isinstance(cache, CodedStates):
         return CodedStates(*(read_cache(each, blocks, rows, context_length) for each in (cache.codes, cache.scale)))
@@ -96,10 +89,7 @@ def read_cache(cache: Stored, blocks: Tensor | None, rows: int, context_length: 
 
 
 def whole_or_nan(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `key` and `value` `[tokens, kv_heads, dim]` with NaN for all numbers of a token that has one that is not finite.
-
-    So a reader of such a token gets NaN, whichever number it was, and `broken_columns` need not read them all.
-    """
+    """Return `[tokens, kv_heads, dim]` each, all NaN for a token with a number that is not finite: `broken_columns` reads one."""
     total = key.float().sum((1, 2)) + value.float().sum((1, 2))
     nan = (total - total)[:, None, None]  # zero where all are finite; not a constant, which devices refuse
     key, value = (torch.where(nan == 0, states, nan.to(states.dtype)) for states in (key, value))
@@ -117,8 +107,8 @@ def write_indices(
 ) -> tuple[Tensor, Tensor]:
     """Return cache row and column of every token of a row group, `[rows * tokens]` int32 each; padding goes to the trash row.
 
-    `position_ids` and the mask `actual` are `[rows, tokens]`, `seq_ids [rows]` the slots. The group's first token is number `offset` of the
-    step: the trash column of a padding token is its number.
+    `position_ids` and the mask `actual` are `[rows, tokens]`, `seq_ids [rows]` the slots. The trash column of a padding token is its number
+    in the step, in which the group's first token is number `offset`.
     """
     rows, tokens = position_ids.shape
     own_index = torch.arange(offset, offset + rows * tokens, dtype=torch.int32).view(rows, tokens)
@@ -130,9 +120,9 @@ def write_indices(
 def block_indices(
     position_ids: Tensor, actual: Tensor, blocks: Tensor, block_length: int, trash: int, offset: int
 ) -> tuple[Tensor, Tensor]:
-    """Return block and column of every token, as `write_indices` for a cache of blocks of `block_length`, a power of two.
+    """Return block and column of every token, as `write_indices` does, in a cache of blocks of `block_length`, a power of two.
 
-    `blocks [rows, tokens]` have each token's position; of padding, any. `trash` is the first of the blocks that take padding.
+    `blocks [rows, tokens]` have each token's position; of padding, any. `trash` is the first block that takes padding.
     """
     rows, tokens = position_ids.shape
     own_index = torch.arange(offset, offset + rows * tokens, dtype=torch.int32).view(rows, tokens)

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention masks as rules instead of tensors.
 
-transformers makes masks by functions that it registers under the name of an attention implementation, from a function that says which
-key a query sees. Ours reads that function and hands the attention a `CausalMask`. A model that computes with its mask (adds biases,
-selects keys) is refused by name, instead of being exported without what it computed.
+transformers makes masks from a function that says which key a query sees. Ours reads that function and hands the attention a `CausalMask`.
+A model that computes with its mask (adds biases, selects keys) is refused by name, instead of being exported without what it computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partialmethod
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -33,14 +31,11 @@ class Selection(Protocol):
     """The keys that a layer attends to, of those that a token sees."""
 
     def narrow_mask(self, mask: CausalMask) -> CausalMask:
-        """Return a mask that leaves these keys of what it left."""
+        """Return the mask with this selection."""
 
 
 class CausalMask(StandIn):
-    """A stand-in for an attention mask: every token sees itself and the tokens before it, within a window.
-
-    `extra` names anything else that the mask was to do. `selection` are the keys that a layer has selected.
-    """
+    """A stand-in for a mask of the past within a window, and of a layer's `selection`. `extra` names anything else that it was to do."""
 
     pronoun = "it"
     refusal = "it computes with its attention mask ({}): a bias or a choice of keys that the attention interface would not see"
@@ -70,14 +65,11 @@ class CausalMask(StandIn):
         """Return the mask: models cut masks to the keys that there are, and one by positions fits any number of keys."""
         return self
 
-    def _refuse_operator(self, name: str, other: object = None) -> NoReturn:
-        self.refuse_use(f"applies {name} to it")
-
 
 _ONE_WAY = ("radd", "lt", "le", "gt", "ge", "eq", "ne", "invert", "neg", "bool", "float", "len")
 _BOTH_WAYS = ("sub", "mul", "and", "or", "truediv")
 for _name in (*_ONE_WAY, *_BOTH_WAYS, *(f"r{name}" for name in _BOTH_WAYS)):
-    setattr(CausalMask, f"__{_name}__", partialmethod(CausalMask._refuse_operator, _name))
+    setattr(CausalMask, f"__{_name}__", lambda self, *_, name=_name: self.refuse_use(f"applies {name} to it"))
 
 
 def causal_mask(*_: Any, mask_function: Callable | None = None, **__: Any) -> CausalMask:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -33,48 +34,85 @@ class OwnedBlocks:
     shared_base: Tensor | None = None
     masks: dict[tuple[Window, bool, int], Tensor] = field(default_factory=dict)
 
-    def seen(self, window: Window, length: int) -> Tensor:
-        """Return `[K, 1, length]`: the tokens of a block that its owner sees of the cache as it was before the step."""
-        key = (window, False, length)
+    def seen(self, window: Window, length: int, *, shared: bool = False) -> Tensor:
+        """Return the tokens of each block that its owner sees of the cache before the step, `[K, 1, length]`.
+
+        Of `shared` blocks, what all rows would see, `[X, R, length]`, also those that have no part in a block.
+        """
+        key = (window, shared, length)
         if key not in self.masks:
-            positions = self.position_ids.index_select(0, self.block_owner)[:, :, None]
-            self.masks[key] = _earlier_columns(self.block_base, positions, window, length)
+            owners = (
+                self.position_ids[None] if shared else self.position_ids.index_select(0, self.block_owner)[:, :, None]
+            )
+            columns = (self._find_base(shared)[:, None] + torch.arange(length, dtype=torch.int32))[:, None, :]
+            self.masks[key] = sees_columns(columns, owners, window) & (columns < owners)
         return self.masks[key]
 
-    def seen_shared(self, window: Window, length: int) -> Tensor:
-        """Return `[X, R, length]`: the same for shared blocks and all rows, also those that have no part in a block."""
-        assert self.shared_base is not None
-        key = (window, True, length)
-        if key not in self.masks:
-            self.masks[key] = _earlier_columns(self.shared_base, self.position_ids[None], window, length)
-        return self.masks[key]
+    def added_bias(self, table: Tensor, length: int, *, shared: bool = False) -> Tensor:
+        """Return what a table `[heads, columns]` adds to scores, less what a row's own column gets; any for unowned blocks.
 
-    def added_bias(self, table: Tensor, length: int) -> Tensor:
-        """Return `[K, heads, 1, length]`: what a table `[heads, columns]` adds to an owner's scores, less what its own column gets."""
-        own = _of_tokens(table, self.position_ids[:, 0]).index_select(0, self.block_owner)
-        return (_of_blocks(table, self.block_base, length) - own[:, :, None])[:, :, None]
+        It is `[K, heads, 1, length]` for owners; of `shared` blocks `[X, heads, R, length]` for all rows.
+        """
+        own = table.float().index_select(1, self.position_ids[:, 0].clamp(min=0)).transpose(0, 1)
+        own = own.transpose(0, 1) if shared else own.index_select(0, self.block_owner)
+        parts = table.float().unflatten(1, (-1, length))
+        number = torch.div(self._find_base(shared), length, rounding_mode="floor").clamp(0, parts.shape[1] - 1)
+        of_blocks = parts.index_select(1, number).transpose(0, 1)
+        return of_blocks[:, :, None] - own[:, :, None] if shared else (of_blocks - own[:, :, None])[:, :, None]
 
-    def added_bias_of_shared(self, table: Tensor, length: int) -> Tensor:
-        """Return `[X, heads, R, length]`: the same for shared blocks and all rows."""
-        assert self.shared_base is not None
-        own = _of_tokens(table, self.position_ids[:, 0]).transpose(0, 1)
-        return _of_blocks(table, self.shared_base, length)[:, :, None] - own[:, :, None]
+    def _find_base(self, shared: bool) -> Tensor:
+        assert not shared or self.shared_base is not None
+        return self.shared_base if shared and self.shared_base is not None else self.block_base
 
 
-def _of_tokens(table: Tensor, positions: Tensor) -> Tensor:
-    return table.float().index_select(1, positions.clamp(min=0)).transpose(0, 1)
+@dataclass(frozen=True)
+class CompressedKeys:
+    """Keys `[slots, 1, groups, dim]`, also values, that stand for `rate` tokens each, which attention reads next to keys and values.
+
+    `selected` are the groups that a token attends to of those that it sees, bool; None: all. They are `[tokens, groups]` in the call of a
+    layer, `[rows, tokens, groups]` in that of a group of rows.
+    """
+
+    keys: Tensor
+    rate: int
+    selected: Tensor | None = None
 
 
-def _of_blocks(table: Tensor, base: Tensor, length: int) -> Tensor:
-    """Return a table's numbers for the columns of blocks, `[blocks, heads, length]` float32; any for unowned blocks."""
-    parts = table.float().unflatten(1, (-1, length))
-    number = torch.div(base, length, rounding_mode="floor").clamp(0, parts.shape[1] - 1)
-    return parts.index_select(1, number).transpose(0, 1)
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention of `query [1, heads, tokens, key_dim]`, and `key` and `value` of the layer's kv heads.
+
+    Attributes:
+        sliding_window: what a token sees of the past: all of it, a window, or its own chunk.
+        column_bias: `[heads, columns]`, added to the scores of a key by its column, which is its position. A number that all keys
+            of a query have in addition changes nothing.
+        selected: bool, the keys that a token attends to of those that it sees; None: all. `[tokens, 1 or kv_heads, columns]` in the
+            call of a layer, `[rows, 1 or kv_heads, tokens, columns]` in that of a group of rows.
+    """
+
+    layer_idx: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    sliding_window: Window
+    softcap: float | None
+    sinks: Tensor | None
+    column_bias: Tensor | None = None
+    selected: Tensor | None = None
+    compressed: CompressedKeys | None = None
+
+    @property
+    def attends_to_all(self) -> bool:
+        """Return whether each token attends to all keys that it sees and to no others, as kernels assume."""
+        return self.selected is None and self.compressed is None
 
 
-def _earlier_columns(base: Tensor, positions: Tensor, window: Window, length: int) -> Tensor:
-    columns = (base[:, None] + torch.arange(length, dtype=torch.int32))[:, None, :]
-    return sees_columns(columns, positions, window) & (columns < positions)
+class AttentionBackend(Protocol):
+    """A backend that computes the attention calls of a forward pass."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return `[1, tokens, heads, value_dim]`."""
 
 
 @dataclass
@@ -83,10 +121,9 @@ class AttentionRows:
 
     Attributes:
         position_ids: `[rows, tokens]`; padding repeats the last position, an idle row has -1.
-        blocks: the rows' parts of the cache, for `read_cache`: `[rows, n]` blocks, or `[rows]` slots; None where row i is slot i.
-        decodes: these are decode rows, of one token each, which is alone in its blocks in this step.
+        blocks: as `read_cache` takes them; None where blocks are in place, and `owned`.
+        decodes: whether they are decode rows, of one token each, which is alone in its blocks in this step.
         slots: `[rows]`; None where row i is slot i.
-        owned: owners of blocks, for decode rows with blocks in place; `blocks` is None.
     """
 
     position_ids: Tensor
@@ -146,10 +183,7 @@ def actual_tokens_mask(position_ids: Tensor) -> Tensor:
 
 
 def visible_groups(position_ids: Tensor, ratio: int, groups: int) -> Tensor:
-    """Return `[rows, tokens, groups]` bool: the keys for `ratio` consecutive positions each that a token may see.
-
-    They are the groups that end at or before its own position, of which an idle row has -1, never its chunk's: cuts change nothing.
-    """
+    """Return `[rows, tokens, groups]` bool: the keys for `ratio` positions each that end at or before a token's own, never its chunk's."""
     complete = torch.div(position_ids + 1, ratio, rounding_mode="floor")
     return torch.arange(groups, dtype=torch.int32) < complete[:, :, None]
 
@@ -163,16 +197,14 @@ class AllSlots(Protocol):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The rows of one step, and where its tokens go.
+    """The rows of one step, and where its tokens go; `ops` is a `StepOps`.
 
     Attributes:
         groups: the row groups, in the order of their tokens in the step.
-        block_places: two `[tokens]` tensors, the block and the column of each token in the KV cache.
-        slot_places: two `[tokens]` tensors, the slot and the position of each token; of padding, the row after the last slot and a
-            column that no other token has.
+        block_places: `[tokens]` each, the block and the column of each token in the KV cache.
+        slot_places: `[tokens]` each, the slot and the position of each token; of padding, the row after the last slot and a column
+            that no other token has.
         actual: `[tokens]`, which tokens are no padding.
-        slots: how many there are.
-        ops: the step's operators, a `StepOps`.
         all_slots: for a model that attends by code of its own.
     """
 
@@ -184,3 +216,9 @@ class StepLayout:
     slots: int
     ops: Any
     all_slots: AllSlots | None = None
+
+    @property
+    def token_ranges(self) -> list[slice]:
+        """Return which tokens of the step each row group has."""
+        ends = accumulate(group.position_ids.numel() for group in self.groups)
+        return [slice(end - group.position_ids.numel(), end) for end, group in zip(ends, self.groups, strict=True)]

@@ -10,7 +10,6 @@ from typing import Any
 
 from ...config import NeuronConfig
 from ..layer_state import CheckedModel, LayerState
-from ..spec import TensorSpec
 
 
 logger = logging.getLogger(__name__)
@@ -34,13 +33,13 @@ class KeyValueState(LayerState):
     key_dim: int
     value_dim: int
 
-    def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
+    def list_sizes(self, config: NeuronConfig) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        places = (config.kv_blocks + config.trash_blocks, self.kv_heads, config.block_length)
+        codes = _CODES.get(config.kv_cache_dtype or "")
         for role, dim in (("key", self.key_dim), ("value", self.value_dim)):
-            places = (config.kv_blocks + config.trash_blocks, self.kv_heads, config.block_length)
-            codes = _CODES.get(config.kv_cache_dtype or "")
-            yield TensorSpec(f"kv_cache.{role}_{self.layer_idx}", (*places, dim), codes or config.dtype)
+            yield role, (*places, dim), codes or config.dtype
             if codes is not None:
-                yield TensorSpec(f"kv_cache.{role}scale_{self.layer_idx}", (*places, 1), "float32")
+                yield f"{role}scale", (*places, 1), "float32"
 
     @classmethod
     def load_backends(cls) -> tuple[Any, Any]:
@@ -50,22 +49,19 @@ class KeyValueState(LayerState):
 
     @classmethod
     def check_config(cls, states: Sequence[KeyValueState], model: CheckedModel, config: NeuronConfig) -> None:
-        """Check that a model that attends by code of its own gets slots of numbers; warn where it gathers blocks."""
         if model.attends_alone and config.blocks_in_place:
             raise ValueError(
                 f"{model.name} attends by code of its own, over slots, and on target={config.target!r} blocks attend where "
                 f"they lie; leave out kv_block_size={config.kv_block_size} and kv_cache_tokens"
             )
-        option = f"kv_cache_dtype={config.kv_cache_dtype!r}"
-        if config.kv_cache_dtype is not None and not states:
-            raise ValueError(
-                f"{option} is for keys and values, and {model.name} keeps none: states of recurrences and convolutions stay as "
-                f"they are; leave it out"
+        if config.kv_cache_dtype is not None and (model.attends_alone or not states):
+            reason = (
+                "attends by code of its own, which takes keys and values as numbers, not as codes"
+                if states
+                else "keeps none: states of recurrences and convolutions stay as they are"
             )
-        if config.kv_cache_dtype is not None and model.attends_alone:
             raise ValueError(
-                f"{model.name} attends by code of its own, which takes keys and values as numbers, and {option} keeps codes; "
-                f"leave it out"
+                f"kv_cache_dtype={config.kv_cache_dtype!r} is for keys and values, and {model.name} {reason}; leave it out"
             )
         if model.attends_alone and config.kv_block_size is not None:
             logger.warning(

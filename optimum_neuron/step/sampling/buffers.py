@@ -25,10 +25,7 @@ class ChosenTokens(nn.Module):
         return torch.where(input_ids < 0, self.tokens[:, None], input_ids)
 
     def keep_tokens(self, tokens: Tensor, slots: Tensor) -> None:
-        """Keep the tokens that rows chose, `[rows]` int32: of several rows of one of `slots_of_rows`, as a prompt has in one step, the last.
-
-        A selection, not a scatter: indices may be equal.
-        """
+        """Keep the tokens that rows chose, `[rows]` int32, of a slot's rows the last: by selections, as indices may be equal."""
         rows = torch.arange(slots.shape[0], dtype=torch.int32)
         every = torch.arange(self.tokens.shape[0], dtype=torch.int32)
         last = torch.where(slots[None, :] == every[:, None], rows, -1).amax(1)

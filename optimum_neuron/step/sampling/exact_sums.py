@@ -75,10 +75,7 @@ def split_blocks(planes: Tensor) -> Tensor:
 
 
 def sum_tokens(planes: Tensor) -> Tensor:
-    """Return `[rows, ..., digits]`: the sums of tokens' numbers, `[digits, rows, ..., size]`, padded.
-
-    It has a digit more than they, unless that is one: those number tokens.
-    """
+    """Return `[rows, ..., digits]`: sums of `[digits, rows, ..., size]`, padded; with a digit more, unless that is one."""
     of_blocks = split_blocks(planes).sum((-3, -2, -1)).movedim(0, -1)
     return (widen_digits(of_blocks) if of_blocks.shape[-1] > 1 else of_blocks).sum(-2)
 
@@ -86,8 +83,8 @@ def sum_tokens(planes: Tensor) -> Tensor:
 def pick_part(sums: Tensor, base: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first of some parts that reaches beyond `target`, `[rows]` float32, and the sum before it, `[rows, digits]`.
 
-    `sums` are `[rows, parts, digits]`, of each part in order, `base [rows, digits]` the sum before the first. `target [rows, digits]` is from
-    `base` on, and less than the end of the last.
+    `sums [rows, parts, digits]` belong to each part in order, `base [rows, digits]` is the sum before the first. `target [rows, digits]` is
+    from `base` on, and less than the end of the last.
     """
     if sums.shape[1] == 1:
         return torch.zeros_like(base[:, 0]), base
@@ -120,7 +117,7 @@ class FloatSteps:
 def _order_place(place: int) -> tuple[float, float, float]:
     """Return `size`, `first` and `slope` of the place-th sign and exponent in the order of float32, from -inf to inf.
 
-    Its numbers are `size * (first + slope * mantissa)`, in their order from mantissa 0 to 2^23 - 1; each product is exact.
+    Its numbers are `size * (first + slope * mantissa)`, from mantissa 0 to 2^23 - 1; each product is exact.
     """
     exponent = place - _EXPONENTS if place >= _EXPONENTS else _EXPONENTS - 1 - place
     size = math.ldexp(1.0, max(exponent, 1) - 127) if exponent < _EXPONENTS - 1 else math.inf
@@ -133,10 +130,7 @@ _SMALLEST = [size * first for size, first, _ in _ORDERED]
 
 
 def largest_float(found: Callable[[Tensor], Tensor], like: Tensor, steps: FloatSteps) -> Tensor:
-    """Return `[rows, 1]`: the largest number that is not too high, for rows as in `like [rows, 1]`; minus infinity where all are.
-
-    `found` counts, of `[rows, n]` numbers in their order, those that are not too high: `[rows, 1]`.
-    """
+    """Return `[rows, 1]`: the largest number that is not too high; `found` counts those that are not, of `[rows, n]` in their order."""
     smallest, places = torch.tensor(_SMALLEST)[None, :, None], torch.tensor(_ORDERED)[None]
     exponent = mantissa = torch.zeros_like(like)
     for unit, count in steps.exponent:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of chosen tokens and of the most likely ones.
-
-Every target can lower it, and each rank looks at its own part of the vocabulary alone.
-"""
+"""Log-probabilities of chosen tokens and of the most likely ones. Each rank looks at its own part of the vocabulary alone."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ _LOWEST = torch.finfo(torch.float32).min
 class Logprobs(NamedTuple):
     """Log-probabilities for the rows of a group: of the chosen tokens, and of the most likely ones, the best first.
 
-    `ranks [rows]` int32 count the tokens that are at least as likely as the chosen one: 1 is the best. `tokens [rows, count]` int32 are the
-    most likely tokens, of equal ones the lower id first, and `best` their log-probabilities. All else is float32.
+    `ranks [rows]` int32 count the tokens that are at least as likely as the chosen one. `tokens [rows, count]` int32 are the most likely
+    tokens, of equal ones the lower id first, and `best` their log-probabilities.
     """
 
     chosen: Tensor
@@ -39,10 +36,7 @@ def logprobs(
     vocab_size: int | None = None,
     gather: Gather = alone,
 ) -> Logprobs:
-    """Return log-probabilities of chosen tokens `[rows]` int32 and of the `count` most likely ones, from `logits [rows, vocab]` float32.
-
-    Where each rank has the logits of its own part of the vocabulary, as in `sample`, it is the same on all.
-    """
+    """Return those of chosen tokens `[rows]` int32 and of the `count` most likely ones, from a rank's `logits [rows, vocab]`."""
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     own = torch.arange(logits.shape[-1], dtype=torch.int32) + first
     logits = torch.where(real_columns(logits, first, vocab_size), logits, _LOWEST)

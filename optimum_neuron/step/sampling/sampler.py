@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The on-device sampler.
 
-It uses only what every target can lower: no sort, no top-k, no cumulative sum, no integer that float32 cannot hold. A token's weight
-is a whole number, so sums are exact: no target's order of summation, and no cut of the vocabulary, changes a token.
+It uses only what every target can lower: no sort, no top-k, no cumulative sum, no integer that float32 cannot hold. A token's weight is a
+whole number, so sums are exact: no order of summation, and no cut of the vocabulary, changes a token.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def sample(
     """Choose one token per row, `[rows]` int32; where each rank has the logits of its own part of the vocabulary, the same on all.
 
     Temperature 0 is the exact argmax (lowest index on a tie). Otherwise temperature, top-k, top-p and min-p are applied in transformers'
-    order, over the whole vocabulary. All tokens that tie with the last one kept stay. The token is drawn by inverse CDF: the first one, in
-    order of token ids, at which the sum of kept weights exceeds `uniform * total`. Where the largest logit, or that over the temperature,
-    is not finite, the argmax is taken.
+    order. All tokens that tie with the last one kept stay. The token is drawn by inverse CDF: the first one, in order of token ids, at
+    which the sum of kept weights exceeds `uniform * total`. Where the largest logit, or that over the temperature, is not finite, the
+    argmax is taken.
 
     Args:
         logits: `[rows, columns]` float32.
@@ -102,10 +102,7 @@ def real_columns(logits: Tensor, first: Tensor | int, vocab_size: int) -> Tensor
 def kept_weights(
     scores: Tensor, best: Tensor, real: Tensor, sampling_params: Tensor, gather: Gather = alone
 ) -> Tensor:
-    """Return each token's weight as digits, `[digits, rows, size]` float32, padded; 0 where top-k, top-p and min-p leave it out.
-
-    `scores [rows, columns]` are logits over the temperature, `best [rows, 1]` the largest of all ranks, `real [columns]` the tokens.
-    """
+    """Return weights as digits, `[digits, rows, size]` float32, padded; 0 for tokens that are left out. `best` belongs to all ranks."""
     top_k, top_p, min_p = (sampling_params[:, i] for i in (TOP_K, TOP_P, MIN_P))
     scores = pad_tokens(scores, _LOWEST)
     kept = (pad_tokens(real.float(), 0.0) > 0).expand(scores.shape)
@@ -141,12 +138,9 @@ def _find_best(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gat
 
 
 def weights_of(distances: Tensor) -> Tensor:
-    """Return `exp(-distance) * 2^36` in whole numbers, float32; at most a few units of the last place off.
+    """Return `exp(-distance) * 2^36` in whole numbers, float32, of distances from 0 on; at most a few units of the last place off.
 
     No sum follows a rounded product, so no compiler can make one operation of the two, which changes bits.
-
-    Args:
-        distances: not negative.
     """
     distances = distances.clamp(max=_WEIGHTLESS)
     halvings = (distances * _PER_LN_2).floor()
@@ -168,10 +162,10 @@ def _sum_ranks(own: Tensor, gather: Gather) -> Tensor:
 
 
 def _keep_largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather) -> Tensor:
-    """Return `[rows, size]` bool: the fewest tokens of the largest scores with numbers that add up to `target`, with all ties.
+    """Return `[rows, size]` bool: the fewest tokens of the largest scores with numbers that add up to `target`, with all ties; else all.
 
-    The smallest of their scores is found digit by digit. Where all of them do not add up to it, all stay. Tokens have the numbers `digits`
-    `[digits, rows, size]`; `target` is `[rows, digits]`, with a digit more, unless that is one.
+    The smallest of their scores is found digit by digit. Tokens have the numbers `digits [digits, rows, size]`; `target` is
+    `[rows, digits]`, with a digit more, unless that is one.
     """
 
     def count_found(lowest: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import functools
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,6 @@ from ..serving import CALLS_APART
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
-
-
-class _DifferError(Exception):
-    """Two layers are not the same."""
 
 
 @dataclass
@@ -59,93 +55,84 @@ def kinds_of_layers(model: nn.Module) -> list[LayerKind]:
         own: list[LayerKind] = []
         for number, layer in enumerate(module):
             if all(owners[id(tensor)] == 1 for tensor in _list_tensors(layer)):
-                _add_layer(own, path, module, number)
+                for kind in own:
+                    found = _differing_numbers(module[kind.members[0]], layer)
+                    if found is not None:
+                        kind.members.append(number)
+                        kind.numbers |= found
+                        break
+                else:
+                    own.append(LayerKind(path, module, [number]))
         kinds += own
     return kinds
 
 
-def _list_tensors(module: nn.Module) -> Iterator[Tensor]:
-    for part in module.modules():
-        for members in (part._parameters, part._buffers):
-            yield from (each for each in members.values() if each is not None)
+def _list_tensors(module: nn.Module) -> list[Tensor]:
+    return [
+        each
+        for part in module.modules()
+        for members in (part._parameters, part._buffers)
+        for each in members.values()
+        if each is not None
+    ]
 
 
-def _add_layer(kinds: list[LayerKind], path: str, layers: nn.ModuleList, number: int) -> None:
-    for kind in kinds:
-        try:
-            found = set(_differing_numbers(layers[kind.members[0]], layers[number], ""))
-        except _DifferError:
-            continue
-        kind.members.append(number)
-        kind.numbers |= found
-        return
-    kinds.append(LayerKind(path, layers, [number]))
-
-
-def _differing_numbers(one: nn.Module, other: nn.Module, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the numbers in which modules differ; raises _DifferError where they differ in something else."""
-    if one is other and not any(True for _ in _list_tensors(one)):
-        return
-    _require_alike(type(one) is type(other) and one.__dict__.keys() == other.__dict__.keys())
-    for name in one.__dict__.keys() - set(_MEMBERS):
-        first, second = one.__dict__[name], other.__dict__[name]
-        if type(first) is int and type(second) is int:
-            if first != second:
-                yield path, name
-        else:
-            _require_same(first, second, one, other)
-    for name in ("_parameters", "_buffers"):
-        tensors = getattr(one, name), getattr(other, name)
-        _require_alike(list(tensors[0]) == list(tensors[1]))
-        for key, tensor in tensors[0].items():
-            _require_alike(_tensor_facts(tensor) == _tensor_facts(tensors[1][key]))
-    _require_alike(list(one._modules) == list(other._modules))
-    for name, part in one._modules.items():
-        counterpart = other._modules[name]
-        if part is None or counterpart is None:
-            _require_alike(part is counterpart)
-        else:
-            yield from _differing_numbers(part, counterpart, f"{path}.{name}" if path else name)
-
-
-def _tensor_facts(tensor: Tensor | None) -> Any:
-    if tensor is None:
+def _differing_numbers(one: nn.Module, other: nn.Module) -> set[tuple[str, str]] | None:
+    """Return the numbers in which layers differ; None where they differ in something else."""
+    parts, others = (list(layer.named_modules(remove_duplicate=False)) for layer in (one, other))
+    if [path for path, _ in parts] != [path for path, _ in others]:
         return None
-    return type(tensor), tensor.shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
+    numbers = set()
+    for (path, part), (_, counterpart) in zip(parts, others, strict=True):
+        if _describe_module(part) != _describe_module(counterpart):
+            return None
+        for name in vars(part).keys() - set(_MEMBERS):
+            first, second = vars(part)[name], vars(counterpart)[name]
+            if type(first) is int and type(second) is int:
+                numbers |= {(path, name)} if first != second else set()
+            elif not _are_same(first, second, part, counterpart):
+                return None
+    return numbers
 
 
-def _require_alike(holds: bool) -> None:
-    if not holds:
-        raise _DifferError
+def _describe_module(module: nn.Module) -> Any:
+    tensors = [
+        (
+            name,
+            None
+            if each is None
+            else (type(each), each.shape, each.dtype, each.stride(), each.device, each.requires_grad),
+        )
+        for members in (module._parameters, module._buffers)
+        for name, each in members.items()
+    ]
+    return type(module), set(vars(module)), tensors
 
 
-def _require_same(first: Any, second: Any, one: nn.Module, other: nn.Module) -> None:
-    """Raise _DifferError unless attributes of two modules are the same, or each is its own module's."""
+def _are_same(first: Any, second: Any, one: nn.Module, other: nn.Module) -> bool:
+    """Return whether attributes of two modules are the same, or each is its own module's."""
     if first is second or (first is one and second is other):
-        return
-    _require_alike(type(first) is type(second))
+        return True
+    if type(first) is not type(second):
+        return False
     if isinstance(first, _VALUES):
-        _require_alike(first == second)
-    elif isinstance(first, types.MethodType):
-        _require_alike(first.__func__ is second.__func__)
-        _require_alike(first.__self__ is second.__self__ or (first.__self__ is one and second.__self__ is other))
+        return bool(first == second)
+    if isinstance(first, Set):
+        return bool(first == second) and all(isinstance(each, _VALUES) for each in first)
+    if isinstance(first, Mapping):
+        return list(first) == list(second) and all(_are_same(first[key], second[key], one, other) for key in first)
+    if isinstance(first, types.MethodType):
+        parts = [[each.__func__, each.__self__] for each in (first, second)]
     elif isinstance(first, functools.partial):
-        parts = [(each.func, each.args, each.keywords) for each in (first, second)]
-        _require_same(parts[0], parts[1], one, other)
-    elif isinstance(first, Mapping):
-        _require_alike(list(first) == list(second))
-        for key in first:
-            _require_same(first[key], second[key], one, other)
-    elif isinstance(first, Set):
-        _require_alike(first == second and all(isinstance(each, _VALUES) for each in first))
+        parts = [[each.func, each.args, each.keywords] for each in (first, second)]
     elif isinstance(first, list | tuple):
-        _require_alike(len(first) == len(second))
-        for each, counterpart in zip(first, second, strict=True):
-            _require_same(each, counterpart, one, other)
+        parts = [list(first), list(second)]
     elif dataclasses.is_dataclass(first):
-        _require_same(vars(first), vars(second), one, other)
+        parts = [[vars(first)], [vars(second)]]
     else:
-        raise _DifferError
+        return False
+    pairs = zip(*parts, strict=False)
+    return len(parts[0]) == len(parts[1]) and all(_are_same(left, right, one, other) for left, right in pairs)
 
 
 Rename = Callable[[str], str]
@@ -157,10 +144,7 @@ class NotAlikeError(Exception):
 
 
 def make_renaming(kind: LayerKind, origin: int, member: int) -> Rename:
-    """Return a function from the names of one layer's tensors to those of another; other names stay.
-
-    Both raise NotAlikeError: where by their numbers it is open which, and for a state of neither.
-    """
+    """Return a function from names of one layer's tensors to another's; both raise NotAlikeError where numbers leave it open."""
     numbers: dict[int, int] = {}
     values = kind.own_numbers(member)
     for place, number in kind.own_numbers(origin).items():

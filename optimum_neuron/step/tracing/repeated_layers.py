@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trace of a few of the layers that are the same; the others become one node each, which program.py replaces.
 
-The model's own code runs for every layer and decides what each is given. A layer is left out only where it is given the same objects
-as the layers before, but for the one tensor that each makes of the last one's.
+The model's own code decides what each layer is given. A layer is left out only where it is given the same objects as the layers before,
+but for the one tensor that each makes of the last one's.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class Template:
 
     Attributes:
         traced: the layers with all nodes between their `begin` and `end`; `expand_layers` compares them.
-        given: what the last layer was given, flat, and its structure.
-        carried: the place in it of the tensor that each layer makes; None until two layers were seen.
-        returned: what the last traced layer returned, flat, its structure, and the place of the tensor.
+        given, returned: what the last layer was given, and the last traced one returned, flat, and its structure; the place of the tensor.
+        carried: the place in `given` of the tensor that each layer makes; None until two layers were seen.
         varies: layers return something else than one tensor of the carried one's form, so that all are traced.
     """
 
@@ -87,7 +86,7 @@ class LayerTrace:
 
     @property
     def is_refused(self) -> bool:
-        """Return whether the trace cannot be used: a layer's number was computed with, or a layer ran twice."""
+        """Return whether a number was computed with, or a layer ran twice: then the trace cannot be used."""
         return len(set(self._ran)) < len(self._ran) or any(index.used for index in self._watched)
 
     def run_layer(
@@ -107,18 +106,13 @@ class LayerTrace:
         with self._watch_numbers(template.kind, member):
             output = forward(*args, **kwargs)
         returned, form = pytree.tree_flatten(output)
-        places = [place for place, each in enumerate(returned) if isinstance(each, Tensor)]
-        others = [each for each in returned if not isinstance(each, Tensor)]
-        if (
-            len(places) != 1
-            or _form_of(returned[places[0]]) != _form_of(x)
-            or any(each is not None for each in others)
-        ):
+        places = [place for place, each in enumerate(returned) if each is not None]
+        if len(places) != 1 or not isinstance(last := returned[places[0]], Tensor) or _form_of(last) != _form_of(x):
             template.varies = True
             return output
         template.traced.append(member)
         template.returned = returned, form, places[0]
-        return _replace_leaf(returned, form, places[0], operators.end(returned[places[0]], len(self.layers) - 1))
+        return _replace_leaf(returned, form, places[0], operators.end(last, len(self.layers) - 1))
 
     def _mark_layer(self, name: str, x: Tensor, template: Template, member: int) -> Tensor:
         self.layers.append((template, member))

@@ -24,9 +24,7 @@ from ...checkpoints.find import find_checkpoint
 from ...checkpoints.quantize.quantize import make_room_as_quantized, round_activations, settle_activations
 from ...checkpoints.verbatim import write_config_alone
 from ...config import NeuronConfig
-from ...step.family import check_every_step_has_a_graph
-from ...step.features.codes.formats import weight_formats
-from ...step.spec import graph_specs
+from ...step.features.codes.modules import weight_formats
 from .. import CacheKeys, Target, get_target, resolve_target
 from .entries import CODE, BrokenError, check_code
 from .hub import shared_entries
@@ -131,7 +129,6 @@ def _find_keys(checkpoint: Checkpoint, config: NeuronConfig, target: Target) -> 
         round_activations(model, config)
         write_formats(weight_formats(model), folder)
         config = dataclasses.replace(config, dtype=str(model.dtype).removeprefix("torch."))
-        check_every_step_has_a_graph(config, graph_specs(config))
         return target.cache_keys(model, config, folder, trust_remote_code=trusted)
 
 

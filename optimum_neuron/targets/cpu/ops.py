@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from ...kernels.operators import NAMESPACE
 from ...kernels.steps.access import COLUMN_BLOCK, HEAD_DIM_LIMIT, HEAD_DIM_STEP
 from ...step.attention.cached_attention import attend_cache
-from ...step.attention.call import AttentionCall
 from ...step.attention.coded_states import Stored
-from ...step.attention.kv_cache import write_rounded
+from ...step.attention.kv_cache import write_tokens
 from ...step.attention.masks import AttentionChunk
-from ...step.attention.rows import AttentionRows
+from ...step.attention.rows import AttentionCall, AttentionRows
 from ...step.features.codes.weight import PACKED, QuantizedWeight
 from ...step.features.experts.experts import ExpertsCall, dense_experts
 from ...step.features.recurrence.recurrence import ScanCall, ScanRows, ScanState
@@ -66,7 +65,7 @@ def _write_cache(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor)
     elif states.dtype in DTYPES:
         _OWN.write_codes(cache.codes, cache.scale, states, blocks, columns)
     else:
-        write_rounded(_OWN.write_cache, cache, states, blocks, columns)
+        write_tokens(cache, states, blocks, columns, _OWN.write_cache)
 
 
 def _grouped_experts(call: ExpertsCall) -> Tensor:

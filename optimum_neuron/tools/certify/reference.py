@@ -153,7 +153,7 @@ def write_moved(cache: Stored, states: Tensor, blocks: Tensor, columns: Tensor) 
     def write_codes(cache: Tensor, states: Tensor, blocks: Tensor, columns: Tensor) -> None:
         kv_cache.write_tokens(cache, _move_codes(states) if states.dtype in LARGEST_CODE else states, blocks, columns)
 
-    kv_cache.write_rounded(write_codes, cache, states, blocks, columns)
+    kv_cache.write_tokens(cache, states, blocks, columns, write_codes)
 
 
 def _move_codes(codes: Tensor) -> Tensor:

@@ -18,10 +18,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ...errors import first_line
 from ...parity.inspect import inspect_model
 from ...parity.text_length import keep_frequencies
-from ...step.attention.call import AttentionBackend, AttentionCall
+from ...step.attention.rows import AttentionBackend, AttentionCall
 from ...step.attention.state import KeyValueState
-from ...step.features.codes.formats import WeightFormat, make_room
-from ...step.features.codes.modules import QuantizedEmbedding, QuantizedLinear, plain_weights, quantized_weights
+from ...step.features.codes.modules import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    WeightFormat,
+    make_room,
+    plain_weights,
+    quantized_weights,
+)
 from ...step.features.codes.weight import PACKED
 from ...step.interface import ATTENTION_NAME, with_attention
 from ...step.model_spec import ModelSpec

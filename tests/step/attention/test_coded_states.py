@@ -9,32 +9,22 @@ import pytest
 import torch
 from architectures.models import graph_model
 from coded_reference import KINDS, reference, rounded
-from compressing import cached
+from feature_models import FEATURES
 from helpers import (
     ARCHITECTURES,
     CHUNK_SIZE,
     LENGTH,
     Opener,
-    decode_tokens,
-    eager_runner,
     generate,
-    prefill_pieces,
     random_tokens,
-    read_states,
-    reuse_prefix,
-    same_states,
     tiny_config,
-    write_state,
 )
-from torch import nn
 from transformers import AutoModelForCausalLM, MambaConfig
 
 from optimum_neuron.parity.inspect import check_states, inspect_model
-from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.attention.cached_attention import attend_cache
-from optimum_neuron.step.attention.call import AttentionCall
 from optimum_neuron.step.attention.coded_states import round_states
-from optimum_neuron.step.attention.rows import AttentionRows
+from optimum_neuron.step.attention.rows import AttentionCall, AttentionRows
 from optimum_neuron.step.interface import ATTENTION_NAME
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.state_specs import StateSizes, byte_count, state_specs
@@ -85,55 +75,6 @@ def test_steps_equal_transformers_with_rounded_keys_and_values(
         assert (logits - found).abs().median() < 1e-6 and (logits - found).abs().max() < 2e-4
         first = generate(plain, prompt, 1)[1]
         assert (logits[0] - first[0]).abs().max() > 3e-4
-
-
-def _zero(runner: GraphRunner, spec: ModelSpec, value: float) -> None:
-    """Fills all that requests keep: with codes of some kind and scales that are NaN, as a broken request leaves them, or zeros."""
-    for state in state_specs(runner.config, spec):
-        contents = torch.full(state.shape, value if state.dtype == "float32" else 3.0 * (value != 0))
-        write_state(runner.executable, state.name, contents.to(getattr(torch, state.dtype)))
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_chunks_neighbors_and_old_contents_change_no_bit(
-    open_runner: Opener, tiny_specs: dict[str, ModelSpec], name: str, kind: str
-) -> None:
-    runner, spec = open_runner(name, kv_cache_dtype=kind), tiny_specs[name]
-    prompt = random_tokens(27)
-    _zero(runner, spec, 0.0)
-    expected = [prefill_pieces(runner, 1, prompt, (8, 8, 8, 3)), decode_tokens(runner, {1: 5})[1][1]]
-    states = read_states(runner, spec)
-    runner.reset_slots()
-    _zero(runner, spec, float("nan"))
-    prefill_pieces(runner, 0, random_tokens(19, seed=2), (8, 8, 3))
-    results = [prefill_pieces(runner, 1, prompt, (1, 8, 5, 8, 2, 3)), decode_tokens(runner, {0: 9, 1: 5})[1][1]]
-    assert all(map(torch.equal, results, expected)) and results[0].isfinite().all()
-    assert same_states(read_states(runner, spec), states, [1], stop=len(prompt) + 1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_copied_prefix_goes_on_with_the_same_bits(open_runner: Opener, kind: str) -> None:
-    runner = open_runner("qwen3", kv_cache_dtype=kind)
-    prompt = random_tokens(30)
-    prefill_pieces(runner, 0, prompt[:21], (8, 8, 5))
-    reuse_prefix(runner, 2, 0, 21)
-    copied = prefill_pieces(runner, 2, prompt[21:], (8, 1))
-    assert torch.equal(copied, prefill_pieces(runner, 1, prompt, (8, 8, 8, 6)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_blocks_have_the_bits_of_slots(
-    tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec], kind: str
-) -> None:
-    sizes = {"kv_cache_dtype": kind, "sequence_length": 128, "context_buckets": (128,)}
-    prompt, results = random_tokens(70), []
-    for blocks in ({}, {"kv_block_size": 64, "kv_cache_tokens": 384}):
-        runner = eager_runner(tiny_models["gemma2"], tiny_config(**sizes, **blocks), spec=tiny_specs["gemma2"])
-        if blocks:
-            runner.assign_blocks(0, 0, [4, 1])
-        results.append((prefill_pieces(runner, 0, prompt, (8,) * 8 + (6,)), decode_tokens(runner, {0: 5})[1][0]))
-    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -194,7 +135,7 @@ def test_models_whose_caches_have_no_codes_are_refused_by_name() -> None:
     refused = {
         "MambaForCausalLM keeps none: states of recurrences": mamba,
         "GPTJForCausalLM attends by code of its own": graph_model("gptj", torch.float32),
-        "2 layers of DeepseekV4ForCausalLM attend to compressed keys": cached(),
+        "2 layers of DeepseekV4ForCausalLM attend to compressed keys": FEATURES["deepseek_v4"].model(),
     }
     for words, model in refused.items():
         spec = inspect_model(model, compare=False)

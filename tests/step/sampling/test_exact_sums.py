@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -41,30 +40,11 @@ def test_digits_are_those_of_the_number(count: int) -> None:
     assert found.shape == (len(fitting), count) and bool((found < BASE).all())
 
 
-def test_a_number_has_one_float_whatever_its_digits_hold() -> None:
-    digits = torch.cat([random_digits(200, 3, below=2**24), torch.tensor([[0.0, 0.0, 5.0], [0.0, 0.0, 5000.0]])])
-    numbers = [value(each) for each in digits.tolist()]
-    canonical = [[number // BASE**2, number // BASE % BASE, number % BASE] for number in numbers]
-    found = exact_sums.to_float(digits)
-    assert torch.equal(found, exact_sums.to_float(torch.tensor(canonical, dtype=torch.float32)))
-    assert all(abs(one - number) <= number * 2.0**-23 for one, number in zip(found.tolist(), numbers, strict=True))
-    assert found[-2:].tolist() == [5.0, 5000.0]
-
-
 def test_widened_digits_are_the_same_number_and_leave_room() -> None:
     digits = torch.cat([random_digits(50, 3, below=2**24), torch.full((1, 3), 2.0**24 - 1)])
     found = exact_sums.widen_digits(digits)
     assert [value(each) for each in found.tolist()] == [value(each) for each in digits.tolist()]
     assert found.shape[-1] == 4 and bool((found < 2 * BASE).all())
-
-
-def test_numbers_are_compared_whatever_their_digits_hold() -> None:
-    some = torch.cat([random_digits(20, 3, below=2**24), random_digits(20, 3, below=3), torch.zeros(1, 3)])
-    some = torch.cat([some, some + torch.tensor([0.0, 0.0, 1.0]), some + torch.tensor([0.0, -1.0, BASE])])
-    some = some[(some >= 0).all(-1)]
-    for left, right in itertools.product(some, some):
-        expected = value(left.tolist()) < value(right.tolist())
-        assert bool(exact_sums.is_less(left, right)) is expected
 
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 4096, 4097, 8191, 12289])
@@ -79,28 +59,6 @@ def test_a_total_is_exact_over_any_number_of_tokens(size: int, digits: int) -> N
         expected = planes[..., :size].long().sum(-1).T.tolist()
         assert [value(each) for each in found.tolist()] == [value(each) for each in expected]
         assert found.shape == (2, digits + (digits > 1))
-
-
-def test_padding_is_what_was_asked_for() -> None:
-    assert exact_sums.pad_tokens(torch.zeros(2, 300), 7.0)[:, 300:].tolist() == [[7.0] * 212] * 2
-
-
-@pytest.mark.parametrize("parts", [1, 2, 16])
-def test_the_part_that_reaches_beyond_a_target_is_picked(parts: int) -> None:
-    sums = random_digits(4, parts, 3, below=BASE)
-    sums[1, ::3] = 0.0  # of nothing, the last part excepted
-    sums[:, -1, 0] = 1.0
-    base = random_digits(4, 3, below=BASE, seed=1)
-    for row, part, offset in itertools.product(range(4), range(parts), (0, -1, 1)):
-        starts = list(itertools.accumulate(map(value, sums[row].tolist()), initial=value(base[row].tolist())))
-        wanted = starts[part] + offset
-        if not starts[0] <= wanted < starts[-1]:
-            continue
-        target = torch.tensor([wanted // BASE**2, wanted // BASE % BASE, wanted % BASE], dtype=torch.float32)
-        index, before = exact_sums.pick_part(sums[row, None], base[row, None], target[None])
-        expected = max(place for place in range(parts) if starts[place] <= wanted)
-        assert int(index) == expected
-        assert value(before[0].tolist()) == starts[expected]
 
 
 # Two digits are enough to tell whether one is carried to the next.

@@ -25,7 +25,7 @@ from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.artifact.quantization import write_formats
 from optimum_neuron.artifact.tensor_file import StoredTensor, stored_tensors
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
-from optimum_neuron.step.features.codes.formats import WeightFormat
+from optimum_neuron.step.features.codes.modules import WeightFormat
 from optimum_neuron.targets import CompileJob
 from optimum_neuron.targets.cpu import compiler
 from optimum_neuron.targets.cpu import plan_keys as plan_keys_module

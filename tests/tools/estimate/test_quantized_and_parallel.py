@@ -18,7 +18,7 @@ from optimum_neuron.artifact.quantization import write_formats
 from optimum_neuron.artifact.weights import named_tensors
 from optimum_neuron.checkpoints.quantize.quantize import formats_of, quantize
 from optimum_neuron.config import NEURON_TARGETS, NeuronConfig
-from optimum_neuron.step.features.codes.formats import weight_formats
+from optimum_neuron.step.features.codes.modules import weight_formats
 from optimum_neuron.step.interface import ATTENTION_NAME
 from optimum_neuron.step.state_specs import StateSizes, byte_count, state_specs
 from optimum_neuron.targets.neuron.sdk import devices

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...serving import set_within
-from .weight import QuantizedWeight, integer_product
+from .weight import CODE_DTYPES, PACKED, QuantizedWeight, integer_product
 
 
+_PARTS = ("codes", "scale", "shift")
 # From `x [..., inputs]`, a weight and `bias [outputs]` to `[..., outputs]` of x's type.
 QuantizedProduct = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
 
@@ -42,10 +45,7 @@ def multiplying(product: QuantizedProduct) -> AbstractContextManager[None]:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a quantized weight `[outputs, inputs]` and a plain bias.
-
-    It has no `weight`: code that reads one itself gets an error, not codes.
-    """
+    """A linear layer with a quantized weight `[outputs, inputs]` and a plain bias. Code that reads its `weight` gets an error, not codes."""
 
     codes: Tensor
     scale: Tensor
@@ -56,7 +56,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.kind, self.activations = weight.kind, weight.activations
         self.in_features, self.out_features = weight.inputs, weight.outputs
-        for name in ("codes", "scale", "shift"):
+        for name in _PARTS:
             self.register_buffer(name, getattr(weight, name))
         self.register_parameter("bias", bias)
 
@@ -69,9 +69,6 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, kind={self.kind}"
 
 
 class QuantizedEmbedding(nn.Module):
@@ -98,43 +95,38 @@ class QuantizedEmbedding(nn.Module):
         return (rows.unflatten(-1, (groups, -1)) * scales.unsqueeze(-1)).flatten(-2).to(self.dtype)
 
 
-def replace_linear(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
-    """Replace a model's linear layer by a quantized one, with the same bias; ValueError where there is none of that name and size."""
+def can_be_looked_up(weight: QuantizedWeight) -> bool:
+    return weight.kind == "int8" and weight.shift is None
+
+
+def replace_module(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
+    """Replace a linear layer, with the same bias, or a table of embeddings by a quantized one.
+
+    Raises:
+        ValueError: there is none of that name and size, or a table would get other codes than int8 without a shift.
+    """
     parent_name, _, own = name.rpartition(".")
     try:
         parent, module = model.get_submodule(parent_name), model.get_submodule(name)
     except AttributeError:
         parent, module = model, None
-    if not isinstance(module, nn.Linear):
-        raise ValueError(f"{type(model).__name__} has no linear layer {name} for a quantized weight")
-    if (module.out_features, module.in_features) != (weight.outputs, weight.inputs):
+    if not isinstance(module, nn.Linear) and type(module) is not nn.Embedding:
+        raise ValueError(f"{type(model).__name__} has no linear layer or table {name} for a quantized weight")
+    if module.weight.shape != (weight.outputs, weight.inputs):
         raise ValueError(
-            f"{name} of {type(model).__name__} is [{module.out_features}, {module.in_features}], and its quantized weight is "
+            f"{name} of {type(model).__name__} is {list(module.weight.shape)}, and its quantized weight is "
             f"[{weight.outputs}, {weight.inputs}]"
         )
-    setattr(parent, own, QuantizedLinear(weight, module.bias).train(module.training))
-
-
-def can_be_looked_up(weight: QuantizedWeight) -> bool:
-    return weight.kind == "int8" and weight.shift is None
-
-
-def replace_embedding(model: nn.Module, name: str, weight: QuantizedWeight) -> None:
-    """Replace a table of embeddings by a quantized one; ValueError where there is none of that name and size, or such a weight does not fit."""
-    parent_name, _, own = name.rpartition(".")
-    table = dict(model.named_modules()).get(name)
-    if type(table) is not nn.Embedding or table.weight.shape != (weight.outputs, weight.inputs):
-        raise ValueError(
-            f"{type(model).__name__} has no table of embeddings {name} for a quantized weight of [{weight.outputs}, {weight.inputs}]"
-        )
-    if not can_be_looked_up(weight):
+    if isinstance(module, nn.Linear):
+        setattr(parent, own, QuantizedLinear(weight, module.bias).train(module.training))
+    elif can_be_looked_up(weight):
+        setattr(parent, own, QuantizedEmbedding(weight, module.weight.dtype))
+    else:
         raise ValueError(f"{name} is a table of embeddings, which needs codes of int8 without a shift")
-    setattr(model.get_submodule(parent_name), own, QuantizedEmbedding(weight, table.weight.dtype))
 
 
 # Of each quantized weight by name, its kind and what activations are rounded to.
 _KINDS = "_quantized_kinds"
-_PARTS = ("codes", "scale", "shift")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -154,8 +146,8 @@ def expert_weight(layer: Any, name: str) -> Tensor | QuantizedWeight:
 
 
 def quantized_weights(layer: nn.Module) -> dict[str, QuantizedWeight]:
-    found = {name: expert_weight(layer, name) for name in getattr(layer, _KINDS, {})}
-    return {name: weight for name, weight in found.items() if isinstance(weight, QuantizedWeight)}
+    weights = {name: expert_weight(layer, name) for name in getattr(layer, _KINDS, {})}
+    return {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedWeight)}
 
 
 def plain_weights(layer: nn.Module) -> dict[str, nn.Parameter]:
@@ -186,3 +178,73 @@ def replace_weights(layer: Any, weights: Mapping[str, QuantizedWeight]) -> None:
 def round_activations_of(layer: nn.Module, name: str, activations: str) -> None:
     forms = getattr(layer, _KINDS)
     setattr(layer, _KINDS, forms | {name: (forms[name][0], activations)})
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """The form of a layer's weight, but for its size: its kind, groups of inputs with a scale each, the name of the type of scales."""
+
+    kind: str
+    groups: int
+    scale: str
+    has_shift: bool
+    activations: str | None = None
+
+    @classmethod
+    def describe(cls, weight: QuantizedWeight) -> WeightFormat:
+        scale = str(weight.scale.dtype).removeprefix("torch.")
+        return cls(weight.kind, weight.scale.shape[-1], scale, weight.shift is not None, weight.activations)
+
+    def empty(self, *shape: int) -> QuantizedWeight:
+        """Return a weight of this form and a shape `[..., outputs, inputs]`, to be filled; raise ValueError where none has it."""
+        *others, outputs, inputs = shape
+        if self.kind in PACKED and inputs % 2:
+            raise ValueError(f"{self.kind} holds two codes in a byte, and an output has {inputs} inputs")
+        columns = inputs // 2 if self.kind in PACKED else inputs
+        scales = (*others, outputs, self.groups)
+        return QuantizedWeight(
+            self.kind,
+            torch.empty((*others, outputs, columns), dtype=CODE_DTYPES[self.kind]),
+            torch.empty(scales, dtype=getattr(torch, self.scale)),
+            torch.empty(scales) if self.has_shift else None,
+            self.activations,
+        )
+
+
+def weight_formats(model: nn.Module) -> dict[str, WeightFormat]:
+    """Return the forms of a model's quantized weights, by the names of linear layers, tables of embeddings, and parameters of experts."""
+    weights = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            weights[name] = module.quantized_weight
+        weights |= {f"{name}.{own}": weight for own, weight in quantized_weights(module).items()}
+    return {name: WeightFormat.describe(weight) for name, weight in weights.items()}
+
+
+def coded_tensors(model: nn.Module) -> set[str]:
+    found = set()
+    for name, module in model.named_modules():
+        prefixes = [f"{name}.{own}_" for own in quantized_weights(module)]
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            prefixes.append(f"{name}.")
+        found |= {f"{prefix}{part}" for prefix in prefixes for part in ("codes", "scale", "shift")}
+    return found
+
+
+def make_room(model: nn.Module, formats: Mapping[str, WeightFormat]) -> None:
+    """Replace a model's weights by quantized ones, to be filled, on torch's default device; raise ValueError where it has none such."""
+    modules = dict(model.named_modules())
+    of_experts: dict[str, dict[str, QuantizedWeight]] = defaultdict(dict)
+    for name, form in formats.items():
+        module, (layer_name, _, own) = modules.get(name), name.rpartition(".")
+        layer = modules.get(layer_name)
+        if isinstance(module, nn.Linear | nn.Embedding):
+            replace_module(model, name, form.empty(*module.weight.shape))
+        elif layer is not None and is_experts(layer) and own in plain_weights(layer):
+            of_experts[layer_name][own] = form.empty(*natural_shape(layer, plain_weights(layer)[own]))
+        else:
+            raise ValueError(
+                f"{type(model).__name__} has no linear layer, table or experts {name} for a quantized weight"
+            )
+    for name, weights in of_experts.items():
+        replace_weights(modules[name], weights)

@@ -35,10 +35,10 @@ class QuantizedWeight:
         kind: "int8", "int4", "fp8" (e4m3) or "fp4" (e2m1).
         codes: `[..., outputs, inputs]`, or of 4 bits `[..., outputs, inputs / 2]`; of the type in `CODE_DTYPES`. A code of int4 is
             0 to 15, and stands for itself less 8 where there is no shift.
-        scale: `[..., outputs, groups]` in one of `SCALE_DTYPES`; as many inputs share one as there are in a group.
+        scale: `[..., outputs, groups]` in one of `SCALE_DTYPES`.
         shift: float32 as `scale`, where values are not symmetric: less a zero point times the scale, or GGUF's minimum; for int4 and
             int8 alone.
-        activations: what inputs are rounded to, one of `ACTIVATIONS` (activations.py), for int4 and int8 alone; None: nothing.
+        activations: one of `ACTIVATIONS`, what inputs are rounded to, for int4 and int8 alone.
 
     Raises:
         ValueError: types or shapes do not agree, or activations are rounded to what does not meet such codes.

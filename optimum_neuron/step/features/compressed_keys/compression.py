@@ -2,9 +2,8 @@
 """Compressed keys as transformers' layers write them.
 
 A layer's compressor hands each token's values and gates to the layer of its cache, gets back whole groups of them, makes a key of each,
-and gets all keys so far. A step has tokens from several slots, so the cache's layer here is a `CompressingLayer`. It gives the groups
-that tokens of the step end, each after the one before it, and returns `GroupKeys` for those of each token's own slot. Code may score
-over them, or put them after the step's own keys, where attention finds them.
+and gets all keys so far. Here that layer is a `CompressingLayer`. It gives the groups that tokens of the step end, and returns
+`GroupKeys` for those of each token's own slot. Code may score over them, or put them after the step's own keys.
 """
 
 from __future__ import annotations
@@ -17,16 +16,14 @@ import torch
 from torch import Tensor
 
 from ....errors import UnsupportedModelError
-from ...attention.call import CompressedKeys
+from ...attention.rows import CompressedKeys
+from ...layer_state import StateRecorder
 from ...serving import StandIn, plain_index
 from ..selected_keys.index_keys import ASKED_COLUMNS, IndexKeys, KeySource, ScoresOf
 
 
 class GroupWindows(NamedTuple):
-    """Groups of tokens that keys are made of: `values` and `gates` `[1, windows * rate, width]`, the tokens of each window in a row.
-
-    `first [windows]` int32, added to `window * rate`, is the position of a window's first token.
-    """
+    """Groups of tokens, `[1, windows * rate, width]`; `first [windows]` int32 plus `window * rate` is the position of a first token."""
 
     values: Tensor
     gates: Tensor
@@ -34,11 +31,7 @@ class GroupWindows(NamedTuple):
 
 
 class GroupSource(KeySource):
-    """The compressed keys of each token's own slot; here those of a layer that is only recorded.
-
-    Attributes:
-        columns: groups that a slot has keys for; 1, without meaning, where no token can see a whole group.
-    """
+    """The compressed keys of each token's own slot; here those of a layer that is only recorded."""
 
     columns = ASKED_COLUMNS
 
@@ -52,20 +45,20 @@ class GroupSource(KeySource):
 
 
 class CompressionBackend(Protocol):
-    """A backend that keeps compressed keys, and what they are made of."""
+    """A backend that keeps compressed keys, and what they are made of, of the step's tokens `[1, tokens, width]`."""
 
     def take_windows(self, layer: CompressingLayer, index: int, values: Tensor, gates: Tensor) -> GroupWindows:
-        """Take values and gates of the step's tokens, `[1, tokens, width]`."""
+        """Take values and gates of tokens."""
 
     def add_overlap(self, layer: CompressingLayer, index: int) -> None:
-        """Make keys of their own group and of the one before it, which precedes it among the windows."""
+        """Make keys of their own group and of the one before it among the windows."""
 
     def keep_keys(self, layer: CompressingLayer, index: int, keys: Tensor) -> GroupSource:
         """Take `keys [windows, dim]`, one of each window."""
 
 
 class NoIndices(NamedTuple):
-    """A stand-in for the result of a selection: the layer itself keeps the selected groups. `indices` are `[1, tokens, 0]`."""
+    """A stand-in for the result of a selection, which the layer itself keeps. `indices` are `[1, tokens, 0]`."""
 
     indices: Tensor
 
@@ -76,10 +69,7 @@ class NoIndices(NamedTuple):
 
 @dataclass
 class CompressingLayer:
-    """A stand-in for the layer of transformers' cache that keeps compressed keys, each of `rate` tokens.
-
-    `selected` is the layer's selection in this step, `[tokens, groups]` bool; None: all that a token sees.
-    """
+    """A stand-in for a cache's layer with compressed keys, each of `rate` tokens; `selected` are `[tokens, groups]`, None: all."""
 
     backend: CompressionBackend
     layer_idx: int
@@ -120,30 +110,24 @@ class CompressingLayer:
 
 
 class CompressingLayers:
-    """The layers of a step's cache by their numbers; `rates` has those that keep compressed keys, with the tokens of a group."""
+    """The layers of a step's cache by their numbers; `rates` has those that keep compressed keys."""
 
     def __init__(self, backend: CompressionBackend, rates: Mapping[int, int]) -> None:
-        self._backend = backend
-        self._rates = rates
-        self._layers: dict[int, CompressingLayer] = {}
+        self._layers = {number: CompressingLayer(backend, number, rate) for number, rate in rates.items()}
 
     def __getitem__(self, layer_idx: Any) -> CompressingLayer:
         number = plain_index(layer_idx)
-        if number not in self._rates:
+        if number not in self._layers:
             raise UnsupportedModelError(
                 f"layer {number} keeps something in a layer of its cache that has no such state"
             )
-        return self._layers.setdefault(number, CompressingLayer(self._backend, number, self._rates[number]))
+        return self._layers[number]
 
 
 class GroupKeys(IndexKeys):
     """A stand-in for the compressed keys `[1, columns, dim]` of each token's slot."""
 
-    _source: Any  # a GroupSource
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+    device = torch.device("cpu")
 
     def new_full(self, size: tuple[int, ...], value: float) -> Tensor:
         """Return a bias over groups, which a layer adds only to a mask that is a tensor."""
@@ -155,14 +139,13 @@ class GroupKeys(IndexKeys):
     def call_torch(self, func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not torch.cat:
             return super().call_torch(func, args, kwargs)
-        parts, dim = list(args[0]), kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        own, keys = parts if len(parts) == 2 else (None, None)
-        if not isinstance(own, Tensor) or not isinstance(keys, GroupKeys):
+        (own, *others), dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        if not isinstance(own, Tensor) or others != [self]:
             JoinedKeys.refuse_use("joins them in another order than after a step's own")
-        shape = keys.shape
+        shape = self.shape
         if own.dim() != 4 or len(shape) != 4 or dim not in (2, -2) or own.shape[1] != 1 or own.shape[3] != shape[3]:
             JoinedKeys.refuse_use(f"joins {list(shape)} of them to keys {list(own.shape)} along dimension {dim}")
-        return JoinedKeys(own, keys._source)
+        return JoinedKeys(own, self.source)
 
 
 @dataclass(frozen=True)
@@ -188,14 +171,10 @@ def split_joined(key: Any, value: Any) -> tuple[Tensor, Tensor, CompressedKeys |
 _ASKED_WINDOWS = 2
 
 
-@dataclass
-class CompressionRecorder:
-    found: list[Any]
-    make_state: Callable[..., Any]
-
+class CompressionRecorder(StateRecorder):
     def take_windows(self, layer: CompressingLayer, index: int, values: Tensor, gates: Tensor) -> GroupWindows:
         width = values.shape[-1] + gates.shape[-1]
-        self.found.append(self.make_state(layer.layer_idx, index, layer.rate, spans=1, width=width, key_dim=0))
+        self.add_state("compressed keys twice in one place", layer.layer_idx, index, layer.rate, 1, width, 0)
         first = torch.zeros(_ASKED_WINDOWS, dtype=torch.int32)
         values, gates = (each.new_zeros((1, _ASKED_WINDOWS * layer.rate, each.shape[-1])) for each in (values, gates))
         return GroupWindows(values, gates, first)
@@ -212,6 +191,5 @@ class CompressionRecorder:
         return GroupSource()
 
     def _change_state(self, layer: CompressingLayer, index: int, **sizes: int) -> None:
-        places = [(each.layer_idx, each.index) for each in self.found]
-        place = places.index((layer.layer_idx, index))
+        place = [each.numbers for each in self.found].index((layer.layer_idx, index))
         self.found[place] = replace(self.found[place], **sizes)

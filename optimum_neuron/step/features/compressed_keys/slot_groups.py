@@ -23,16 +23,10 @@ from torch import Tensor
 from ....errors import UnsupportedModelError
 from ...attention import kv_cache
 from ...attention.cached_attention import MASKED, MASKED_HALF
-from ...attention.call import CompressedKeys
-from ...attention.rows import AttentionRows, StepLayout
+from ...attention.rows import AttentionRows, CompressedKeys, StepLayout
 from ..selected_keys.index_keys import ScoresOf
 from ..selected_keys.slot_index import products_of, select_largest
 from .compression import CompressingLayer, GroupSource, GroupWindows, NoIndices
-
-
-def count_windows(tokens: int, rate: int) -> int:
-    """Return how many groups of `rate` consecutive tokens a row of `tokens` may end, wherever it begins."""
-    return -(-tokens // rate)
 
 
 @dataclass(frozen=True)
@@ -44,8 +38,7 @@ class WindowPlan:
         is_own, is_kept: `[windows * rate]` bool, the one of the two in a place, if any.
         first: `[windows]`, as `GroupWindows.first`.
         groups: rows, windows of each row, and how many of them its tokens may end, for each row group: the last ones.
-        key_rows, key_columns: where their keys are written.
-        token_rows, token_columns: `[tokens]`, where each token of the step is written.
+        key_rows, key_columns, token_rows, token_columns: where keys and the step's tokens are written.
     """
 
     own: Tensor
@@ -107,15 +100,13 @@ class SlotGroups:
         return SlotGroupKeys(self, layer, cache)
 
     def _find_states(self, layer: CompressingLayer, index: int) -> tuple[Tensor, Tensor] | None:
-        """Return the last tokens of each slot, and the keys; None where no text has as many tokens as a key stands for."""
-        number, cache = (layer.layer_idx, index), self.step.cache
-        tokens = cache.find_state("buffer", *number)
-        return None if tokens is None else (tokens, cache.get_state("group", *number))
+        """Return the last tokens of each slot, and the keys; None where no text has as many tokens as a group."""
+        tokens, keys = (self.step.cache.find_state(role, layer.layer_idx, index) for role in ("buffer", "group"))
+        return None if tokens is None or keys is None else (tokens, keys)
 
     def visible(self, rate: int) -> Tensor:
         if rate not in self._visible:
-            visible = [group.visible_groups(rate).flatten(0, 1) for group in self.step.groups]
-            self._visible[rate] = torch.cat(visible)
+            self._visible[rate] = torch.cat([each.visible_groups(rate).flatten(0, 1) for each in self.step.groups])
         return self._visible[rate]
 
     def _plan_windows(self, rate: int, states: tuple[Tensor, Tensor]) -> WindowPlan:
@@ -136,7 +127,7 @@ class SlotGroupKeys(GroupSource):
 
     @property
     def columns(self) -> int:  # type: ignore[override]
-        return max(1, self._group_count)
+        return max(1, self._group_count)  # 1, without a meaning, where no token can see a whole group
 
     @property
     def _group_count(self) -> int:
@@ -145,12 +136,10 @@ class SlotGroupKeys(GroupSource):
     def multiply_query(self, query: Tensor) -> Tensor:
         if self.cache is None or not self._group_count:
             return query.new_zeros((*query.shape[:2], 1))
-        products, start = [], 0
-        for group in self.backend.step.groups:
-            stop = start + group.position_ids.numel()
+        step, products = self.backend.step, []
+        for group, tokens in zip(step.groups, step.token_ranges, strict=True):
             keys = kv_cache.read_cache(self.cache, group.slots, len(group.position_ids), self._group_count)[:, 0]
-            products.append(products_of(query[start:stop], keys))
-            start = stop
+            products.append(products_of(query[tokens], keys))
         return torch.cat(products)
 
     def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> NoIndices:
@@ -172,7 +161,7 @@ def _window_plan(step: StepLayout, rate: int, spans: int, columns: int) -> Windo
     for group in step.groups:
         rows, tokens = group.position_ids.shape
         own_slots, first, last, begins, ends = _find_extents(group)
-        ended = count_windows(tokens, rate)
+        ended = -(-tokens // rate)  # groups, wherever the row begins
         windows = ended + spans - 1
         number = _floor_divide(first, rate)[:, None] + torch.arange(1 - spans, ended, dtype=torch.int32)
         position = (number[:, :, None] * rate + place).flatten(1)  # [rows, windows * rate]
@@ -201,8 +190,7 @@ def _window_plan(step: StepLayout, rate: int, spans: int, columns: int) -> Windo
         offset, before = offset + rows * tokens, before + rows * ended
     own, kept, is_own, is_kept, number = (torch.cat(each) for each in zip(*parts, strict=True))
     first = number.clamp(min=0) * rate - torch.arange(len(number), dtype=torch.int32) * rate
-    key_rows, key_columns, token_rows, token_columns = (torch.cat(each) for each in zip(*written, strict=True))
-    return WindowPlan(own, kept, is_own, is_kept, first, sizes, key_rows, key_columns, token_rows, token_columns)
+    return WindowPlan(own, kept, is_own, is_kept, first, sizes, *map(torch.cat, zip(*written, strict=True)))
 
 
 def _find_extents(group: AttentionRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

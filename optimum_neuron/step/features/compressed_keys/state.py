@@ -9,20 +9,14 @@ from typing import Any
 
 from ....config import NeuronConfig
 from ...layer_state import CheckedModel, LayerState
-from ...spec import TensorSpec
 
 
 @dataclass(frozen=True)
 class CompressedKeyState(LayerState):
     """Keys for `rate` consecutive tokens each, and the last tokens of each slot, which no key is made of yet.
 
-    The tokens are `[batch_size + rows, 1, spans * rate, width]` and the keys `[batch_size + rows, 1, sequence_length // rate,
-    key_dim]`, with as many more rows as take padding.
-
-    Attributes:
-        index: numbers the layer's compressions.
-        spans: groups that a key is made of: its own, and with 2 the one before it.
-        width: numbers of a token that keys are made of.
+    The tokens are `[batch_size + rows, 1, spans * rate, width]`, the keys `[batch_size + rows, 1, sequence_length // rate, key_dim]`,
+    with as many more rows as take padding. A key is made of `spans` groups: its own, and with 2 the one before it.
     """
 
     section = "compressions"
@@ -34,22 +28,17 @@ class CompressedKeyState(LayerState):
     key_dim: int
 
     def has_groups(self, config: NeuronConfig) -> bool:
-        """Return whether a text of these graphs may have as many tokens as a key stands for."""
         return self.rate <= config.sequence_length
 
-    def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
+    def list_sizes(self, config: NeuronConfig) -> Iterator[tuple[str, tuple[int, ...], str]]:
         if not self.has_groups(config):
             return
-        from .slot_groups import count_windows
-
-        slots, rows, groups = config.batch_size, config.ctx_batch_size, config.sequence_length // self.rate
-        windows = rows * count_windows(config.prefill_chunk_size, self.rate)
+        slots, windows = config.batch_size, config.ctx_batch_size * -(-config.prefill_chunk_size // self.rate)
         for role, taken, columns, dim in (
             ("buffer", slots + config.prompt_capacity, self.spans * self.rate, self.width),
-            ("group", slots + windows, groups, self.key_dim),
+            ("group", slots + windows, config.sequence_length // self.rate, self.key_dim),
         ):
-            shape = (slots + -(-taken // columns), 1, columns, dim)
-            yield TensorSpec(f"kv_cache.{role}_{self.layer_idx}_{self.index}", shape, config.dtype)
+            yield role, (slots + -(-taken // columns), 1, columns, dim), config.dtype
 
     @classmethod
     def load_backends(cls) -> tuple[Any, Any]:
@@ -60,7 +49,6 @@ class CompressedKeyState(LayerState):
 
     @classmethod
     def check_config(cls, states: Sequence[CompressedKeyState], model: CheckedModel, config: NeuronConfig) -> None:
-        """Check that slots lie side by side, and hold numbers."""
         layers = len({each.layer_idx for each in states if each.has_groups(config)})
         if layers and config.blocks_in_place:
             raise ValueError(

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Short causal convolutions over the tokens of each slot, which keeps its last inputs from step to step.
 
-transformers' layers hand their inputs to the cache, get them back after those of earlier calls, and convolve the whole. A step holds
-tokens of several slots, so ours get a `ConvolutionInput` back. `SlotConvolutions` computes torch's convolution of one: each token from
-the inputs of its own slot at the positions before it.
+transformers' layers hand their inputs to the cache, get them back after those of earlier calls, and convolve the whole. Ours get a
+`ConvolutionInput` back, and `SlotConvolutions` computes torch's convolution of one: each token from the inputs of its own slot before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from ....errors import UnsupportedModelError
 from ...attention.kv_cache import KVCache
 from ...attention.rows import StepLayout
+from ...layer_state import StateRecorder
 from ...serving import StandIn
 
 
@@ -74,26 +74,26 @@ def _convolve_inputs(
     return input._convolve(input._inputs, weight[:, 0], bias)
 
 
+@dataclass
 class SlotConvolutions:
-    """The convolution backend of step graphs, by a target's operator `convolve`, or the reference.
+    """The convolution backend of step graphs, by a target's `operator`, or the reference.
 
     A slot keeps its last `past` inputs `[past, channels]`, in the order of their positions. Its tokens are neighbors in a step, in the same
     order. `rows` and `columns` `[tokens]` are their slots and positions; of padding the trash row and a column that no other token has.
     """
 
-    def __init__(self, cache: KVCache, rows: Tensor, columns: Tensor, convolve: SlotConvolution | None = None) -> None:
-        self._cache = cache
-        self._rows = rows
-        self._columns = columns
-        self._convolve = convolve
-        self._sources: dict[int, tuple[list[Tensor], Tensor]] = {}
+    cache: KVCache
+    rows: Tensor
+    columns: Tensor
+    operator: SlotConvolution | None = None
+    _sources: dict[int, tuple[list[Tensor], Tensor]] = field(default_factory=dict)
 
     @classmethod
     def for_step(cls, step: StepLayout) -> SlotConvolutions:
         return cls(step.cache, *step.slot_places, step.ops.convolve)
 
     def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._convolve is None:  # summed term by term: in one order, whatever the number of tokens
+        if self.operator is None:  # summed term by term: in one order, whatever the number of tokens
             own, *before = self._take_on(layer_idx, index, inputs)
             taps = weight.to(torch.promote_types(own.dtype, torch.float32)).unbind(1)
             output = own * taps[-1]
@@ -101,9 +101,9 @@ class SlotConvolutions:
                 output = output + earlier * tap
             output = output if bias is None else output + bias
         else:
-            state = self._cache.get_state("conv", layer_idx, index)
+            state = self.cache.get_state("conv", layer_idx, index)
             own = inputs[0].transpose(0, 1).to(state.dtype)
-            output = self._convolve(own, weight, bias, state, self._rows, self._columns)
+            output = self.operator(own, weight, bias, state, self.rows, self.columns)
         return output.to(inputs.dtype).transpose(0, 1)[None]
 
     def read_before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
@@ -112,7 +112,7 @@ class SlotConvolutions:
 
     def _take_on(self, layer_idx: int, index: int, inputs: Tensor) -> list[Tensor]:
         """Return inputs `[tokens, channels]` of each token, of the position before it, and so on; keep the last ones."""
-        state = self._cache.get_state("conv", layer_idx, index)
+        state = self.cache.get_state("conv", layer_idx, index)
         slots, past, channels = state.shape
         if past not in self._sources:
             self._sources[past] = self._find_sources(slots, past)
@@ -130,12 +130,12 @@ class SlotConvolutions:
             For each of the `past` positions before a token, the nearest first, `[tokens]`; and the new states, `[slots * past]`.
         """
         slot = torch.arange(slots, dtype=torch.int32)[:, None]
-        mine = self._rows == slot
+        mine = self.rows == slot
         count = mine.sum(1, dtype=torch.int32)[:, None]
-        first = torch.where(mine, self._columns, torch.iinfo(torch.int32).max).amin(1).index_select(0, self._rows)
-        token = torch.arange(len(self._rows), dtype=torch.int32)
+        first = torch.where(mine, self.columns, torch.iinfo(torch.int32).max).amin(1).index_select(0, self.rows)
+        token = torch.arange(len(self.rows), dtype=torch.int32)
         last = torch.where(mine, token, -1).amax(1)[:, None]
-        before, rows, columns, tokens = [], self._rows, self._columns, len(self._rows)
+        before, rows, columns, tokens = [], self.rows, self.columns, len(self.rows)
         for back in range(1, past + 1):
             shift = min(back, tokens)
             earlier = nn.functional.pad(rows[: tokens - shift], (shift, 0), value=-1)
@@ -150,26 +150,17 @@ class SlotConvolutions:
         return before, kept.flatten()
 
 
-@dataclass
-class ConvolutionRecorder:
-    found: list[Any]
-    make_state: Callable[..., Any]
-
+class ConvolutionRecorder(StateRecorder):
     def convolve(self, layer_idx: int, index: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         kernel = weight.shape[-1]
         if kernel < 2:
             raise UnsupportedModelError(
                 f"layer {layer_idx} keeps the inputs of a convolution with a kernel of {kernel}"
             )
-        self._add_state(self.make_state(layer_idx, index, kernel - 1, inputs.shape[1]))
+        self.read_before(layer_idx, index, inputs, kernel - 1)
         return inputs
 
     def read_before(self, layer_idx: int, index: int, inputs: Tensor, past: int) -> Tensor:
         _, channels, tokens = inputs.shape
-        self._add_state(self.make_state(layer_idx, index, past, channels))
+        self.add_state("inputs of several convolutions in one place", layer_idx, index, past, channels)
         return inputs.new_zeros((tokens, channels, past))
-
-    def _add_state(self, state: Any) -> None:
-        if any((each.layer_idx, each.index) == (state.layer_idx, state.index) for each in self.found):
-            raise UnsupportedModelError(f"layer {state.layer_idx} keeps inputs of several convolutions in one place")
-        self.found.append(state)

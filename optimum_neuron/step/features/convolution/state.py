@@ -9,7 +9,6 @@ from typing import Any
 
 from ....config import NeuronConfig
 from ...layer_state import LayerState
-from ...spec import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -22,9 +21,8 @@ class ConvolutionState(LayerState):
     past: int
     channels: int
 
-    def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
-        shape = (config.batch_size + 1, self.past, self.channels)
-        yield TensorSpec(f"kv_cache.conv_{self.layer_idx}_{self.index}", shape, config.dtype)
+    def list_sizes(self, config: NeuronConfig) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        yield "conv", (config.batch_size + 1, self.past, self.channels), config.dtype
 
     @classmethod
     def load_backends(cls) -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts: transformers' experts interface, and the reference formulations.
 
-Routing is transformers' own. What an expert computes for a token depends on that token alone. Padding is routed to the number after the
-last expert's, which is nowhere.
+Routing is transformers' own. What an expert computes for a token depends on that token alone. Padding is routed nowhere: to the number
+after the last expert's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,8 @@ ROWS_OF_A_PRODUCT = 12  # as many as the eager target fills products up to
 class ExpertsCall:
     """One layer's experts, and the router's choice for the tokens of a step.
 
-    Attributes:
-        layer: a module of transformers' experts interface, which says how its weights are laid out.
-        hidden_states: `[tokens, hidden]`.
-        index: `[tokens, k]`, integers; from `experts` on: nowhere.
-        weights: `[tokens, k]`; any where a token goes nowhere.
+    `layer` is a module of transformers' experts interface, which says how its weights are laid out. `hidden_states` are `[tokens, hidden]`,
+    `index` and `weights` `[tokens, k]`; an index from `experts` on is nowhere.
     """
 
     layer: Any
@@ -71,19 +68,17 @@ class ExpertsCall:
 
     @property
     def up(self) -> Tensor:
-        """Return the plain weight, where no other can be computed with."""
-        return _require_plain(self.up_weight)
+        assert isinstance(self.up_weight, Tensor)  # only plain weights are computed with
+        return self.up_weight
 
     @property
     def down(self) -> Tensor:
-        return _require_plain(self.down_weight)
+        assert isinstance(self.down_weight, Tensor)
+        return self.down_weight
 
     @property
     def up_bias(self) -> Tensor | None:
-        if not self.layer.has_bias:
-            return None
-        bias: Tensor = self.layer.gate_up_proj_bias if self.layer.has_gate else self.layer.up_proj_bias
-        return bias
+        return getattr(self.layer, f"{self.up_name}_bias") if self.layer.has_bias else None
 
     @property
     def down_bias(self) -> Tensor | None:
@@ -91,31 +86,20 @@ class ExpertsCall:
 
     def activate(self, up: Tensor) -> Tensor:
         """Compute what is between the two projections; it looks at the last dimension alone."""
-        output: Tensor = self.layer._apply_gate(up) if self.layer.has_gate else self.layer.act_fn(up)
-        return output
+        return cast(Tensor, self.layer._apply_gate(up) if self.layer.has_gate else self.layer.act_fn(up))
 
     def normalize(self, outputs: Tensor) -> Tensor:
         """Compute what follows an expert's last projection; it looks at the last dimension alone, and zeros stay zeros."""
-        if not getattr(self.layer, "has_post_expert_norm", False):  # not every version of transformers knows it
-            return outputs
-        normalized: Tensor = self.layer.post_expert_norm(outputs)
-        return normalized
+        has_norm = getattr(self.layer, "has_post_expert_norm", False)  # not every version of transformers knows it
+        return cast(Tensor, self.layer.post_expert_norm(outputs)) if has_norm else outputs
 
     def weighted_sum(self, outputs: Tensor) -> Tensor:
-        """Sum `[tokens, k, hidden]`, zero where a token goes nowhere, to `[tokens, hidden]`.
-
-        Written out: torch's order of summation may depend on the other dimensions.
-        """
+        """Sum `[tokens, k, hidden]` to `[tokens, hidden]`, written out: torch's order of summation may depend on the other dimensions."""
         terms = outputs.float() * self.weights.float()[:, :, None]
         total = terms[:, 0]
         for place in range(1, terms.shape[1]):
             total = total + terms[:, place]
         return total.to(self.hidden_states.dtype)
-
-
-def _require_plain(weight: Tensor | QuantizedWeight) -> Tensor:
-    assert isinstance(weight, Tensor), "quantized weights, where only plain ones are computed with"
-    return weight
 
 
 # From `[experts, tokens, in]` and a weight of experts to `[experts, tokens, out]` float32.
@@ -133,10 +117,7 @@ Experts = Callable[[ExpertsCall], Tensor]
 
 
 def dense_experts(call: ExpertsCall, product: QuantizedExpertsProduct = dequantized_experts) -> Tensor:
-    """Compute every token by every expert, and take for each token those that it was routed to; quantized weights multiply by `product`.
-
-    No shape depends on the routing and no weight is gathered, so every target can lower it. The cost is the other experts' arithmetic.
-    """
+    """Compute every token by every expert, and take those that it was routed to: no shape depends on the routing."""
     chosen = call.index[:, :, None] == torch.arange(call.experts, dtype=torch.int32)  # [tokens, k, experts]
     routing = torch.where(chosen, call.weights[:, :, None], 0.0).sum(1).t()[:, :, None]
     inputs = call.hidden_states.to(call.compute_dtype).expand(call.experts, *call.hidden_states.shape)
@@ -165,15 +146,15 @@ def active_experts(call: ExpertsCall) -> Tensor:
     """Compute each expert in use for the tokens that are routed to it: for modules that run as they are.
 
     Products have a fixed number of rows, zeros after the last token: libraries sum in another order for other numbers of rows, which follow
-    the routing. So does the number of products, and no graph can contain it.
+    the routing. So no graph can contain it.
     """
     rows = min(ROWS_OF_A_PRODUCT, len(call.hidden_states))
 
-    def compute(expert: int, inputs: Tensor) -> Tensor:
+    def compute_expert(expert: int, inputs: Tensor) -> Tensor:
         blocks = nn.functional.pad(inputs, (0, 0, 0, -len(inputs) % rows)).split(rows)
         return torch.cat([_compute_expert(call, expert, block) for block in blocks])[: len(inputs)]
 
-    return _sum_experts(call, compute)
+    return _sum_experts(call, compute_expert)
 
 
 def _sum_experts(call: ExpertsCall, compute: Callable[[int, Tensor], Tensor]) -> Tensor:

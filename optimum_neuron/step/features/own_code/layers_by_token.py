@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that take a state on in code of their own: while a step runs, each of its tokens is a text of its own to them.
 
-They are known by where they keep states: in transformers' cache by `get_linear_cache`, or by `update_recurrent_state` without one of the
-functions that compute recurrences; or in attributes that their `_setup_cache` makes. own_states.py reads what they do with
-`[tokens, 1, size]`, as where they generate.
+They keep states in transformers' cache by `get_linear_cache`, or by `update_recurrent_state` without one of the functions that compute
+recurrences; or in attributes that their `_setup_cache` makes. own_states.py reads what they do with `[tokens, 1, size]`.
 """
 
 from __future__ import annotations
@@ -19,16 +18,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ....errors import UnsupportedModelError
-from ...serving import Backends, plain_index, replace_in_steps
+from ...serving import Backends, plain_index, replace_in_steps, set_within
 from ..convolution.state import ConvolutionState
 from ..recurrence.recurrent_functions import REPLACED
 from ..recurrence.state import RecurrentState
-from .own_run import Run, reading_layer
-from .own_states import OwnState, is_kept
+from .own_states import RUNS, OwnState, Run, is_kept
 
 
-# Given to a module that keeps states in attributes: the number of its layer.
-_NUMBER = "_number_of_layer"
+_NUMBER = "_number_of_layer"  # an attribute of a module that keeps states in attributes
 
 
 def names_in_forward(module: nn.Module) -> tuple[str, ...]:
@@ -64,7 +61,7 @@ def _run_by_token(backends: Backends, theirs: Callable[..., Any], module: nn.Mod
     hidden = next(each for each in leaves if isinstance(each, Tensor) and each.dim() == 3)
     run = Run(hidden.shape[1], backends[RecurrentState], backends[ConvolutionState])
     args, kwargs = pytree.tree_unflatten(list(_turn_tensors(leaves, 1, run.tokens)), structure)
-    with _set_attributes(module, run, hidden.dtype) as options, reading_layer(run):
+    with _set_attributes(module, run, hidden.dtype) as options, set_within(RUNS, run), run:
         output = theirs(module, *args, **kwargs | options)
     leaves, structure = pytree.tree_flatten(output)
     return pytree.tree_unflatten(list(_turn_tensors(leaves, run.tokens, 1)), structure)
@@ -92,7 +89,7 @@ def _set_attributes(module: nn.Module, run: Run, dtype: torch.dtype) -> Iterator
         for name, value in vars(part).items()
         if isinstance(value, Tensor) and values.get(name) is not value
     ]
-    run.enter_layer(number)
+    run.recurrences.enter_layer(number)
     try:
         for part, name, _, shape in states:
             setattr(part, name, OwnState(run, shape))

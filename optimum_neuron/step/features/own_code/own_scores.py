@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with a bias by column, in code of a model's own.
 
-From the cache such code gets stand-ins for the keys and values of a whole text. What it does with them is noted: products, a factor, a
-bias, the mask, a softmax. So its own operators become the `AttentionCall` that they mean. An operator without a place in such a call
-fails by name.
-
-A bias follows from the head and a key's column alone: the code makes it for a whole text of `columns` tokens, `[heads, 1, columns]`. The
-table is the same in every step.
+From the cache such code gets stand-ins for the keys and values of a whole text of `columns` tokens. What it does with them is noted:
+products, a factor, a bias, the mask, a softmax. So its own operators become the `AttentionCall` that they mean; others fail by name. A bias
+follows from the head and a key's column alone: the code makes it for a whole text, `[heads, 1, columns]`, and it is the same in every step.
 """
 
 from __future__ import annotations
@@ -19,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ....errors import UnsupportedModelError
-from ...attention.call import AttentionBackend, AttentionCall
 from ...attention.masks import CausalMask
+from ...attention.rows import AttentionBackend, AttentionCall
 from ...serving import StandIn, name_of
 
 
@@ -40,12 +37,7 @@ class BiasMask(CausalMask):
     def to(self, *_: object, **__: object) -> BiasMask:
         return self
 
-    def __lt__(self, bound: object) -> BiasMask:
-        """Return where it is below zero: where a token does not see."""
-        return self
-
-    def __getitem__(self, index: object) -> BiasMask:
-        return self
+    __getitem__ = __lt__ = to  # less than zero is where a token does not see
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,13 +76,8 @@ class _TextStandIn(StandIn):
         last = (columns, rows) if self.turned else (rows, columns)
         return torch.Size((heads, *last) if self.folded else (1, heads, *last))
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.text.value.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.text.value.device
+    dtype = property(lambda self: self.text.value.dtype)
+    device = property(lambda self: self.text.value.device)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -150,10 +137,7 @@ class _TextValues(_TextStandIn):
 
 @dataclass(frozen=True)
 class _TextScores(_TextStandIn):
-    """Scores `[heads, tokens, columns]` of a query `[1, heads, tokens, dim]`, and after the softmax their weights.
-
-    `bias [heads, columns]` was added.
-    """
+    """Scores `[heads, tokens, columns]` of a query, to which `bias [heads, columns]` was added, and after the softmax their weights."""
 
     query: Tensor | None = None
     scaling: float = 1.0
@@ -182,22 +166,18 @@ class _TextScores(_TextStandIn):
     def add_bias(self, table: object) -> _TextScores:
         """Add a bias, `[1, heads, 1, columns]` or without the first dimension."""
         heads, _, columns = self.sizes
-        if not isinstance(table, Tensor) or self.bias is not None or table.shape[-3:-1] != (heads, 1):
+        fits = isinstance(table, Tensor) and self.bias is None and table.shape[-3:-1] == (heads, 1)
+        if not isinstance(table, Tensor) or not fits or table.shape[-1] > columns:
             self.refuse_use(f"adds {_describe_kind(table)} to scores {list(self.shape)}")
         if table.shape[-1] < columns:
             raise UnsupportedModelError(
                 f"it has no bias for more than {table.shape[-1]} tokens of a text, and sequence_length is {columns}; choose a "
                 f"sequence_length of at most {table.shape[-1]}"
             )
-        if table.shape[-1] > columns:
-            self.refuse_use(f"adds {_describe_kind(table)} to scores {list(self.shape)}")
         return replace(self, bias=table.reshape(heads, columns))
 
     def masked_fill(self, mask: object, value: object = None) -> _TextScores:
-        """Hide what tokens do not see. A mask that carries a bias carries the one there is.
-
-        Code that has the bias in its mask may also add it to scores that it computes by itself (Falcon); transformers' default is the former.
-        """
+        """Hide what tokens do not see. A mask's bias replaces one that code adds to scores that it computes by itself (Falcon)."""
         if not isinstance(mask, BiasMask) or self.mask is not None:
             self.refuse_use(f"hides scores by {_describe_kind(mask)}")
         masked = self if mask.table is None else replace(self, bias=None).add_bias(mask.table)
@@ -216,8 +196,7 @@ class _TextScores(_TextStandIn):
         if name in ("add", "radd") and len(others) == 1:
             return self + others[0]
         if name == "softmax":
-            dim = kwargs.get("dim", others[0] if others else None)
-            return self.softmax(-1 if dim is None else dim)
+            return self.softmax(kwargs.get("dim", others[0] if others else -1))
         if name == "dropout" and kwargs.get("training") is False:
             return self
         return super().call_torch(func, args, kwargs)
@@ -228,17 +207,9 @@ class _TextScores(_TextStandIn):
             self.refuse_use(f"multiplies scores by {_describe_kind(values)}")
         if not self.are_weights or self.mask is None or self.query is None or values.turned:
             self.refuse_use("multiplies values by scores without a softmax")
-        text = self.text
+        text, window = self.text, self.mask.visible_window()
         call = AttentionCall(
-            layer_idx=text.layer_idx,
-            query=self.query,
-            key=text.key,
-            value=text.value,
-            scaling=self.scaling,
-            sliding_window=self.mask.visible_window(),
-            softcap=None,
-            sinks=None,
-            column_bias=self.bias,
+            text.layer_idx, self.query, text.key, text.value, self.scaling, window, None, None, column_bias=self.bias
         )
         output = text.backend.attend(call).transpose(1, 2)
         return output[0] if self.folded else output

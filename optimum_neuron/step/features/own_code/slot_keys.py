@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of all slots in a row, for a model that attends by code of its own.
+"""Keys and values of all slots in a row, for a model that attends by code of its own: the mask alone gives each token its own.
 
-Its code multiplies all tokens by all columns, so the mask alone gives each token its own. A slot of a cache of blocks is gathered from its
-blocks, in their order: so a token has the same bits wherever its blocks lie.
+A slot of a cache of blocks is gathered in their order, so a token has the same bits wherever its blocks lie.
 """
 
 from __future__ import annotations
@@ -20,11 +19,9 @@ from ...attention.rows import AttentionRows
 
 @dataclass(frozen=True)
 class SlotKeys:
-    """All slots of one step.
+    """All slots of one step, of `columns` each.
 
     Attributes:
-        groups: the row groups, in the order of their tokens in the step.
-        columns: of each slot that the step reads.
         last: `[slots]`, the last column with tokens of the step; -1 without.
         tables: `[slots, columns / block_length]`, the blocks of each slot with tokens in the step, any of others; None: slot i is block i.
     """
@@ -51,10 +48,7 @@ class SlotKeys:
         return cls(groups, groups[0].context_length, last, tables if has_blocks else None)
 
     def read_slots(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[1, kv_heads, slots * columns, dim]`, from a layer's whole cache.
-
-        All numbers must be finite: zeros stand for a token that is not, also where tokens see it, and for columns that no token sees.
-        """
+        """Return `[1, kv_heads, slots * columns, dim]` each, with zeros for what is not finite and for what no token sees."""
         slots = len(self.last)
         read = [kv_cache.read_cache(each, self.tables, slots, self.columns) for each in (keys, values)]
         kept = (torch.arange(self.columns, dtype=torch.int32) <= self.last[:, None]) & (

@@ -2,8 +2,7 @@
 """Recurrences over the tokens of each slot.
 
 transformers' layers call functions of their module by name. While a step runs these are ours (recurrent_functions.py). They make a
-`ScanCall`, and `SlotScans` has an operator of the step (StepOps) compute it over the state of each token's own slot. The state that the
-layer then hands to its cache is a mark that this was done.
+`ScanCall`, and `SlotScans` has an operator of the step (StepOps) compute it over the state of each token's own slot.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor
 from ....errors import UnsupportedModelError
 from ...attention.kv_cache import KVCache
 from ...attention.rows import StepLayout, actual_tokens_mask
+from ...layer_state import StateRecorder
 from ...serving import plain_index
 
 
@@ -60,7 +60,7 @@ class ScanCall:
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Return the tensors `[tokens, ...]` that change the state: all but queries."""
-        return (self.key, self.value, self.decay) + (() if self.beta is None else (self.beta,))
+        return tuple(each for each in (self.key, self.value, self.decay, self.beta) if each is not None)
 
     @property
     def width(self) -> int:
@@ -78,18 +78,16 @@ class ScanCall:
 class ScanRows:
     """The tokens of a step, for its recurrences.
 
-    Decode rows come first, then chunk rows. The tokens of a slot are neighbors, in the order of their positions; rows of one prompt are full
-    but for the last.
+    Decode rows come first, then chunk rows. The tokens of a slot are neighbors, in the order of their positions; rows of one prompt are
+    full but for the last. A token at position 0 meets a state of zeros, whatever its slot holds.
 
     Attributes:
-        slots: `[tokens]` int32, the slot of each token; of padding and of idle rows, the one after the last slot.
-        positions: `[tokens]` int32; of padding, anything. A token at position 0 meets a state of zeros, whatever its slot holds.
+        slots: `[tokens]` int32; of padding and of idle rows, the one after the last slot.
+        positions: `[tokens]` int32; of padding, anything.
         decode: `[R]` int32, the positions of decode rows, -1 where a row is idle; row i is slot i. None without decode rows.
         chunk: `[P, C]` int32, the positions of chunk rows; None without them. Padding repeats the last one, an idle row has -1.
-        actual: `[P, C]`, the tokens among these.
-        chunk_slots: `[P]` int32.
-        scanned: `[slots + 1]` int32, the state in which a grid keeps how many tokens of each slot came in chunks; None where the
-            target walks.
+        actual, chunk_slots: `[P, C]`, the tokens among these, and `[P]` int32.
+        scanned: `[slots + 1]` int32, how many tokens of each slot came in chunks; None where the target walks.
         grids: the grid of this step for each block size.
     """
 
@@ -104,16 +102,12 @@ class ScanRows:
 
     @classmethod
     def from_layout(cls, step: StepLayout) -> ScanRows:
-        decode = next((group for group in step.groups if group.decodes), None)
-        chunk = next((group for group in step.groups if not group.decodes), None)
-        return cls(
-            *step.slot_places,
-            decode=None if decode is None else decode.position_ids[:, 0],
-            chunk=None if chunk is None else chunk.position_ids,
-            actual=None if chunk is None else actual_tokens_mask(chunk.position_ids),
-            chunk_slots=None if chunk is None else chunk.slots,
-            scanned=step.cache.find_state("scanned"),
-        )
+        decode = next((group.position_ids[:, 0] for group in step.groups if group.decodes), None)
+        chunk: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+        for group in step.groups:
+            if not group.decodes:
+                chunk = group.position_ids, actual_tokens_mask(group.position_ids), group.slots
+        return cls(*step.slot_places, decode, *chunk, step.cache.find_state("scanned"))
 
 
 @dataclass(frozen=True)
@@ -136,28 +130,25 @@ class ScanState:
 Scan = Callable[[ScanCall, ScanRows, ScanState], Tensor]
 
 
+@dataclass
 class RecurrenceBackend(ABC):
-    """A backend that computes the recurrences of a forward pass, numbered by layer and by their order within it.
+    """A backend that computes recurrences, numbered by layer and within it; `layer_idx` is the layer that asked its cache last."""
 
-    `layer_idx` is the layer that asked its cache last; None before the first.
-    """
-
-    def __init__(self) -> None:
-        self.layer_idx: int | None = None
-        self._counts: dict[int, int] = {}
+    layer_idx: int | None = field(default=None, init=False)
+    _counts: dict[int, int] = field(default_factory=dict, init=False)
 
     @abstractmethod
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
         """Return `[tokens, heads, value_dim]` float32."""
 
     def enter_layer(self, layer_idx: Any) -> None:
-        """Note that a layer's code has asked its cache for something: what it computes next is this layer's."""
         self.layer_idx = plain_index(layer_idx)
 
     def leave_layer(self, layer_idx: Any) -> None:
         """Check that a layer hands over the state of a recurrence that was computed here."""
-        if plain_index(layer_idx) != self.layer_idx or not self._counts.get(plain_index(layer_idx)):
-            raise UnsupportedModelError(f"layer {plain_index(layer_idx)} keeps the state of a recurrence of its own")
+        number = plain_index(layer_idx)
+        if number != self.layer_idx or not self._counts.get(number):
+            raise UnsupportedModelError(f"layer {number} keeps the state of a recurrence of its own")
 
     def number_scan(self) -> tuple[int, int]:
         if self.layer_idx is None:
@@ -167,31 +158,28 @@ class RecurrenceBackend(ABC):
         return self.layer_idx, index
 
 
+@dataclass
 class SlotScans(RecurrenceBackend):
     """The recurrence backend of step graphs, by the operators of `ops`, a `StepOps`."""
 
-    def __init__(self, cache: KVCache, rows: ScanRows, ops: Any) -> None:
-        super().__init__()
-        self._cache, self._rows, self._ops = cache, rows, ops
+    cache: KVCache
+    rows: ScanRows
+    ops: Any
 
     @classmethod
     def for_step(cls, step: StepLayout) -> SlotScans:
         return cls(step.cache, ScanRows.from_layout(step), step.ops)
 
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
-        number, cache = self.number_scan(), self._cache
-        state, anchor, tail = (cache.find_state(role, *number) for role in ("state", "anchor", "tail"))
-        assert state is not None
-        scan: Scan = getattr(self._ops, kind)
-        return scan(call, self._rows, ScanState(state, anchor, tail))
+        number = self.number_scan()
+        anchor, tail = (self.cache.find_state(role, *number) for role in ("anchor", "tail"))
+        scan: Scan = getattr(self.ops, kind)
+        return scan(call, self.rows, ScanState(self.cache.get_state("state", *number), anchor, tail))
 
 
-class RecurrenceRecorder(RecurrenceBackend):
-    def __init__(self, found: list[Any], make_state: Callable[..., Any]) -> None:
-        super().__init__()
-        self._found, self._make_state = found, make_state
-
+@dataclass
+class RecurrenceRecorder(StateRecorder, RecurrenceBackend):
     def scan(self, kind: ScanKind, call: ScanCall) -> Tensor:
         sizes = call.heads, call.key.shape[2], call.value.shape[2], call.width
-        self._found.append(self._make_state(*self.number_scan(), *sizes))
+        self.add_state("a recurrence twice", *self.number_scan(), *sizes)
         return torch.zeros_like(call.value)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our functions in place of those by which transformers' layers compute recurrences.
-
-transformers calls each by a name of its module, where a kernel may stand (`use_kernel_func_from_hub_with_fallback`). Ours take and
-return the same.
+"""Our functions in place of those by which transformers' layers compute recurrences, which they call by a name of their module
+(`use_kernel_func_from_hub_with_fallback`). Ours take and return the same.
 """
 
 from __future__ import annotations
@@ -115,9 +113,8 @@ def _selective_scan(
 
 
 def _refuse_given(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise UnsupportedModelError(f"it computes a recurrence with {name}=, which steps do not")
+    for name in (name for name, value in arguments.items() if value is not None):
+        raise UnsupportedModelError(f"it computes a recurrence with {name}=, which steps do not")
 
 
 # By what modelling files call them. Forms for one token with a state are left out: no layer learns that there is one.

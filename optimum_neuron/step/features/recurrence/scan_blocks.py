@@ -2,11 +2,9 @@
 """Blocks of a recurrence: all that products of whole blocks can compute.
 
 A compiler may contract a product and a sum in the code of one block and not in that of another. So only the states between blocks are
-computed block by block, with a selection between each product and sum.
-
-Decays are summed where they are needed, never subtracted: a sum over many tokens has lost what few of them add. The delta rule solves
-a triangular system per block, by inverses of its diagonal blocks of twice the size each time. That is as exact as substitution; powers
-of the matrix are not, where a prompt repeats a token.
+computed block by block, with a selection between each product and sum. Decays are summed where they are needed, never subtracted: a sum
+over many tokens has lost what few of them add. The delta rule solves a triangular system per block, by inverses of its diagonal blocks of
+twice the size each time. That is as exact as substitution; powers of the matrix are not, where a prompt repeats a token.
 """
 
 from __future__ import annotations
@@ -55,9 +53,8 @@ class _Products:
 
     Attributes:
         scores: `[.., block, block]`, of each token's query and of the keys until it, decayed.
-        queries: read the state before the block; keys: add to the one after it. Both decayed.
-        values: what a block adds, but for what the state before it predicts (delta rule).
-        predicting: keys that read this, `[.., block, key_dim]`; None without the delta rule.
+        queries, keys: read the state before the block, and add to the one after it; both decayed.
+        values: what a block adds, but for what the state before it predicts (delta rule), which `predicting` keys read.
         decay: `[blocks, heads, 1 or key_dim, 1]`, of the state over a block.
         broken: `[blocks, 1, block, 1]`: NaN from the first token on that is not finite, else 0.
     """
@@ -74,7 +71,8 @@ class _Products:
         """Return the state after a block from the one before it, `[1, heads, key_dim, value_dim]`."""
         at = slice(number, number + 1)
         added = self.keys[at].transpose(-1, -2) @ self._added_values(at, state)
-        return _keep_state(self.decay[at] * state, self.broken[at, :, -1:]) + added
+        state, broken = self.decay[at] * state, self.broken[at, :, -1:]
+        return torch.where(broken == 0, state, broken) + added
 
     def compute_outputs(self, states: Tensor) -> Tensor:
         """Return `[blocks, heads, block, value_dim]` from the states before all blocks `[blocks, heads, key_dim, value_dim]`."""
@@ -82,10 +80,6 @@ class _Products:
 
     def _added_values(self, at: slice, states: Tensor) -> Tensor:
         return self.values[at] if self.predicting is None else self.values[at] - self.predicting[at] @ states
-
-
-def _keep_state(state: Tensor, broken: Tensor) -> Tensor:
-    return torch.where(broken == 0, state, broken)
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,8 @@ class _States:
 
     def next_state(self, number: int, state: Tensor) -> Tensor:
         at = slice(number, number + 1)
-        return _keep_state(self.decays[at, :, -1] * state, self.broken[at, :, -1:]) + self.sums[at, :, -1]
+        state, broken = self.decays[at, :, -1] * state, self.broken[at, :, -1:]
+        return torch.where(broken == 0, state, broken) + self.sums[at, :, -1]
 
     def compute_outputs(self, states: Tensor) -> Tensor:
         after = self.decays * states[:, :, None] + self.sums + self.broken[..., None]
@@ -127,13 +122,7 @@ Blocks = _Products | _States
 
 
 def compute_blocks(call: ScanCall, inputs: Tensor, queries: Tensor, nan: Tensor, masks: BlockMasks) -> Blocks:
-    """Compute all that needs no state.
-
-    Args:
-        inputs: `[blocks, block, width]`, `ScanCall.inputs` of each token.
-        queries: `[blocks, block, key_heads, key_dim]`.
-        nan: `[blocks, block]`, 0, or NaN for a token that was not finite.
-    """
+    """Compute all that needs no state, from inputs and queries `[blocks, block, ...]`; `nan [blocks, block]` is NaN for a broken token."""
     parts = _split_parts(call, inputs, queries, nan, masks)
     if call.rates is not None:
         return _sum_states(parts, call.rates)
@@ -190,10 +179,7 @@ def _split_parts(call: ScanCall, inputs: Tensor, queries: Tensor, nan: Tensor, m
 
 
 def _sum_masked(mask: Tensor, x: Tensor) -> Tensor:
-    """Sum `[blocks, heads, block, n]` over the tokens that a mask `[block, block]` has in each row.
-
-    A product per block and head: of rows of several in one matrix, a library may sum some otherwise than others.
-    """
+    """Sum `[blocks, heads, block, n]` over a mask's tokens, by a product for each: in one, a library may sum some rows otherwise."""
     return mask.to(x.dtype).expand(*x.shape[:2], *mask.shape) @ x
 
 
@@ -217,10 +203,7 @@ def _score_pairs(parts: _Parts, masks: BlockMasks) -> tuple[Tensor, Tensor]:
 
 
 def _decayed_products(both: Tensor, parts: _Parts, masks: BlockMasks) -> Tensor:
-    """Return the same products where each row of the state has a decay of its own.
-
-    A pair's decay is that from j to the end of its part, and that from there to i: neither exceeds 1 in any part.
-    """
+    # A pair's decay is that from j to the end of its part, and that from there to i: neither exceeds 1 in any part.
     same = (both * _repeat_twice(parts.key, 2)).sum(-1, keepdim=True)
     products = torch.where(_repeat_twice(masks.itself, 0), same, 0.0)
     for pair, part in zip(masks.pairs, masks.parts, strict=True):

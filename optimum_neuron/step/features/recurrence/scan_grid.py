@@ -59,9 +59,8 @@ class ScanGrid:
     def for_step(cls, rows: ScanRows, block: int) -> ScanGrid | None:
         """Return the grid of a step, and note in `rows.scanned` what the step does; None without chunk rows."""
         if block not in rows.grids:
-            grid = None if rows.chunk is None else _make_grid(rows, rows.chunk, block)
+            rows.grids[block] = None if rows.chunk is None else _make_grid(rows, rows.chunk, block)
             _note_scanned(rows)
-            rows.grids[block] = grid
         found: ScanGrid | None = rows.grids[block]
         return found
 
@@ -90,21 +89,14 @@ def _make_grid(rows: ScanRows, chunk: Tensor, block: int) -> ScanGrid:
     end = before + length
     whole = end - (end & (block - 1))
     place, rest = place[:, :block], whole[:, None] + place[:, :block]
-    return ScanGrid(
-        block,
-        blocks,
-        sources.flatten(),
-        torch.where(is_own, at, count * tokens).flatten(),
-        (row * window + before[:, None] + torch.arange(tokens, dtype=torch.int32)[None]).flatten(),
-        torch.where(rest < end[:, None], row * window + rest, count * window).flatten(),
-        whole,
-        first == 0,
-        resumes,
-        first > start,
-        rows.chunk_slots,
-        torch.where(length > 0, rows.chunk_slots, len(rows.scanned) - 1),
-        BlockMasks.for_block(block),
-    )
+    sources = sources.flatten()
+    queries = torch.where(is_own, at, count * tokens).flatten()
+    outputs = (row * window + before[:, None] + torch.arange(tokens, dtype=torch.int32)[None]).flatten()
+    tails = torch.where(rest < end[:, None], row * window + rest, count * window).flatten()
+    fresh, continues, slots = first == 0, first > start, rows.chunk_slots
+    kept_in, masks = torch.where(length > 0, slots, len(rows.scanned) - 1), BlockMasks.for_block(block)
+    places = sources, queries, outputs, tails, whole, fresh, resumes, continues, slots, kept_in
+    return ScanGrid(block, blocks, *places, masks)
 
 
 def _note_scanned(rows: ScanRows) -> None:

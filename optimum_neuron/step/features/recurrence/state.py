@@ -34,13 +34,13 @@ class RecurrentState(LayerState):
         """Return whether each column has decays of its own: a token gives a key, values, and as many decays."""
         return self.heads == 1 and self.width == self.key_dim + 2 * self.value_dim
 
-    def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
-        slots, number = config.batch_size + 1, f"{self.layer_idx}_{self.index}"
+    def list_sizes(self, config: NeuronConfig) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        slots = config.batch_size + 1
         shape = (slots, self.heads, self.key_dim, self.value_dim)
-        yield TensorSpec(f"kv_cache.state_{number}", shape, "float32")
+        yield "state", shape, "float32"
         if config.scan_block is not None:
-            yield TensorSpec(f"kv_cache.anchor_{number}", shape, "float32")
-            yield TensorSpec(f"kv_cache.tail_{number}", (slots, config.scan_block, self.width), "float32")
+            yield "anchor", shape, "float32"
+            yield "tail", (slots, config.scan_block, self.width), "float32"
 
     @classmethod
     def list_common_tensors(cls, config: NeuronConfig) -> Iterator[TensorSpec]:

@@ -2,9 +2,8 @@
 """Sparse selection as transformers' layers write it: index keys in the cache, scores over them, and the largest of these.
 
 A layer's indexer hands its keys to the cache, multiplies its queries by all that it gets back, hides what a token does not see and takes
-the top-k, of keys or of blocks of them. A step has tokens from several slots, so the cache returns `IndexKeys`: a product with them
-gives each token the scores over its own slot's keys. Between the product and the top-k all is the model's own code, on tensors. The
-result is `TopKeys`, which only the attention interface can read.
+the top-k, of keys or of blocks of them. Here the cache returns `IndexKeys`: a product with them gives each token the scores over its own
+slot's keys. Until the top-k all is the model's own code, on tensors. The result is `TopKeys`, which only the attention interface can read.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,14 +19,12 @@ from torch import Tensor
 
 from ....errors import UnsupportedModelError
 from ...attention.masks import CausalMask
+from ...layer_state import StateRecorder
 from ...serving import StandIn
 
 
 class TopKeys(StandIn):
-    """A stand-in for the keys, or blocks of keys, that a selection left to each token, until attention gets it.
-
-    `selected` is `[tokens, heads, columns]` bool, in which heads is 1 where all select the same; None: all that a token sees.
-    """
+    """A stand-in for selected keys, `[tokens, heads, columns]` bool, with one head where all select alike; None: all that are seen."""
 
     refusal = "it computes with its selected keys in code of its own ({})"
 
@@ -39,8 +36,8 @@ class TopKeys(StandIn):
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield values and indices, as torch's top-k."""
-        yield from (_TopScores(), self)
+        """Return values and indices, as torch's top-k."""
+        return iter((_TopScores(), self))
 
     def to(self, dtype: torch.dtype) -> TopKeys:
         return self
@@ -50,17 +47,13 @@ class TopKeys(StandIn):
 
     def masked_fill(self, mask: object, value: int) -> TopKeys:
         """Mark, by -1, those that code has hidden by minus infinity: none of them was selected."""
-        if not isinstance(mask, _Hidden) or value != -1:
+        if not isinstance(mask, _TopScores) or value != -1:
             self.refuse_use(f"fills them with {value}")
         return self
 
 
-class _Hidden:
-    """The selected keys with scores of minus infinity."""
-
-
 class _TopScores(StandIn):
-    """A stand-in for the scores of selected keys, by which code may only find those that it has hidden."""
+    """A stand-in for the scores of selected keys, by which code may only find those that it has hidden; and for these."""
 
     pronoun, refusal = "their scores", TopKeys.refusal
     __hash__ = None  # type: ignore[assignment]
@@ -68,7 +61,7 @@ class _TopScores(StandIn):
     def __eq__(self, other: object) -> Any:
         if other != -math.inf:
             self.refuse_use(f"compares their scores with {other}")
-        return _Hidden()
+        return self
 
 
 def selection_of(mask: object, arguments: Any) -> TopKeys | None:
@@ -83,14 +76,12 @@ def _refuse_scores(what: str) -> NoReturn:
 
 # Columns that a layer's selection is asked about: more than a token of any model attends to.
 ASKED_COLUMNS = 1 << 16
-
-
 # From the means `[..., pools, dim]` of keys that stand side by side to the keys of these pools.
 Pool = Callable[[Tensor], Tensor]
 
 
 class KeySource:
-    """The index keys of each token's own slot, with room for `columns`; here such that none is ever left out."""
+    """The index keys of each token's own slot, with room for `columns`; here none is ever left out."""
 
     columns = 1
 
@@ -99,10 +90,7 @@ class KeySource:
         return query.new_zeros((*query.shape[:2], self.columns))
 
     def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> Any:
-        """Return a stand-in for the `count` columns of the largest scores that each token sees.
-
-        `scores` are `[tokens, heads, columns / of.width]` float32; each head selects by itself.
-        """
+        """Return the `count` columns of the largest of `scores [tokens, heads, columns / of.width]` that each token sees."""
         return TopKeys(None)
 
     def pool_keys(self, width: int, finish: Pool) -> KeySource:
@@ -116,9 +104,9 @@ class ScoresOf:
 
     Attributes:
         mask: what was added to them.
-        hidden: code of the model's own has put minus infinity where a token sees nothing, and selects nothing of that.
+        hidden: the model's code has put minus infinity where a token sees nothing, and selects none of these.
         width: neighboring columns that a score stands for; of the last one there may be fewer.
-        by_head: they are `[1, heads, tokens, ..., columns]`, not `[1, tokens, ..., columns]`.
+        by_head: whether they are `[1, heads, tokens, ..., columns]`, not `[1, tokens, ..., columns]`.
     """
 
     mask: CausalMask | None = None
@@ -128,8 +116,6 @@ class ScoresOf:
 
 
 class IndexBackend(Protocol):
-    """A backend that keeps the index keys of a step."""
-
     def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
         """Take `keys [tokens, dim]` of the step's tokens."""
 
@@ -154,15 +140,15 @@ class AskedKeys(KeySource):
 _BY_TOKEN, _BY_HEAD = ("batch", "one", "dim", "columns"), ("batch", "head", "dim", "columns")
 
 
+@dataclass(frozen=True)
 class IndexKeys(StandIn):
     """A stand-in for the index keys `[1, columns, dim]`, or `[1, 1, columns, dim]`, of each token's slot, with the step's tokens in it."""
 
     refusal = "it computes with its index keys in code of its own ({})"
-
-    def __init__(
-        self, source: KeySource, dim: int, dtype: torch.dtype, axes: tuple[str, ...] = ("batch", "columns", "dim")
-    ) -> None:
-        self._source, self._dim, self.dtype, self._axes = source, dim, dtype, axes
+    source: Any  # a KeySource
+    dim: int
+    dtype: torch.dtype
+    axes: tuple[str, ...] = ("batch", "columns", "dim")
 
     @classmethod
     def keep(cls, backend: IndexBackend, layer_idx: int, keys: Tensor) -> IndexKeys:
@@ -176,24 +162,24 @@ class IndexKeys(StandIn):
 
     @property
     def shape(self) -> torch.Size:
-        sizes = {"batch": 1, "one": 1, "head": 1, "columns": self._source.columns, "dim": self._dim}
-        return torch.Size([sizes[axis] for axis in self._axes])
+        sizes = {"batch": 1, "one": 1, "head": 1, "columns": self.source.columns, "dim": self.dim}
+        return torch.Size([sizes[axis] for axis in self.axes])
 
     def transpose(self, one: int, other: int) -> IndexKeys:
-        axes = list(self._axes)
+        axes = list(self.axes)
         axes[one], axes[other] = axes[other], axes[one]
-        return type(self)(self._source, self._dim, self.dtype, tuple(axes))
+        return replace(self, axes=tuple(axes))
 
     def pool_keys(self, width: int, finish: Pool) -> IndexKeys:
-        return type(self)(self._source.pool_keys(width, finish), self._dim, self.dtype, self._axes)
+        return replace(self, source=self.source.pool_keys(width, finish))
 
     def unsqueeze(self, place: int) -> IndexKeys:
-        axes = list(self._axes)
+        axes = list(self.axes)
         axes.insert(place if place >= 0 else len(axes) + 1 + place, "one")
-        return type(self)(self._source, self._dim, self.dtype, tuple(axes))
+        return replace(self, axes=tuple(axes))
 
     def to(self, dtype: torch.dtype) -> IndexKeys:
-        return type(self)(self._source, self._dim, dtype, self._axes)
+        return replace(self, dtype=dtype)
 
     def float(self) -> IndexKeys:
         return self.to(torch.float32)
@@ -202,12 +188,12 @@ class IndexKeys(StandIn):
         if func not in (torch.matmul, Tensor.matmul, Tensor.__matmul__) or kwargs or not isinstance(args[0], Tensor):
             return super().call_torch(func, args, kwargs)
         query, keys = args
-        if keys._axes not in (_BY_TOKEN, _BY_HEAD) or query.dim() != 4 or query.dtype != keys.dtype:
-            keys.refuse_use(f"multiplies {query.dtype} {list(query.shape)} by them as {keys._axes} of {keys.dtype}")
-        if keys._axes == _BY_TOKEN:
-            return IndexScores(keys._source.multiply_query(query[0])[None], keys._source)
-        products = keys._source.multiply_query(query[0].transpose(0, 1)).transpose(0, 1)
-        return IndexScores(products[None], keys._source, ScoresOf(by_head=True))
+        if keys.axes not in (_BY_TOKEN, _BY_HEAD) or query.dim() != 4 or query.dtype != keys.dtype:
+            keys.refuse_use(f"multiplies {query.dtype} {list(query.shape)} by them as {keys.axes} of {keys.dtype}")
+        if keys.axes == _BY_TOKEN:
+            return IndexScores(keys.source.multiply_query(query[0])[None], keys.source)
+        products = keys.source.multiply_query(query[0].transpose(0, 1)).transpose(0, 1)
+        return IndexScores(products[None], keys.source, ScoresOf(by_head=True))
 
 
 class IndexScores:
@@ -218,7 +204,17 @@ class IndexScores:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
 
     def topk(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-        return torch.topk(self, k, dim, largest)  # type: ignore[arg-type]
+        return torch.topk(self, k, dim, largest)  # type: ignore[arg-type]  # a mode may change how many
+
+    def _select_top(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        if dim not in (-1, self._tensor.dim() - 1) or not largest:
+            _refuse_scores(f"selects the {'largest' if largest else 'smallest'} of dimension {dim}")
+        if self._tensor.dim() != 3 + self._of.by_head or self.shape[-1] != -(-self._source.columns // self._of.width):
+            _refuse_scores(f"selects of {list(self.shape)} of them")
+        if self._of.mask is None and not self._of.hidden:
+            raise UnsupportedModelError("it selects keys without a causal mask")
+        scores = self._tensor[0].float()
+        return self._source.select_top(scores.transpose(0, 1) if self._of.by_head else scores[:, None], self._of, k)
 
     def scatter_(self, dim: int, index: Tensor, value: float) -> IndexScores:
         """Scatter one number as torch does, by comparing: no device writes to equal places at once."""
@@ -234,24 +230,10 @@ class IndexScores:
             raise AttributeError(name)
         return partial(_apply_function, getattr(Tensor, name), self)
 
-    def _apply_operator(self, name: str, *others: Any) -> Any:
-        return _apply_function(getattr(Tensor, name), self, *others)
-
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func is torch.topk:
-            return args[0]._select_top(*args[1:], **(kwargs or {}))
-        return _apply_function(func, *args, **(kwargs or {}))
-
-    def _select_top(self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-        if dim not in (-1, self._tensor.dim() - 1) or not largest:
-            _refuse_scores(f"selects the {'largest' if largest else 'smallest'} of dimension {dim}")
-        if self._tensor.dim() != 3 + self._of.by_head or self.shape[-1] != -(-self._source.columns // self._of.width):
-            _refuse_scores(f"selects of {list(self.shape)} of them")
-        if self._of.mask is None and not self._of.hidden:
-            raise UnsupportedModelError("it selects keys without a causal mask")
-        scores = self._tensor[0].float()
-        return self._source.select_top(scores.transpose(0, 1) if self._of.by_head else scores[:, None], self._of, k)
+        call = IndexScores._select_top if func is torch.topk else partial(_apply_function, func)
+        return call(*args, **kwargs or {})
 
 
 def _apply_function(func: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -276,17 +258,10 @@ def _apply_function(func: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 for _name in ("add", "radd", "mul", "rmul", "truediv", "neg", "matmul"):
-    setattr(IndexScores, f"__{_name}__", partialmethod(IndexScores._apply_operator, f"__{_name}__"))
+    _operator = partial(_apply_function, getattr(Tensor, f"__{_name}__"))
+    setattr(IndexScores, f"__{_name}__", lambda *operands, apply=_operator: apply(*operands))
 
 
-@dataclass
-class IndexRecorder:
-    found: list[Any]
-    make_state: Callable[..., Any]
-
+class IndexRecorder(StateRecorder):
     def keep_index(self, layer_idx: int, keys: Tensor) -> KeySource:
-        if any(each.layer_idx == layer_idx for each in self.found):
-            raise UnsupportedModelError(f"layer {layer_idx} keeps several sets of index keys")
-        return AskedKeys(
-            lambda always, width: self.found.append(self.make_state(layer_idx, keys.shape[1], always, width))
-        )
+        return AskedKeys(partial(self.add_state, "several sets of index keys", layer_idx, keys.shape[1]))

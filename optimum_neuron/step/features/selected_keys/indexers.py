@@ -48,26 +48,19 @@ class IndexCache:
 
     @property
     def layers(self) -> Any:
-        return IndexLayers(self)
-
-
-@dataclass(frozen=True)
-class IndexLayers:
-    """The layers of such a cache, by number."""
-
-    cache: IndexCache
-
-    def __getitem__(self, layer_idx: int) -> IndexLayer:
-        return IndexLayer(self.cache, layer_idx)
+        return IndexLayer(self)
 
 
 @dataclass(frozen=True)
 class IndexLayer(StandIn):
-    """A layer of the cache, as far as layers use it that select keys."""
+    """A layer of the cache, as far as layers use it that select keys; the item of all layers by a layer's number."""
 
     pronoun = "a layer of its cache"
     cache: IndexCache
-    layer_idx: int
+    layer_idx: int = -1
+
+    def __getitem__(self, layer_idx: int) -> IndexLayer:
+        return IndexLayer(self.cache, layer_idx)
 
     def update_index(self, idx_k: Tensor) -> IndexKeys:
         return self.cache.update_indexer(idx_k, self.layer_idx)
@@ -80,12 +73,7 @@ def _pools_by_mean(
     attention_mask: CausalMask,
     past_key_values: IndexCache,
 ) -> Any:
-    """Select pools of keys by the mean of each, turned to the place of its first one; and the keys of no complete pool.
-
-    Args:
-        hidden_states: `[1, tokens, hidden]`.
-        position_embeddings: each `[1, columns + tokens, dim]`: of all places of a text, and of the step's tokens.
-    """
+    """Select pools of keys by the mean of each, turned to the place of its first one; and the keys of no complete pool."""
     rotate = vars(sys.modules[type(indexer).__module__])["apply_rotary_pos_emb"]
     tokens, width = hidden_states.shape[1], indexer.compress_ratio
     own = indexer.index_qk_proj(hidden_states).unflatten(-1, (-1, indexer.index_head_dim))
@@ -124,15 +112,9 @@ def set_indexers(model: nn.Module) -> None:
 
 def _in_steps(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Any,
-        past_key_values: Any,
-    ) -> Any:
-        function = _pools_by_mean if isinstance(past_key_values, IndexCache) else theirs
-        return function(self, hidden_states, position_embeddings, attention_mask, past_key_values)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = inspect.signature(theirs).bind(*args, **kwargs).arguments["past_key_values"]
+        return (_pools_by_mean if isinstance(cache, IndexCache) else theirs)(*args, **kwargs)
 
     forward._without_step = theirs  # type: ignore[attr-defined]
     return forward

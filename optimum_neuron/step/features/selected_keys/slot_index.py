@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index keys of a step's slots, and selections of the columns of the largest scores.
 
-As with keys and values, all of a step's index keys are written before any token's scores are computed over its own slot's columns. What
-a token may select follows from its position alone, so a selection does not depend on where a prompt was cut.
-
-Of equal scores at the edge the lowest column is taken first. A score that is not a number counts as infinite: a token that sees a broken
-one selects it, and gets NaN. No shape follows a value.
+All of a step's index keys are written before any score is computed. What a token may select follows from its position alone, so no cut
+of a prompt changes a selection. Of equal scores the lowest column is taken first. A score that is not a number counts as infinite: a
+token that sees a broken one selects it, and gets NaN. No shape follows a value.
 """
 
 from __future__ import annotations
@@ -25,11 +23,7 @@ from .index_keys import KeySource, Pool, ScoresOf, TopKeys
 
 @dataclass
 class SlotIndex:
-    """The index backend of step graphs.
-
-    A layer without index keys in the cache attends to all that its tokens see. Where decode rows attend before the write, they are scored
-    over the cache before the step and over their own keys, so that no product waits for the write.
-    """
+    """The index backend of step graphs. Where decode rows attend before the write, they are scored without waiting for it."""
 
     step: StepLayout
     _visible: dict[Window, Tensor] = field(default_factory=dict)
@@ -49,6 +43,14 @@ class SlotIndex:
             self._visible[window] = torch.cat([group.visible(window).flatten(0, 1) for group in self.step.groups])
         return self._visible[window]
 
+    def select_groups(self, scores: Tensor, of: ScoresOf, count: int, first: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return the groups of `width` columns with the largest scores, of those with a column `first` that a token sees; and these."""
+        window = None if of.mask is None else of.mask.visible_window()
+        visible = self.visible(window)[:, None, first::width].expand(scores.shape)
+        shown = visible & (scores != -torch.inf) if of.hidden else visible
+        found = select_largest(scores.flatten(0, 1), shown.flatten(0, 1), count)
+        return found.unflatten(0, scores.shape[:2]), visible
+
 
 def _read_keys(group: AttentionRows, cache: Tensor) -> Tensor:
     return kv_cache.read_cache(cache, group.blocks, len(group.position_ids), group.context_length)[:, 0]
@@ -56,10 +58,7 @@ def _read_keys(group: AttentionRows, cache: Tensor) -> Tensor:
 
 @dataclass
 class _LayerIndex(KeySource):
-    """A layer's index keys in the cache, and `own [tokens, 1, dim]`, those of the step's tokens.
-
-    `before` has the cache before the step for row groups that are scored over that and their own.
-    """
+    """A layer's index keys in the cache, and `own [tokens, 1, dim]`; `before` has the cache before the step for some row groups."""
 
     index: SlotIndex
     cache: Tensor
@@ -71,28 +70,21 @@ class _LayerIndex(KeySource):
         return self.index.step.groups[0].context_length
 
     def multiply_query(self, query: Tensor) -> Tensor:
-        products, start = [], 0
-        for group, before in zip(self.index.step.groups, self.before, strict=True):
-            stop = start + group.position_ids.numel()
-            keys = _read_keys(group, self.cache) if before is None else before
-            found = products_of(query[start:stop], keys)
+        step, products = self.index.step, []
+        for group, tokens, before in zip(step.groups, step.token_ranges, self.before, strict=True):
+            found = products_of(query[tokens], _read_keys(group, self.cache) if before is None else before)
             if before is not None:
-                own = products_of(query[start:stop], self.own[start:stop])
+                own = products_of(query[tokens], self.own[tokens])
                 column = torch.arange(self.columns, dtype=torch.int32)
                 found = torch.where((column == group.position_ids)[:, None], own, found)
             products.append(found)
-            start = stop
         return torch.cat(products) if len(products) > 1 else products[0]
 
     def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
         """Select blocks of columns; a token sees one where it sees its first column, and attention hides the rest."""
         if count * of.width >= self.columns:
             return TopKeys(None)
-        visible = self.index.visible(None if of.mask is None else of.mask.visible_window())
-        visible = visible[:, None, :: of.width].expand(scores.shape)
-        if of.hidden:
-            visible = visible & (scores != -torch.inf)
-        found = select_largest(scores.flatten(0, 1), visible.flatten(0, 1), count).unflatten(0, scores.shape[:2])
+        found, _ = self.index.select_groups(scores, of, count, 0, of.width)
         return TopKeys(_by_column(found, of.width)[..., : self.columns])
 
     def pool_keys(self, width: int, finish: Pool) -> KeySource:
@@ -119,8 +111,8 @@ class _Pools(KeySource):
         return self.keys[0].shape[1]
 
     def multiply_query(self, query: Tensor) -> Tensor:
-        sizes = [group.position_ids.numel() for group in self.layer.index.step.groups]
-        products = [products_of(own, keys) for own, keys in zip(query.split(sizes), self.keys, strict=True)]
+        ranges = self.layer.index.step.token_ranges
+        products = [products_of(query[tokens], keys) for tokens, keys in zip(ranges, self.keys, strict=True)]
         return torch.cat(products) if len(products) > 1 else products[0]
 
     def select_top(self, scores: Tensor, of: ScoresOf, count: int) -> TopKeys:
@@ -128,9 +120,7 @@ class _Pools(KeySource):
         every, width = self.layer.columns, self.width
         if (count + 1) * width > every:
             return TopKeys(None)
-        visible = self.layer.index.visible(None if of.mask is None else of.mask.visible_window())
-        complete = visible[:, None, width - 1 :: width].expand(scores.shape)
-        found = select_largest(scores.flatten(0, 1), complete.flatten(0, 1), count).unflatten(0, scores.shape[:2])
+        found, complete = self.layer.index.select_groups(scores, of, count, width - 1, width)
         found = _by_column(found | ~complete, width)
         rest = found.new_ones((*found.shape[:2], every - found.shape[-1]))
         return TopKeys(torch.cat([found, rest], dim=-1) if rest.numel() else found)
@@ -157,10 +147,7 @@ _STEPS = FloatSteps(
 
 
 def select_largest(scores: Tensor, visible: Tensor, count: int) -> Tensor:
-    """Return `[rows, columns]` bool: the `count` visible columns of the largest scores, of equal ones the lowest; or all, if they are fewer.
-
-    `scores` are `[rows, columns]` float32, `visible` bool; columns that are not visible have no effect.
-    """
+    """Return `[rows, columns]` bool: the `count` visible columns of the largest scores, of equal ones the lowest; or all, if fewer."""
     scores = torch.where(scores.isnan(), torch.inf, scores)
 
     def count_found(lowest: Tensor) -> Tensor:

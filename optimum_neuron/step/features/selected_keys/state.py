@@ -10,7 +10,6 @@ from typing import Any
 
 from ....config import NeuronConfig
 from ...layer_state import CheckedModel, LayerState
-from ...spec import TensorSpec
 
 
 logger = logging.getLogger(__name__)
@@ -18,10 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IndexKeyState(LayerState):
-    """An index key for each token, `[kv_blocks + trash_blocks, 1, block_length, key_dim]`, where a text may have keys to leave out.
-
-    Tokens attend to `always` keys, whatever their scores; `width` neighboring keys are selected together.
-    """
+    """An index key for each token. Tokens attend to `always` keys, whatever their scores; `width` neighbors are selected together."""
 
     section = "selections"
     roles = ("index",)
@@ -33,10 +29,10 @@ class IndexKeyState(LayerState):
     def selects_keys(self, config: NeuronConfig) -> bool:
         return self.always < config.sequence_length
 
-    def list_tensors(self, config: NeuronConfig) -> Iterator[TensorSpec]:
+    def list_sizes(self, config: NeuronConfig) -> Iterator[tuple[str, tuple[int, ...], str]]:
         if self.selects_keys(config):
-            shape = (config.kv_blocks + config.trash_blocks, 1, config.block_length, self.key_dim)
-            yield TensorSpec(f"kv_cache.index_{self.layer_idx}", shape, config.dtype)
+            places = config.kv_blocks + config.trash_blocks
+            yield "index", (places, 1, config.block_length, self.key_dim), config.dtype
 
     @classmethod
     def load_backends(cls) -> tuple[Any, Any]:
@@ -47,7 +43,6 @@ class IndexKeyState(LayerState):
 
     @classmethod
     def check_config(cls, states: Sequence[IndexKeyState], model: CheckedModel, config: NeuronConfig) -> None:
-        """Check that no layer selects keys where blocks attend in place; warn of layers that have nothing to select."""
         selecting = [each for each in states if each.selects_keys(config)]
         if selecting and config.blocks_in_place:
             raise ValueError(

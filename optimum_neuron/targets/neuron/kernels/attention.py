@@ -17,9 +17,8 @@ from torch.nn.functional import pad
 
 from ....step.attention import kv_cache
 from ....step.attention.cached_attention import MASKED, CacheAttention, DecodeAttention, select_columns
-from ....step.attention.call import AttentionCall
 from ....step.attention.coded_states import Stored
-from ....step.attention.rows import AttentionRows
+from ....step.attention.rows import AttentionCall, AttentionRows
 from .kernel import NKI, NKI_LIBRARY, EnumMember, Kernel, call_kernel, register
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ....config import NeuronConfig
-from ....step.attention.call import AttentionCall
 from ....step.attention.coded_states import Stored
-from ....step.attention.kv_cache import write_rounded
-from ....step.attention.rows import AttentionRows
+from ....step.attention.kv_cache import write_tokens
+from ....step.attention.rows import AttentionCall, AttentionRows
 from ....step.ops import StepOps
 from ..kernels.attention import ATTENTION_BLOCK_TKG, ATTENTION_CTE, attend_chunks, attend_decodes
 from ..kernels.moe_tkg import MOE_TKG, compute_chosen
@@ -48,7 +47,7 @@ def write_cache(cache: Stored, states: Tensor, rows: Tensor, columns: Tensor) ->
         index = (rows[:, None] * heads + head[None, :]) * length + columns[:, None]
         cache.view(-1, dim).index_put_((index.flatten(),), states.reshape(-1, dim))
 
-    write_rounded(scatter, cache, states, rows, columns)
+    write_tokens(cache, states, rows, columns, scatter)
 
 
 NEURON_OPS = StepOps(

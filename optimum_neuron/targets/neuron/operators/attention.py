@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ....step.attention import cached_attention, kv_cache
-from ....step.attention.call import AttentionCall
 from ....step.attention.coded_states import Stored, as_kept, numbers, weighted_sum
 from ....step.attention.coded_states import raw_scores as products
-from ....step.attention.rows import AttentionRows
+from ....step.attention.rows import AttentionCall, AttentionRows
 from ..sdk.hardware import CHIPS
 
 

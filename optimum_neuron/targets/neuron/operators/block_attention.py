@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ....step.attention import kv_cache
 from ....step.attention.cached_attention import MASKED
-from ....step.attention.call import AttentionCall
 from ....step.attention.coded_states import Stored, as_kept
-from ....step.attention.rows import OwnedBlocks
+from ....step.attention.rows import AttentionCall, OwnedBlocks
 from . import attention
 
 
@@ -60,10 +59,10 @@ def _attend_past(
     entries = [_as_entries(*state)]
     if owned.shared_blocks is not None:
         keys, values = (each.index_select(0, owned.shared_blocks) for each in (keys, values))
-        visible = owned.seen_shared(call.sliding_window, length)
+        visible = owned.seen(call.sliding_window, length, shared=True)
         kept = visible.any(1) & (kv_cache.broken_columns(keys) == 0)
         every = query.permute(1, 2, 0, 3).flatten(1, 2)[None].expand(len(keys), -1, -1, -1)
-        added = None if table is None else owned.added_bias_of_shared(table, length)
+        added = None if table is None else owned.added_bias(table, length, shared=True)
         state = attention.attend_columns(call, every, keys, values, visible[:, None], kept, added)
         # [X, kv_heads, group * R, ...] to [X * R, kv_heads, group, ...]
         entries.append(_as_entries(*(each.unflatten(2, (group, rows)).movedim(3, 1).flatten(0, 1) for each in state)))

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from ....step.attention.call import AttentionCall
+from ....step.attention.rows import AttentionCall
 from ....step.cache_needs import CacheNeeds
 from ....step.features.selected_keys.index_keys import KeySource, ScoresOf
 from ....step.features.selected_keys.indexers import IndexCache

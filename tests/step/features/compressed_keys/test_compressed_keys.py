@@ -6,43 +6,28 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from compressing import SELECTED, cached, reference
+from feature_models import FEATURES
 from helpers import (
-    artifact_runner,
-    as_tensor,
-    decode_rows,
     decode_tokens,
     eager_runner,
-    examples,
-    export_tiny,
-    fill_rows,
     prefill_pieces,
     random_tokens,
     read_state,
-    reuse_prefix,
     tiny_config,
     write_state,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from selecting import cut_in_pieces
 from torch import Tensor
 
-from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.core import PromptPiece
 from optimum_neuron.errors import UnsupportedModelError
-from optimum_neuron.parity.conditions import few_keys
 from optimum_neuron.parity.inspect import check_states, inspect_model, look_at
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.attention import rows as attention_rows
-from optimum_neuron.step.attention.call import CompressedKeys
 from optimum_neuron.step.attention.masks import CausalMask
+from optimum_neuron.step.attention.rows import CompressedKeys
 from optimum_neuron.step.features.compressed_keys.compression import (
     CompressingLayers,
     GroupKeys,
@@ -58,86 +43,17 @@ from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
 
-PROMPT = 40
-# Rows shorter than a group, of which a prompt fills several in a step.
-SHORT_ROWS: dict[str, Any] = {"prefill_chunk_size": 3, "ctx_batch_size": 3}
+MODEL = FEATURES["deepseek_v4"].model
 
 
 @cache
-def runner(rates: tuple[int, int] = (4, 8), deterministic: bool = False, **changes: Any) -> GraphRunner:
-    return eager_runner(cached(rates), tiny_config(**changes), deterministic=deterministic)
+def runner() -> GraphRunner:
+    return eager_runner(MODEL(), tiny_config(), spec=spec())
 
 
 @cache
 def spec() -> ModelSpec:
-    return inspect_model(cached())
-
-
-def own_logits(text: np.ndarray, rates: tuple[int, int] = (4, 8), most: int = SELECTED) -> Tensor:
-    with few_keys(reference(rates), most):
-        logits: Tensor = reference(rates)(torch.from_numpy(text)[None].long(), use_cache=False).logits[0]
-    return logits
-
-
-def continued(steps: GraphRunner, slot: int, tokens: np.ndarray) -> Tensor:
-    return torch.stack([decode_tokens(steps, {slot: int(token)})[1][slot] for token in tokens])
-
-
-def is_close(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).abs().max() < 3e-5 * expected.abs().max())
-
-
-@pytest.mark.parametrize("sizes", [{}, SHORT_ROWS], ids=["long rows", "short rows"])
-def test_logits_are_those_of_transformers(sizes: dict[str, Any]) -> None:
-    steps, text = runner(**sizes), random_tokens(PROMPT + 9, seed=1)
-    steps.reset_slots()
-    found = torch.stack(
-        [prefill_pieces(steps, 1, text[:PROMPT], [7, 9, 1, 9, 8, 6]), *continued(steps, 1, text[PROMPT:])]
-    )
-    expected = own_logits(text)
-    assert is_close(found, expected[PROMPT - 1 :])
-    others = own_logits(text, most=SELECTED - 1)
-    assert (others - expected)[PROMPT - 1 :].abs().amax(-1).min() > 1e-3 * expected.abs().max()
-
-
-@pytest.mark.parametrize("rates", [(4, 128), (4, 32), (3, 5)], ids=["no group", "later", "odd"])
-def test_groups_may_be_longer_than_texts_or_contexts_and_of_any_size(rates: tuple[int, int]) -> None:
-    steps, text = runner(rates, context_buckets=(16, 64)), random_tokens(PROMPT + 9, seed=2)
-    steps.reset_slots()
-    found = torch.stack([prefill_pieces(steps, 0, text[:PROMPT], [5, 10, 16, 9]), *continued(steps, 0, text[PROMPT:])])
-    assert is_close(found, own_logits(text, rates)[PROMPT - 1 :])
-
-
-@pytest.mark.parametrize(
-    "sizes", [pytest.param({}, id="long rows", marks=pytest.mark.full), pytest.param(SHORT_ROWS, id="short rows")]
-)
-def test_no_cut_neighbor_slot_or_old_content_changes_a_bit(sizes: dict[str, Any]) -> None:
-    steps, text = runner(deterministic=True, **sizes), random_tokens(24, seed=3)
-    config, prompt = steps.config, text[:22]
-    most = config.prefill_chunk_size * config.ctx_batch_size
-
-    def run(slot: int, pieces: list[int], *, neighbors: bool, before: float | None) -> list[Tensor]:
-        steps.reset_slots()
-        fill_rows(steps, spec(), range(4), before)
-        other, start, logits = (slot + 1) % 3, 0, torch.empty(0)
-        if neighbors:
-            prefill_pieces(steps, other, random_tokens(11, seed=slot), [3] * 3 + [2])
-        for count in pieces:
-            beside = {other: start} if neighbors else {}
-            output = steps.run_step([PromptPiece(slot, prompt[start : start + count])], decode_rows(steps, beside))
-            assert output.chunk_logits is not None
-            logits, start = as_tensor(output.chunk_logits[0]), start + count
-        return [logits, continued(steps, slot, text[22:])]
-
-    expected = run(0, [most] * (22 // most) + [22 % most], neighbors=False, before=0.0)
-    assert all(each.isfinite().all() for each in expected)
-
-    @examples(20)
-    @given(cut_in_pieces(22, most), st.integers(0, 2), st.booleans(), st.sampled_from([None, torch.nan, torch.inf]))
-    def check(pieces: list[int], slot: int, neighbors: bool, before: float | None) -> None:
-        assert all(map(torch.equal, run(slot, pieces, neighbors=neighbors, before=before), expected))
-
-    check()
+    return inspect_model(MODEL())
 
 
 def test_who_sees_the_key_of_a_broken_token_is_not_finite_and_nobody_else() -> None:
@@ -184,82 +100,25 @@ def test_compressed_keys_that_are_not_seen_are_refused(monkeypatch: pytest.Monke
     with pytest.raises(
         ValueError, match="it computes compressed keys otherwise over 24 tokens in chunks than at once"
     ):
-        inspect_model(cached())
-
-
-def test_blocks_give_the_bits_of_slots() -> None:
-    sizes: dict[str, Any] = {"sequence_length": 128, "context_buckets": (128,), "ctx_batch_size": 1}
-    slots, blocks = runner(**sizes), runner(kv_block_size=64, **sizes)
-    text = random_tokens(90, seed=8)
-    for steps in (slots, blocks):
-        steps.reset_slots()
-    blocks.assign_blocks(2, 0, [3])
-    blocks.assign_blocks(1, 0, [5, 0])
-    for steps in (slots, blocks):
-        prefill_pieces(steps, 2, random_tokens(20), [8, 8, 4])
-    pieces = [8] * 11 + [2]
-    assert torch.equal(prefill_pieces(slots, 1, text, pieces), prefill_pieces(blocks, 1, text, pieces))
-    assert torch.equal(decode_tokens(slots, {1: 7})[1][1], decode_tokens(blocks, {1: 7})[1][1])
+        inspect_model(MODEL())
 
 
 def test_what_does_not_go_with_compressed_keys_is_refused() -> None:
-    steps = runner()
-    steps.reset_slots()
-    prefill_pieces(steps, 0, random_tokens(9), [9])
-    with pytest.raises(
-        ValueError, match="slot 1 keeps state of all its tokens together: its first 8 cannot be reused without"
-    ):
-        reuse_prefix(steps, 1, 0, 8)
+    with pytest.raises(UnsupportedModelError, match="layer 1 keeps something in a layer of its cache"):
+        CompressingLayers(_Groups(), {0: 4})[1]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="its layers keep compressed keys, of which ranks do not have parts yet"):
-        shard_plan(cached(), 2)
+        shard_plan(MODEL(), 2)
     sizes: dict[str, Any] = {
         "kv_block_size": 64,
         "sequence_length": 128,
         "context_buckets": (128,),
         "output_logits": False,
     }
-    check_states(cached(), spec(), tiny_config(**sizes))
+    check_states(MODEL(), spec(), tiny_config(**sizes))
     with pytest.raises(
         ValueError, match=r"2 layers of DeepseekV4ForCausalLM keep compressed keys, .*kv_block_size=64"
     ):
-        check_states(cached(), spec(), tiny_config(target="hlo", **sizes))
-
-
-def test_generated_texts_are_those_of_transformers_and_its_cache(tmp_path: Path) -> None:
-    """Left padding, more requests than slots, and slots that others had before."""
-    reference().save_pretrained(tmp_path / "checkpoint")
-    made = NeuronModelForCausalLM.from_pretrained(export_tiny(tmp_path / "checkpoint", tmp_path / "out"))
-    made.generation_config.eos_token_id = None
-    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
-    prompts = [random_tokens(count, seed=count).tolist() for count in (1, 23, 7, 16)]
-    with few_keys(reference(), SELECTED):
-        expected = [reference().generate(torch.tensor([each]), **options)[0, len(each) :].tolist() for each in prompts]
-    longest = max(map(len, prompts[:3]))
-    ids = torch.tensor([[0] * (longest - len(each)) + each for each in prompts[:3]])
-    found = made.generate(ids, attention_mask=(ids != 0).long(), **options)[:, longest:].tolist()
-    assert found == expected[:3]
-    assert made.generate(torch.tensor([prompts[3]]), **options)[0, len(prompts[3]) :].tolist() == expected[3]
-
-
-@pytest.mark.slow
-def test_the_cpu_target_computes_the_same(tmp_path: Path) -> None:
-    reference().save_pretrained(tmp_path / "checkpoint")
-    steps = artifact_runner(export_tiny(tmp_path / "checkpoint", tmp_path / "cpu", target="cpu"))
-    text = random_tokens(PROMPT + 5, seed=9)
-    logits = []
-    for slot, pieces in enumerate(([16, 16, 8], [3, 16, 5, 16], [1] * PROMPT)):
-        logits.append(
-            torch.stack([prefill_pieces(steps, slot, text[:PROMPT], pieces), *continued(steps, slot, text[PROMPT:])])
-        )
-    assert is_close(logits[0], own_logits(text)[PROMPT - 1 :])
-    assert all(torch.equal(logits[0], each) for each in logits[1:])
-    steps.reset_slot(1)
-    prefill_pieces(steps, 1, text[:21], [16, 5])  # compressed keys, and tokens that none is made of yet
-    steps.keep_state(1, 3)
-    prefill_pieces(steps, 1, random_tokens(9), [9])
-    reuse_prefix(steps, 2, 1, 21, 3)
-    last = prefill_pieces(steps, 2, text[21:PROMPT], [16, 3])
-    assert torch.equal(torch.stack([last, *continued(steps, 2, text[PROMPT:])]), logits[0])
+        check_states(MODEL(), spec(), tiny_config(target="hlo", **sizes))
 
 
 class _Groups:
@@ -311,21 +170,8 @@ def test_other_uses_are_refused(use: Callable[[Any, Any], object], reason: str) 
         use(layer, keys)
 
 
-def test_compressed_keys_reach_attention_behind_the_steps_own() -> None:
-    layers = CompressingLayers(_Groups(), {0: 4})  # type: ignore[arg-type]
-    layers[0].store_compression_weights("compressor", torch.ones(1, 3, 4), torch.ones(1, 3, 4))
-    keys = layers[0].update_compressor_states("compressor", torch.ones(1, 3, 4)).unsqueeze(1)
-    own = torch.zeros(1, 1, 3, 4)
-    joined = torch.cat([own, keys], dim=2)
-    key, value, compressed = split_joined(joined, joined)
-    assert key is own and value is own and compressed is not None and compressed.rate == 4
-    assert split_joined(own, own) == (own, own, None)
-    with pytest.raises(UnsupportedModelError, match="layer 1 keeps something in a layer of its cache"):
-        layers[1]
-
-
 def test_a_layer_that_is_looked_at_makes_a_key_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    compressor = type(cached().model.layers[2].self_attn.compressor)
+    compressor = type(MODEL().model.layers[2].self_attn.compressor)
     forward = compressor.forward
 
     def other(self: Any, hidden_states: Tensor, residual: Tensor, positions: Tensor, values: Any, number: int) -> Any:
@@ -336,7 +182,7 @@ def test_a_layer_that_is_looked_at_makes_a_key_of_each_group(monkeypatch: pytest
 
     monkeypatch.setattr(compressor, "forward", other)
     with pytest.raises(UnsupportedModelError, match="layer 2 makes 1 keys of 2 groups of 8 tokens"):
-        look_at(cached())
+        look_at(MODEL())
 
 
 def test_a_selection_of_compressed_keys_takes_no_mask() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import configs
+from expert_layers import one_by_one
 from helpers import (
     CHUNK_SIZE,
     artifact_runner,
@@ -31,7 +32,6 @@ from moe import CONFIGS, make_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.kernels.lower.lower import lower
@@ -49,9 +49,6 @@ from optimum_neuron.targets.cpu.compiler import use_natural_layout
 from optimum_neuron.targets.cpu.ops import OPS
 
 
-NOISE = 2e-5  # of logits up to 5, by other orders of summation in float32
-# Ways to split one prompt.
-PIECES = ([8, 8, 4], [3, 8, 1, 8], [1] * 20, [8, 8, 3, 1])
 Make = Callable[[str], Path]
 # Mixtral's router is simpler than Qwen3-MoE's.
 with_models = pytest.mark.parametrize(
@@ -80,52 +77,6 @@ def mixtral(checkpoint: Make) -> Any:
 @pytest.fixture
 def layer(mixtral: Any) -> Any:
     return next(module for module in mixtral.modules() if is_experts(module))
-
-
-TARGETS = ("eager", pytest.param("cpu", marks=pytest.mark.slow))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@with_models
-def test_tokens_are_those_of_transformers(name: str, target: str, checkpoint: Make, folder_of: Any) -> None:
-    model = NeuronModelForCausalLM.from_pretrained(folder_of(target, name))
-    own: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoint(name), dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-    model.generation_config.eos_token_id = own.generation_config.eos_token_id = None
-    prompts = [random_tokens(length, seed=length) for length in (5, 21, 29, 13, 2)]
-    outputs = model.generate_batch([prompt.tolist() for prompt in prompts], max_new_tokens=8)
-    for prompt, output in zip(prompts, outputs.values(), strict=True):
-        text = own.generate(torch.from_numpy(prompt)[None].long(), max_new_tokens=8, do_sample=False)
-        assert output.generated_tokens == text[0, len(prompt) :].tolist()
-    assert {graph.split("_")[0] for graph in model.runner.graph_calls} == {"mixed", "chunked", "token"}
-    with torch.no_grad():
-        expected = own(torch.from_numpy(prompts[2])[None].long()).logits[0, -1]
-    model.runner.reset_slots()
-    assert (prefill_pieces(model.runner, 0, prompts[2], [8, 3, 8, 8, 2]) - expected).abs().max() < NOISE
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@with_models
-def test_chunk_boundaries_and_neighbors_change_no_bit(name: str, target: str, folder_of: Any) -> None:
-    runner, prompt = artifact_runner(folder_of(target, name)), random_tokens(20)
-    others = [random_tokens(8, seed=seed) for seed in (1, 2, 3)]
-
-    def decode(neighbors: dict[int, int]) -> Tensor:
-        return decode_tokens(runner, {1: 5} | neighbors)[1][1]
-
-    expected = prefill_pieces(runner, 1, prompt, PIECES[0]), decode({})
-    for pieces in PIECES[1:]:
-        runner.reset_slots()
-        assert torch.equal(prefill_pieces(runner, 1, prompt, pieces), expected[0])
-        assert torch.equal(decode({}), expected[1])
-    runner.reset_slots()
-    start = 0
-    for count, other in zip(PIECES[0], others, strict=True):
-        logits = runner.run_step([PromptPiece(1, prompt[start : start + count]), PromptPiece(0, other)]).chunk_logits
-        start += count
-    assert logits is not None and torch.equal(as_tensor(logits[0]), expected[0])
-    assert torch.equal(decode({0: 9}), expected[1])
 
 
 @pytest.mark.slow
@@ -191,26 +142,6 @@ def test_formulations_agree(name: str, checkpoint: Make) -> None:
         assert (formulation(call).double() - exact).abs().max() < 1e-5
     use_natural_layout(model)
     assert (active_experts(call).double() - exact).abs().max() < 1e-5
-
-
-def one_by_one(call: ExpertsCall) -> Tensor:
-    """In float64, by the layer's own code and in its own layout."""
-    layer = call.layer
-    output = torch.zeros_like(call.hidden_states, dtype=torch.float64)
-    for token, places in enumerate(call.index.tolist()):
-        for place, expert in enumerate(places):
-            if expert < call.experts:
-                up, down = (
-                    weight[expert].double() if layer.is_transposed else weight[expert].double().t()
-                    for weight in (call.up, call.down)
-                )
-                up_bias, down_bias = (
-                    0.0 if bias is None else bias[expert].double() for bias in (call.up_bias, call.down_bias)
-                )
-                inner = layer._apply_gate(call.hidden_states[token].double() @ up + up_bias)
-                own = call.normalize(inner @ down + down_bias)
-                output[token] += own * call.weights[token, place].double()
-    return output
 
 
 def test_a_norm_that_follows_each_expert_is_computed_by_all_formulations(layer: Any) -> None:

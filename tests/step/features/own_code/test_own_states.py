@@ -11,14 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from optimum_neuron.errors import UnsupportedModelError
-from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.cache_needs import StepCache
-from optimum_neuron.step.features.convolution.convolution import SlotConvolutions
 from optimum_neuron.step.features.own_code.layers_by_token import set_own_states
 from optimum_neuron.step.features.recurrence.recurrence import RecurrenceBackend, ScanCall, ScanKind
 from optimum_neuron.step.model_spec import KINDS
 from optimum_neuron.step.serving import Backends, serving
-from optimum_neuron.step.spec import TensorSpec
 
 
 TOKENS, HEADS, DIM = 5, 2, 4
@@ -185,19 +182,6 @@ def test_last_inputs_and_one_that_is_told_later(hidden: Tensor) -> None:
         run(Delayed(kept=lambda x: x), hidden)
 
 
-def test_outside_of_a_step_a_layer_runs_as_it_is(hidden: Tensor) -> None:
-    layer = Layer(lambda hidden, state: (hidden.shape, state))
-    set_own_states(layer)
-
-    class Cache:
-        def get_linear_cache(self, layer_idx: int) -> None: ...
-
-        def set_linear_cache(self, layer_idx: int, state: object) -> None:
-            assert state is None
-
-    assert layer(hidden, past_key_values=Cache()) == (1, TOKENS, SIZE)
-
-
 def bodies() -> Iterator[tuple[str, Body, str]]:
     """What a layer might do with its state, and the reason for which it is refused."""
 
@@ -233,20 +217,3 @@ def bodies() -> Iterator[tuple[str, Body, str]]:
 def test_other_uses_of_a_state_are_refused_by_name(body: Body, reason: str, hidden: Tensor) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         run(Layer(body), hidden)
-
-
-def test_inputs_before_a_token_are_those_of_its_slot() -> None:
-    """Of a slot in two steps beside another, that another request had before."""
-    cache = KVCache([TensorSpec("kv_cache.conv_0_0", (3, 3, 2), "float32")])
-    cache.get_state("conv", 0, 0).fill_(torch.nan)
-    text = torch.randn(7, 2)
-    padded, found = torch.cat([torch.zeros(3, 2), text]), []
-    for start, stop in ((0, 2), (2, 7)):
-        count = stop - start
-        slots = torch.tensor([1] * count + [0, 2], dtype=torch.int32)
-        columns = torch.tensor([*range(start, stop), start, 9], dtype=torch.int32)
-        inputs = torch.cat([text[start:stop], torch.full((2, 2), torch.nan)])
-        before = SlotConvolutions(cache, slots, columns).read_before(0, 0, inputs.t()[None], 3)
-        found.append(before[:count])
-    assert torch.equal(torch.cat(found), padded.unfold(0, 3, 1)[:7])
-    assert torch.equal(cache.get_state("conv", 0, 0)[1], text[-3:])

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from optimum_neuron.artifact.artifact import Artifact
-from optimum_neuron.step.attention.call import AttentionCall
-from optimum_neuron.step.attention.rows import AttentionRows, OwnedBlocks
+from optimum_neuron.step.attention.rows import AttentionCall, AttentionRows, OwnedBlocks
 from optimum_neuron.step.features.experts.experts import ExpertsCall
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import read_graph_io
