@@ -16,7 +16,7 @@ NEURON_TARGETS = ("inf2", "trn1", "trn2", "trn3")
 HLO_TARGETS = ("hlo", *NEURON_TARGETS)
 TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
 # Kernels of the SDK by name, and targets that run them: they need a Trainium 2 or later; on hlo their references run.
-KERNELS = ("attention_cte", "attention_block_tkg", "moe_tkg")
+KERNELS = ("attention_cte", "moe_tkg")
 KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
 # Their compiler takes no e4m3 number as the Open Compute Project has it; error code EVRF051 of the SDK.
 TARGETS_WITHOUT_FP8 = ("inf2", "trn1")

@@ -14,6 +14,8 @@ from .spec import TensorSpec
 
 # Beginnings of the names of states with a place for each token, `[blocks, heads, block_length, dim]`. All others have a row for each slot.
 BY_TOKEN = tuple(f"kv_cache.{role}_" for kind in KINDS if kind.by_token for role in kind.roles)
+# The beginning of the names of places for copies of slots' states.
+KEPT = "snapshots."
 _ITEM_SIZES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
@@ -31,7 +33,7 @@ def kept_state_specs(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec
     """Return places for copies of `slot_state_specs`, in their order: `[state_places, ...]`. No step graph has them."""
     places = config.state_places
     return tuple(
-        TensorSpec(f"snapshots.{state.name}", (places, *state.shape[1:]), state.dtype)
+        TensorSpec(KEPT + state.name, (places, *state.shape[1:]), state.dtype)
         for state in slot_state_specs(config, model)
     )
 

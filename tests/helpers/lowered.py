@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.spec import TensorSpec, graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.graphs.io import HLO_SUFFIX, LoweredGraph, write_graph
-from optimum_neuron.targets.neuron.graphs.state_graphs import copy_graphs, score_graphs
+from optimum_neuron.targets.neuron.graphs.state_graphs import state_graphs
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import lower_program, lower_state_graph, lower_step
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
@@ -24,14 +24,15 @@ from optimum_neuron.targets.neuron.lowering.split_tokens import SumsRule
 from optimum_neuron.targets.neuron.run.executors import HloProgram
 
 
-def lower_model(model: nn.Module, config: NeuronConfig) -> list[LoweredGraph]:
-    """Every graph of a model, what copies slots last."""
+def lower_model(model: nn.Module, config: NeuronConfig, kinds: Collection[str] | None = None) -> list[LoweredGraph]:
+    """The graphs of a model of some kinds, or all of them, what copies slots last."""
     spec = inspect_model(model)
-    cache = KVCache(state_specs(config, spec))
-    graphs = [lower_step(model, cache, graph, NEURON_OPS, spec.vocab_size) for graph in graph_specs(config)]
-    readers = score_graphs(config, spec.vocab_size)
-    graphs += [lower_state_graph(graph, spec.vocab_size) for graph in readers]
-    return [*graphs, *map(lower_state_graph, copy_graphs(config, spec))]
+    cache, others = KVCache(state_specs(config, spec)), state_graphs(config, spec, spec.vocab_size)
+    steps = [graph for graph in graph_specs(config) if kinds is None or graph.kind in kinds]
+    graphs = [lower_step(model, cache, graph, NEURON_OPS, spec.vocab_size) for graph in steps]
+    return graphs + [
+        lower_state_graph(each, spec.vocab_size) for each in others if kinds is None or each.name in kinds
+    ]
 
 
 class _Function(nn.Module):

@@ -39,11 +39,12 @@ def lowered_once() -> Iterator[None]:
     if importlib.util.find_spec("torch_xla") is None:
         yield
         return
-    from optimum_neuron.targets.neuron.lowering import lower_all, split_tokens, weight_uses
+    from optimum_neuron.targets.neuron.lowering import lower, lower_all, split_tokens, weight_uses
 
     graphs: dict[Any, list[Any]] = {}
     layouts: dict[Any, Any] = {}
-    lower, trace_first = lower_all.lower_all, lower_all.trace_first
+    others: dict[Any, Any] = {}
+    lower_graphs, lower_state, trace_first = lower_all.lower_all, lower_all.lower_state_graph, lower_all.trace_first
 
     def key(model_config: str, config: NeuronConfig, *others: object) -> tuple[object, ...]:
         # What tests change of a model's code or of the lowering, too.
@@ -59,19 +60,28 @@ def lowered_once() -> Iterator[None]:
         formats = quantized.read_text() if quantized.exists() else None
         found = key((folder / "config.json").read_text(), config, formats, tuple(tied.items()), *options.values())
         if found not in graphs:
-            graphs[found] = list(lower(folder, config, tied, first=first, **options))
+            graphs[found] = list(lower_graphs(folder, config, tied, first=first, **options))
         return iter(graphs[found])
+
+    def lower_state_once(graph: Any, vocab_size: int, plan: ShardPlan | None, ranks: int) -> Any:
+        """Lower a sampler or a copy once for all models of these sizes."""
+        computed = [getattr(lower, name) for name in ("sample", "logprobs", "ChosenTokens", "KVCache")]
+        found = (graph, vocab_size, plan and (plan.world_size, plan.vocab_size), ranks, *computed)
+        found += lower.RowCopy.forward, lower.ScoreModule.forward
+        if found not in others:
+            others[found] = lower_state(graph, vocab_size, plan, ranks)
+        return others[found]
 
     def trace_once(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> Any:
         found = key(model.config.to_json_string(), config, str(model.dtype), str(weight_formats(model)))
         if found in layouts:  # and its graphs are lowered, or are traced anew: a program is lowered once
-            return lower_all.FirstGraph(None, layouts[found])  # type: ignore[arg-type]
-        first = trace_first(model, plan, config)
-        layouts[found] = first.layout
-        return first
+            return None, layouts[found]
+        first, layouts[found] = trace_first(model, plan, config)
+        return first, layouts[found]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower_all, "lower_all", lower_once)
+        patch.setattr(lower_all, "lower_state_graph", lower_state_once)
         patch.setattr(lower_all, "trace_first", trace_once)
         yield
 

@@ -111,7 +111,7 @@ def _weights(model: Any, config: NeuronConfig) -> tuple[dict[str, str], list[dic
         folder = Path(scratch)
         (folder / "weights").mkdir()
         plan = shard_plan(model, count)
-        tied = write_sharded_weights(named_tensors(model), plan, folder, trace_first(model, plan, config).layout)
+        tied = write_sharded_weights(named_tensors(model), plan, folder, trace_first(model, plan, config)[1])
         weights = [load_file(folder / rank_weights_name(rank, count)) for rank in range(count)]
     for tensors in weights:
         tensors |= {alias: tensors[stored] for alias, stored in tied.items()}

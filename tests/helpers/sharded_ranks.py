@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of many families, and processes that run them as ranks of tensor parallelism, for test_sharding.py."""
+"""Tiny models of many families, and threads that run them as ranks of tensor parallelism."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from helpers import random_tokens, step_inputs, tiny_config
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny import TINY_SIZES
-from torch import Tensor, distributed, nn
-from torch.multiprocessing import start_processes
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from optimum_neuron.artifact.skeleton import assign, empty_model
@@ -31,6 +31,7 @@ from optimum_neuron.step.ops import DEFAULT_OPS, StepOps
 from optimum_neuron.step.spec import graph_specs
 from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.step.step import StepModule
+from optimum_neuron.targets.neuron.operators import collectives
 from optimum_neuron.targets.neuron.operators.sampler import sample
 from optimum_neuron.targets.neuron.sharding import (
     RANK_BUFFER,
@@ -42,34 +43,29 @@ from optimum_neuron.targets.neuron.sharding import (
 )
 
 
-_TIMEOUT = timedelta(seconds=60)
+Result = TypeVar("Result")
+_SAMPLINGS = ((0.0, 0.0), (1.0, 0.0), (1.0, 0.1))  # the first is greedy
 _EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
+_HEADS = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    "num_key_value_heads": 4,
 }
-
-_RECURRENT = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
-    "num_experts": 0,
-    "mlp_only_layers": [0, 1],
-}
-
-
+_LATENT = _HEADS | {
+    "q_lora_rank": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
+_RECURRENT = _LAYERS | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+    "num_experts": 0, "mlp_only_layers": [0, 1],
+}  # fmt: skip
+_KIMI = {"linear_num_heads": 4, "linear_head_dim": 16, "mlp_layer_types": ["dense", "dense"]}
+_NEMOTRON = {
+    "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8,
+}  # fmt: skip
 _STATE_SPACE = {"n_groups": 2, "chunk_size": 16}
 
 
@@ -84,13 +80,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
-    "mistral": ("mistral", {"sliding_window": 8}),
-    "smollm3": ("smollm3", {}),
-    "granite": ("granite", {}),
-    "starcoder2": ("starcoder2", {}),
     "phi": ("phi", {}),
     "phi3": ("phi3", {}),
-    "glm4": ("glm4", {"attention_bias": True}),
     "olmo2": ("olmo2", {}),
     "cohere": ("cohere", {"use_qk_norm": True}),
     "gemma2": ("gemma2", {"sliding_window": 8}),
@@ -105,31 +96,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {**_LATENT, "head_dim": 8}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
     "qwen3_next": ("qwen3_next", _RECURRENT),
-    "kimi_linear": (
-        "kimi_linear",
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "num_key_value_heads": 4,
-            "linear_num_heads": 4,
-            "linear_head_dim": 16,
-            "mlp_layer_types": ["dense", "dense"],
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-        },
-    ),
+    "kimi_linear": ("kimi_linear", _LAYERS | _HEADS | _KIMI),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 8, "expand": 2, **_STATE_SPACE}),
-    "nemotron_h": (
-        "nemotron_h",
-        {
-            "layers_block_type": ["mamba", "attention", "mlp"],
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 8,
-            **_STATE_SPACE,
-        },
-    ),
+    "nemotron_h": ("nemotron_h", _NEMOTRON | _STATE_SPACE),
     "one kv head": ("llama", heads(4, 1)),
     "an idle rank": ("llama", heads(3, 3)),
     "heads of SmolLM2": ("llama", heads(9, 3)),
@@ -183,9 +152,9 @@ def run_steps(model: PreTrainedModel, ops: StepOps = DEFAULT_OPS) -> dict[str, T
         inputs = step_inputs(graph, decode, chunks)
         for tensor_spec, tensor in zip(graph.inputs(), inputs, strict=True):
             if tensor_spec.name.endswith("sampling_params"):
-                tensor[:] = torch.tensor([[20, 0.9, 0.0, 0.0], [20, 0.9, 1.0, 0.0], [20, 0.9, 1.0, 0.1]])[
-                    : len(tensor)
-                ]
+                tensor[:] = torch.tensor(
+                    [[20, 0.9, temperature, min_p] for temperature, min_p in _SAMPLINGS[: len(tensor)]]
+                )
             elif tensor_spec.name.endswith("uniforms"):
                 tensor.fill_(0.7)
         with torch.no_grad():
@@ -224,20 +193,34 @@ def load_rank(folder: Path, plan: ShardPlan, rank: int, dtype: str) -> tuple[Pre
     return model, replace(sharded_ops(DEFAULT_OPS, model, plan), sample=partial(sample_own, model, plan))
 
 
-def _run_rank(rank: int, world_size: int, folder: Path, plans: dict[str, ShardPlan]) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'ranks'}", rank=rank, world_size=world_size, timeout=_TIMEOUT
+def as_ranks(world_size: int, function: Callable[[int], Result]) -> list[Result]:
+    """Run a function once per rank, each in a thread; collectives exchange its tensors."""
+    barrier, slots, results = threading.Barrier(world_size), [torch.empty(0)] * world_size, {}
+
+    def exchange(x: Tensor) -> list[Tensor]:
+        slots[int(threading.current_thread().name)] = x.clone()
+        barrier.wait(60)
+        parts = list(slots)
+        barrier.wait(60)
+        return parts
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        finally:
+            if rank not in results:
+                barrier.abort()  # the others need not wait
+
+    exchanging = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_world_size=lambda: world_size,
+        all_reduce=lambda x: x.copy_(sum(exchange(x))),
+        all_gather=lambda parts, x: [part.copy_(each) for part, each in zip(parts, exchange(x), strict=True)],
     )
-    for name, plan in plans.items():
-        dtype = CASES[name][1].get("dtype", "float32")
-        save_file(run_steps(*load_rank(folder / name, plan, rank, dtype)), folder / f"{name}.{rank}.safetensors")
-    distributed.destroy_process_group()
-
-
-def run_ranks(world_size: int, folder: Path, plans: dict[str, ShardPlan]) -> None:
-    """Runs cases that `write_case` wrote as `world_size` processes; each rank leaves its outputs in a file per case."""
-    # One process imports torch and what the models need, and forks the ranks.
-    modeling = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *modeling])
-    start_processes(_run_rank, (world_size, folder, plans), nprocs=world_size, start_method="forkserver")
+    with mock.patch.object(collectives, "distributed", exchanging):
+        threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return [results[rank] for rank in range(world_size)]

@@ -21,7 +21,7 @@ from optimum_neuron.step.block_owners import BlockOwners, OwnerSizes, fill_owner
 from optimum_neuron.step.spec import GREEDY
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.operators import attention
-from optimum_neuron.targets.neuron.operators.block_attention import OwnedBlocks, attend_blocks, heads_at_once
+from optimum_neuron.targets.neuron.operators.attention import OwnedBlocks, attend_blocks, heads_at_once
 
 
 BLOCK, ROW_BLOCKS, BLOCKS, KV_HEADS, HEADS, KEY_DIM = 8, 5, 24, 2, 6, 16

@@ -23,14 +23,14 @@ from ...artifact.weights import (
     read_weights,
 )
 from ...config import NEURON_TARGETS, NeuronConfig
+from ...step.state_specs import kept_states
 from .. import IN_ENVIRONMENT, CacheKeys, CompileJob, Executable, RankOptions, Target
 from ..cache.store import CompileCache
 from ..host_states import check_state_memory
 from ..recompile import compiled_again
 from .graphs.checks import check_graphs, check_weights, graph_names, left_states
 from .graphs.io import HLO_SUFFIX, IO_SUFFIX, GraphIO, read_graph_io, write_graph
-from .graphs.state_graphs import snapshot_states
-from .kernels.registry import check_kernels
+from .kernels.kernel import check_kernels
 from .sdk.errors import INVALID, NeuronRuntimeError
 from .sdk.hardware import check_parallel_size
 from .sdk.stacks import check_lowering
@@ -70,9 +70,8 @@ class NeuronTarget(Target):
 
         check_weight_types(model, config.target)
         plan = _make_plan(model, config)
-        first = trace_first(model, plan, config)
-        self._first = first.program
-        return write_sharded_weights(named_tensors(model), plan, folder, first.layout)
+        self._first, layout = trace_first(model, plan, config)
+        return write_sharded_weights(named_tensors(model), plan, folder, layout)
 
     def compile(self, job: CompileJob) -> dict[str, Any]:
         folder, target = job.folder / GRAPHS_FOLDER, job.config.target
@@ -188,8 +187,7 @@ def _load_on_cpu(artifact: Artifact, folder: Path) -> Executable:
     described = _read_graphs(artifact, folder)
     check_weights(artifact.file(WEIGHTS_NAME), read_layout(artifact), described.values())
     programs = {name: HloProgram(folder / GRAPHS_FOLDER / (name + HLO_SUFFIX), io) for name, io in described.items()}
-    kept = snapshot_states(artifact.config, artifact.model)
-    states = allocate_states((*artifact.states(), *left_states(artifact), *kept))
+    states = allocate_states((*kept_states(artifact.config, artifact.model), *left_states(artifact)))
     return HloExecutable(programs, _list_inputs(artifact), read_weights(artifact), states)
 
 

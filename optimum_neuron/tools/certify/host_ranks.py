@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ def _write_job(
     for name, module in modules.items():
         (folder / f"{name}.hlo").write_bytes(module.hlo)
     document = {
-        "modules": {name: module.io.to_dict() for name, module in modules.items()},
+        "modules": {name: asdict(module.io) for name, module in modules.items()},
         "runs": [{"graph": run.graph, "inputs": list(run.inputs), "states": list(run.states)} for run in runs],
         "ranks": len(tensors),
     }

@@ -194,7 +194,7 @@ def state_parts(plan: ShardPlan, spec: ModelSpec, model: nn.Module) -> StatePart
     ranks, parts = range(plan.world_size), dict[str, Places]()
     for layer in spec.states_of(KeyValueState):
         if layer.layer_idx in attention:
-            layout = plan.attention[attention[layer.layer_idx]].layout
+            layout = plan.attention[attention[layer.layer_idx]]
             slots, count = layout.key_value, layout.local_key_value
             heads: Places = tuple(slots[rank * count : (rank + 1) * count] for rank in ranks)
             parts |= {f"{role}_{layer.layer_idx}": heads for role in ("key", "value", "keyscale", "valuescale")}

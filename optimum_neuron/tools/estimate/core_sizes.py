@@ -164,7 +164,7 @@ def _core_shares(sizes: ModelSizes, cores: int) -> tuple[dict[str, tuple[int, ..
     except ValueError:
         kinds, plan = LayerKinds(sizes.model, "", ()), shard_plan(sizes.model, cores)
     shorts = [(kinds.short_name(name), module) for name, module in sizes.model.named_modules()]
-    layouts = {module.layer_idx: plan.attention[short].layout for short, module in shorts if short in plan.attention}
+    layouts = {module.layer_idx: plan.attention[short] for short, module in shorts if short in plan.attention}
     convolutions = {module.layer_idx for short, module in shorts if short in plan.convolutions}
     recurrent = {module.layer_idx: short for short, module in shorts if short in plan.recurrences}
     layers, heads = list[KeyValueState](), list[int]()

@@ -18,7 +18,7 @@ from ...checkpoints.quantize.quantize import formats_of
 from ...config import TARGETS_WITHOUT_FP8, NeuronConfig
 from ...parity.inspect import check_states
 from ...step.family import GraphFamily
-from ...step.features.codes.formats import WeightFormat
+from ...step.features.codes.modules import WeightFormat
 from ...step.features.recurrence.state import RecurrentState
 from ...step.spec import graph_specs
 from ...targets.neuron.sdk.devices import resolve_neuron_target

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import pytest
 import torch
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from sharded_ranks import as_ranks
 from torch import Tensor
 
 from optimum_neuron.step.sampling.logprobs import Logprobs, logprobs
+from optimum_neuron.targets.neuron.operators.sampler import of_all
 
 
 NOISE = 4e-6  # of sums of up to 500 exponentials in float32, in another order
@@ -29,28 +28,6 @@ def check(found: Logprobs, logits: Tensor, chosen: Tensor, count: int) -> None:
     order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     assert torch.equal(found.tokens.long(), order)
     torch.testing.assert_close(found.best.double(), expected.gather(-1, order), atol=NOISE, rtol=1e-6)
-
-
-def on_ranks(ranks: int, own: Callable[[int, Callable[[Tensor], Tensor]], Logprobs]) -> list[Logprobs]:
-    """Runs a function on as many threads, which gather tensors."""
-    barrier, given_, results = threading.Barrier(ranks), [torch.empty(0)] * ranks, {}
-
-    def run(rank: int) -> None:
-        def gather(part: Tensor) -> Tensor:
-            given_[rank] = part
-            barrier.wait(60)
-            joined = torch.stack(given_, dim=1)
-            barrier.wait(60)
-            return joined
-
-        results[rank] = own(rank, gather)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[rank] for rank in range(ranks)]
 
 
 @examples(40)
@@ -73,11 +50,11 @@ def test_they_are_those_of_a_softmax(
     columns = -(-vocab // ranks)
     padded = torch.nn.functional.pad(logits, (0, ranks * columns - vocab), value=9.0)  # padding must not count
 
-    def own(rank: int, gather: Callable[[Tensor], Tensor]) -> Logprobs:
+    def own(rank: int) -> Logprobs:
         part = padded[:, rank * columns : (rank + 1) * columns]
-        return logprobs(part, chosen, count, rank * columns, vocab, gather)
+        return logprobs(part, chosen, count, rank * columns, vocab, of_all(ranks))
 
-    for found in on_ranks(ranks, own):
+    for found in as_ranks(ranks, own):
         check(found, logits, chosen, count)
 
 

@@ -8,9 +8,9 @@ import torch
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
-from optimum_neuron.targets.neuron.lowering.decompositions import LARGEST_K, decompose, top_k
+from optimum_neuron.targets.neuron.lowering.decompositions import LARGEST_K, top_k
 
 
 LOWEST = torch.finfo(torch.float32).min
@@ -60,27 +60,6 @@ def test_numbers_that_are_not_finite_are_chosen_as_by_torch(row: list[float]) ->
         (values, indices), (expected, places) = top_k(x, k), first_of_equals(x, k, -1)
         assert torch.equal(indices, places)
         assert torch.equal(values.nan_to_num(9.0), expected.nan_to_num(9.0))
-
-
-class Router(nn.Module):
-    """Groups by their two best experts, then experts of the chosen groups, as DeepSeek-V3's."""
-
-    def forward(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        groups = scores.view(-1, 4, 8).topk(2, dim=-1)[0].sum(-1)
-        chosen = torch.topk(groups, 2, dim=-1, sorted=False)[1]
-        mask = torch.zeros_like(groups).scatter_(1, chosen, 1)[:, :, None].expand(-1, 4, 8).reshape(-1, 32)
-        kept = scores.masked_fill(~mask.bool(), -torch.inf)
-        index = torch.topk(kept, 6, dim=-1, sorted=False)[1]
-        return scores.gather(1, index), index
-
-
-def test_a_router_by_groups_is_written_without_a_sort_and_chooses_the_same() -> None:
-    scores = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).sigmoid()
-    program = decompose(torch.export.export(Router(), (scores,)))
-    operators = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert operators and not {name for name in operators if any(part in name for part in ("topk", "sort", "cumsum"))}
-    for found, expected in zip(program.module()(scores), Router()(scores), strict=True):
-        assert torch.equal(found.sort(-1).values, expected.sort(-1).values)  # "sorted=False" leaves the order open
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from optimum_neuron.step.sampling.buffers import ChosenTokens, Scores
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, SAMPLERS
 from optimum_neuron.targets.neuron.lowering import decompositions, xla_trace
-from optimum_neuron.targets.neuron.lowering import graph_modules as score_module
+from optimum_neuron.targets.neuron.lowering import lower as score_module
 from optimum_neuron.targets.neuron.lowering import lower_all as rank_model
-from optimum_neuron.targets.neuron.lowering.graph_modules import SlotCopy
+from optimum_neuron.targets.neuron.lowering.lower import RowCopy
 from optimum_neuron.targets.neuron.operators import attention, collectives
 from optimum_neuron.tools.certify.host_ranks import LoweredModule
 
@@ -136,7 +136,7 @@ def _coded(owner: Any, name: str, change: Callable[[CodedStates], CodedStates]) 
 
 
 _write = rank_model.NEURON_OPS.write_cache
-_LONGER = _wrapped(SlotCopy, "forward", lambda original, self, *numbers: original(self, *numbers[:2], numbers[2] + 1))
+_LONGER = _wrapped(RowCopy, "forward", lambda original, self, *numbers: original(self, *numbers[:2], numbers[2] + 1))
 PLANTED: dict[str, dict[str, Plant]] = {
     "plain": {
         "mask edge": _wrapped(AttentionRows, "visible", _mask_edge),
@@ -189,7 +189,7 @@ PLANTED: dict[str, dict[str, Plant]] = {
         "copied column": _LONGER,
     },
     "codes": {
-        "scales of other columns": _coded(attention, "products", lambda kept: CodedStates(kept.codes, kept.scale.roll(1, -2))),
+        "scales of other columns": _coded(attention, "raw_scores", lambda kept: CodedStates(kept.codes, kept.scale.roll(1, -2))),
         "values without scales": _coded(attention, "weighted_sum", lambda kept: CodedStates(kept.codes, kept.scale * 0 + 1)),
         "codes of other heads": _coded(kv_cache, "round_states", lambda kept: CodedStates(kept.codes.flip(1), kept.scale)),
         "another largest code": lambda monkeypatch: monkeypatch.setitem(coded_states.LARGEST_CODE, torch.float8_e4m3fn, 224.0),

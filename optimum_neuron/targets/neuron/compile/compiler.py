@@ -26,8 +26,7 @@ from ...cache.entries import About
 from ...cache.store import CompileCache
 from ..graphs import hlo
 from ..graphs.io import write_graph
-from ..kernels.kernel import EnumMember, Kernel
-from ..kernels.registry import KERNELS
+from ..kernels.kernel import KERNEL_PACKAGES, KERNELS, EnumMember, Kernel
 from ..lowering.kernel_calls import called_kernels, kernel_calls, without_references
 from ..rank.packages import installed_version
 from ..sdk.flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
@@ -151,7 +150,7 @@ def graph_key(data: bytes, target: str, flags: Sequence[str], version: str) -> s
         for name in sorted(kernels):
             kernel = KERNELS[name]
             arguments = {argument: repr(value) for argument, value in kernel.arguments.items()}
-            calls[name] = [kernel.module, kernel.function, list(kernel.operands), arguments]
+            calls[name] = [kernel.module, kernel.name, list(kernel.operands), arguments]
         described += [calls, kernel_versions(data)]
         data = hlo.serialize(without_references(hlo.parse(data)))
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
@@ -161,7 +160,7 @@ def graph_key(data: bytes, target: str, flags: Sequence[str], version: str) -> s
 
 def kernel_versions(data: bytes) -> dict[str, str]:
     """Return the versions of what compiles a graph's kernels, by distribution; nothing where it calls none."""
-    packages = dict.fromkeys(each for name in sorted(called_kernels(data)) for each in KERNELS[name].packages)
+    packages = KERNEL_PACKAGES if called_kernels(data) else ()
     return {each.distribution: installed_version(each.distribution) or "unknown" for each in packages}
 
 
@@ -178,7 +177,7 @@ def with_native_kernels(data: bytes, target: str, lnc: int) -> bytes:
             made[name, operands] = _call_nki(KERNELS[name], operands, target, lnc)
         config = made[name, operands]
         found = [tuple(each.shape) for each in config.output_specs]
-        taken = [tuple(each.dimensions) for each in call.shape.tuple_shapes or [call.shape]]
+        taken = [tuple(call.shape.dimensions)]
         if found != taken:
             raise RuntimeError(f"NKI's {name} makes {found}, and the graph takes {taken}; export without --kernels")
         # It names what NKI compiled.
@@ -198,7 +197,7 @@ def _call_nki(kernel: Kernel, operands: _Shapes, target: str, lnc: int) -> Any:
 
 
 def _build_config(kernel: Kernel, operands: _Shapes, target: str, lnc: int) -> Any:
-    function = getattr(importlib.import_module(kernel.module), kernel.function)
+    function = getattr(importlib.import_module(kernel.module), kernel.name)
     modules = ("framework.compiled", "language", "language.buffers", "language.tensor")
     compiled, language, buffers, tensor = (importlib.import_module(f"nki.{name}") for name in modules)
     given: dict[str, Any] = {}

@@ -11,8 +11,9 @@ from ....artifact.artifact import Artifact, ArtifactError
 from ....artifact.schema import first_difference, shown
 from ....artifact.tensor_file import TensorLike
 from ....step.spec import CHUNK, DECODE, GraphSpec, TensorSpec
-from .io import CACHE, CHOSEN, SCORES, SNAPSHOTS, GraphIO, InputBinding, OutputBinding, cut_dim
-from .state_graphs import StateGraph, chosen_state, score_graphs, state_graphs
+from ....step.state_specs import KEPT
+from .io import CACHE, CHOSEN, SCORES, GraphIO, InputBinding, OutputBinding, cut_dim
+from .state_graphs import chosen_state, score_graphs, state_graphs
 
 
 def graph_names(artifact: Artifact) -> tuple[str, ...]:
@@ -38,13 +39,15 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
         try:
             _check_form(io, artifact.config.tensor_parallel_size)
             if name in others:
-                _check_state_graph(io, others[name], first or ())
+                graph = others[name]
+                _check_calls(io, graph.inputs, graph.outputs)
+                parts = {each.name: each for each in first or ()}
+                states = [_cut_part(each, parts.get(each.name.removeprefix(KEPT))) for each in graph.states]
+                _check_states(io, states, updated={each.name for each in graph.updated})
                 continue
-            left: list[TensorSpec] = []
-            if name in steps:
-                _check_step(io, steps[name], vocab_size)
-                present = {SCORES + DECODE: steps[name].has_decode, SCORES + CHUNK: steps[name].has_chunk}
-                left = [each for each in left_states(artifact) if present.get(each.name, True)]
+            _check_step(io, steps[name], vocab_size)
+            present = {SCORES + DECODE: steps[name].has_decode, SCORES + CHUNK: steps[name].has_chunk}
+            left = [each for each in left_states(artifact) if present.get(each.name, True)]
             _check_states(io, (*artifact.states(), *left), updated=None)
             cache = [each for each in _find_states(io) if each.name.startswith(CACHE)]
             first = cache if first is None else first
@@ -91,14 +94,6 @@ def _check_calls(io: GraphIO, inputs: Sequence[TensorSpec], outputs: Sequence[Te
     _check_same("returns", [each for each in io.outputs if each.alias_of is None], outputs)
 
 
-def _check_state_graph(io: GraphIO, graph: StateGraph, cache: Iterable[InputBinding]) -> None:
-    """Check a graph that is no step; `cache` is what a rank has of the cache, as the steps say."""
-    _check_calls(io, graph.inputs, graph.outputs)
-    parts = {each.name: each for each in cache}
-    states = [_cut_part(each, parts.get(each.name.removeprefix(SNAPSHOTS))) for each in graph.states]
-    _check_states(io, states, updated={each.name for each in graph.updated})
-
-
 def _check_states(io: GraphIO, specs: Iterable[TensorSpec], updated: set[str] | None) -> None:
     """Check that all states are parameters, and that the new values of those to update are results; None: of all."""
     given, expected = _find_states(io), sorted(specs, key=lambda each: each.name)
@@ -121,11 +116,9 @@ def _find_states(io: GraphIO) -> list[InputBinding]:
 
 
 def _cut_part(spec: TensorSpec, binding: InputBinding | None) -> TensorSpec:
-    """Return what a rank has of a cache's state, or of snapshots of it: some of its heads or channels."""
     dim = cut_dim(spec.shape)
-    if binding is None or not spec.name.startswith((CACHE, SNAPSHOTS)) or len(binding.shape) != len(spec.shape):
-        return spec
-    if not 1 <= binding.shape[dim] <= spec.shape[dim]:
+    cut = spec.name.startswith((CACHE, KEPT)) and binding is not None and len(binding.shape) == len(spec.shape)
+    if binding is None or not cut or not 1 <= binding.shape[dim] <= spec.shape[dim]:
         return spec
     return TensorSpec(spec.name, (*spec.shape[:dim], binding.shape[dim], *spec.shape[dim + 1 :]), spec.dtype)
 

@@ -7,6 +7,7 @@ those of xla/service/hlo.proto and xla/xla_data.proto of OpenXLA.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import struct
@@ -82,35 +83,31 @@ TYPE_NAMES = {number: name for name, number in ELEMENT_TYPES.items()} | {13: "tu
 MUST_ALIAS = 2
 
 
-def _message_classes() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="optimum_neuron/hlo.proto", package="optimum_neuron", syntax="proto3"
-    )
+def _module_class() -> Any:
+    name = "optimum_neuron/hlo.proto"
+    file = descriptor_pb2.FileDescriptorProto(name=name, package="optimum_neuron", syntax="proto3")
     scalar = descriptor_pb2.FieldDescriptorProto
     for message, fields in _SCHEMA.items():
         described = file.message_type.add(name=message)
         for each in fields.split():
-            name, number, kind = re.split("[=:]", each)
+            name, _, number, repeated, kind = re.split(r"=|:(\*?)", each)
             entry = described.field.add(name=name, number=int(number))
-            entry.label = scalar.LABEL_REPEATED if kind.startswith("*") else scalar.LABEL_OPTIONAL
-            kind = kind.removeprefix("*")
+            entry.label = scalar.LABEL_REPEATED if repeated else scalar.LABEL_OPTIONAL
             if kind in _SCHEMA:
                 entry.type, entry.type_name = scalar.TYPE_MESSAGE, f".optimum_neuron.{kind}"
             else:
                 entry.type = getattr(scalar, f"TYPE_{kind.upper()}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"optimum_neuron.{name}")) for name in _SCHEMA
-    }
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("optimum_neuron.HloModule"))
 
 
-_CLASSES = _message_classes()
+_MODULE = _module_class()
 
 
 def parse(data: bytes) -> Any:
     """Return an HloModule, or raise ValueError where the bytes are none."""
-    module = _CLASSES["HloModule"]()
+    module = _MODULE()
     try:
         module.ParseFromString(data)
     except DecodeError as error:
@@ -142,7 +139,6 @@ def parameters(module: Any) -> list[Any]:
 
 
 def results(module: Any) -> list[Any]:
-    """Return the shapes of the elements of the result tuple."""
     computation = entry(module)
     roots = (each for each in computation.instructions if each.id == computation.root_id)
     return [shape for root in roots for shape in root.shape.tuple_shapes]
@@ -152,13 +148,9 @@ def find_root(computation: Any) -> Any:
     return next(each for each in computation.instructions if each.id == computation.root_id)
 
 
-def copy_message(message: Any) -> Any:
-    return type(message).FromString(message.SerializeToString())
-
-
 def replace_items(field: Any, items: Iterable[Any]) -> None:
     """Make the messages of a repeated field be these, which may be some of its own."""
-    copies = [copy_message(each) for each in items]
+    copies = [copy.deepcopy(each) for each in items]
     del field[:]
     field.extend(copies)
 

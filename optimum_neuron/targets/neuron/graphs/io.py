@@ -19,15 +19,13 @@ DTYPES = (
     "float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
     "float8_e4m3fn",
 )  # fmt: skip
-# What devices have in place of other types. A gather's indices are made unsigned; that does not outlast further operators on
-# every way to a device.
+# The types that devices have in place of others. A gather's indices are made unsigned; further operators may undo that.
 NARROW = {"int64": "int32", "float64": "float32", "uint32": "int32"}
-# The graphs that are no steps: see copy_graphs.py, and by group of rows score_graphs.py.
+# The graphs that are no steps: see state_graphs.py.
 COPIES = COPY_SLOT, KEEP_STATE, RESTORE_STATE = "copy_slot", "keep_state", "restore_state"
 SAMPLERS = {DECODE: "sample_decode", CHUNK: "sample_chunk"}
-# How the names of states begin. Every step updates those of the cache; scores belong to its groups of rows. Snapshots
-# copy states of the cache, and the names of these follow; no step has them.
-CACHE, SCORES, SNAPSHOTS = "kv_cache.", "scores.", "snapshots."
+# The beginnings of the names of states. Every step updates those of the cache; scores belong to its groups of rows.
+CACHE, SCORES = "kv_cache.", "scores."
 # The state that has each slot's last token: steps and samplers update it where the device chooses tokens.
 CHOSEN = "chosen.tokens"
 
@@ -86,17 +84,13 @@ class GraphIO:
     def names(self, role: Role) -> tuple[str, ...]:
         return tuple(binding.name for binding in self.inputs if binding.role == role)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> GraphIO:
         """Read a description; raise ValueError where `data` is none."""
         _DOCUMENT("the description", data)
-        inputs = tuple(InputBinding(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["inputs"])
-        outputs = tuple(OutputBinding(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["outputs"])
-        unused = tuple(data["unused_inputs"])
-        return cls(inputs, outputs, unused, data["hlo_sha256"], data["world_size"], data.get("spec"))
+        inputs = tuple(InputBinding(**entry | {"shape": tuple(entry["shape"])}) for entry in data["inputs"])
+        outputs = tuple(OutputBinding(**entry | {"shape": tuple(entry["shape"])}) for entry in data["outputs"])
+        return cls(**data | {"inputs": inputs, "outputs": outputs, "unused_inputs": tuple(data["unused_inputs"])})
 
 
 HLO_SUFFIX, IO_SUFFIX = ".hlo", ".json"
@@ -114,7 +108,7 @@ class LoweredGraph:
 
 def write_graph(graph: LoweredGraph, folder: Path) -> None:
     (folder / (graph.name + HLO_SUFFIX)).write_bytes(graph.hlo)
-    text = json.dumps(graph.io.to_dict(), indent=1) + "\n"
+    text = json.dumps(asdict(graph.io), indent=1) + "\n"
     (folder / (graph.name + IO_SUFFIX)).write_text(text, encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 """The graphs of an artifact that are no steps: they read or copy what steps leave on the device.
 
 Samplers draw tokens from the logits of a step, and another graph reports log-probabilities. Copies move cached columns from slot to slot,
-and state as a whole to snapshots and back.
+and the state of a slot as a whole to a place that keeps it, and back.
 """
 
 from __future__ import annotations
@@ -41,11 +41,7 @@ class StateGraph:
 
 
 def state_graphs(config: NeuronConfig, model: ModelSpec, vocab_size: int) -> tuple[StateGraph, ...]:
-    """Return those of an artifact in the order in which they are lowered.
-
-    Args:
-        model: or a rank's part of it; copies then have the states of a rank.
-    """
+    """Return those of an artifact in the order in which they are lowered; copies for a rank's part of a model have its states."""
     return (*score_graphs(config, vocab_size), *copy_graphs(config, model))
 
 
@@ -75,25 +71,18 @@ def score_graphs(config: NeuronConfig, vocab_size: int) -> tuple[StateGraph, ...
 
 def copy_graphs(config: NeuronConfig, model: ModelSpec) -> tuple[StateGraph, ...]:
     """Return the graphs that copy rows; none where no prefix can be reused, or no state is to be copied."""
-    snapshots = snapshot_states(config, model)
     columns = tuple(each for each in state_specs(config, model) if each.name.startswith(BY_TOKEN))
     graphs = []
     if config.kv_blocks > 1 and columns and (model.reuses_prefixes or config.state_places):
         graphs.append(StateGraph(COPY_SLOT, COPY_INPUTS, (), columns))
-    if snapshots:
-        states = slot_state_specs(config, model)
-        graphs.append(StateGraph(KEEP_STATE, COPY_INPUTS, (), snapshots, states))
-        graphs.append(StateGraph(RESTORE_STATE, COPY_INPUTS, (), states, snapshots))
+    states, places = slot_state_specs(config, model), kept_state_specs(config, model)
+    if states and config.state_places:
+        graphs.append(StateGraph(KEEP_STATE, COPY_INPUTS, (), places, states))
+        graphs.append(StateGraph(RESTORE_STATE, COPY_INPUTS, (), states, places))
     return tuple(graphs)
 
 
-def snapshot_states(config: NeuronConfig, model: ModelSpec) -> tuple[TensorSpec, ...]:
-    """Return where devices keep copies of slots' states; none without places, as no device takes empty tensors."""
-    return kept_state_specs(config, model) if config.state_places else ()
-
-
 def chosen_state(config: NeuronConfig) -> TensorSpec:
-    """Return the state that holds each slot's last token."""
     return TensorSpec(CHOSEN, (config.batch_size,), "int32")
 
 

@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, library
 
-from ..rank.packages import Package
+from ....config import NeuronConfig
+from ..rank.packages import Package, package_problem
 
 
-# The compiler of kernels, and AWS's library of them (github.com/aws-neuron/nki-library).
-NKI = Package("nki", "nki", "framework")
-NKI_LIBRARY = Package("nkilib", "nki-library", "core")
-
-
-# What a call of a kernel names in HLO, until a compiler's own call takes its place; the kernel is its backend_config.
+# The compiler of kernels, and AWS's library of them (github.com/aws-neuron/nki-library), to install where graphs are compiled.
+KERNEL_PACKAGES = (Package("nki", "nki", "framework"), Package("nkilib", "nki-library", "core"))
+# The name of a kernel's call in HLO, until a compiler's own call takes its place; the kernel is its backend_config.
 KERNEL_CALL = "optimum_neuron.kernel"
 
 
@@ -39,21 +37,15 @@ class EnumMember:
 class Kernel:
     """A function of a package that replaces an operator."""
 
-    name: str  # in NeuronConfig, in graphs and in messages
+    name: str  # of the function, as in NeuronConfig, in graphs and in messages
     module: str
-    function: str
-    packages: tuple[Package, ...]  # to install where graphs are compiled
     operands: tuple[str, ...]  # the function's parameters that are tensors, in the order in which a graph passes them
     arguments: Mapping[str, Any]  # its other parameters, known at compile time
-    # The same in torch, the contract that a graph relies on. It uses all operands and returns the function's results.
-    reference: Callable[..., Tensor | tuple[Tensor, ...]]
-
-    def results(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        made = self.reference(*operands)
-        return [made] if isinstance(made, Tensor) else list(made)
+    # The same in torch, the contract that a graph relies on. It uses all operands, and returns the function's one result.
+    reference: Callable[..., Tensor]
 
 
-# All of them by name; registry.py has them known.
+# All of them by name.
 KERNELS: dict[str, Kernel] = {}
 
 
@@ -62,15 +54,23 @@ def register(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def check_kernels(config: NeuronConfig) -> None:
+    """Raise RuntimeError where the kernels of a config cannot be compiled here."""
+    problem = next(filter(None, map(package_problem, KERNEL_PACKAGES if config.kernels else ())), None)
+    if problem is not None:
+        name = config.kernels[0]
+        raise RuntimeError(f"the kernel {name} comes from the Neuron SDK: {problem}; or leave --kernels out")
+
+
 @library.custom_op("optimum_neuron::kernel", mutates_args=())
-def call_kernel(name: str, operands: list[Tensor]) -> list[Tensor]:
-    """Return all that a kernel makes of its operands; `name` is a key of `KERNELS`."""
-    return KERNELS[name].results(operands)
+def call_kernel(name: str, operands: list[Tensor]) -> Tensor:
+    """Return what a kernel makes of its operands; `name` is a key of `KERNELS`."""
+    return KERNELS[name].reference(*operands)
 
 
 @call_kernel.register_fake
-def _(name: str, operands: list[Tensor]) -> list[Tensor]:
-    return KERNELS[name].results(operands)
+def _(name: str, operands: list[Tensor]) -> Tensor:
+    return KERNELS[name].reference(*operands)
 
 
 # The node of an exported graph.

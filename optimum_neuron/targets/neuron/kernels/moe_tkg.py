@@ -14,7 +14,7 @@ from transformers.activations import SiLUActivation
 from ....step.features.experts.experts import ExpertsCall
 from ..operators.expert_forms import ExpertForm
 from ..operators.experts import InForm
-from .kernel import NKI, NKI_LIBRARY, EnumMember, Kernel, call_kernel, register
+from .kernel import EnumMember, Kernel, call_kernel, register
 
 
 # Tokens of a call, and what hidden sizes are whole tiles of, on each core of a logical one.
@@ -25,17 +25,10 @@ _POST_SCALE = EnumMember("nkilib.core.utils.common_types", "ExpertAffinityScaleM
 
 
 def reference(hidden: Tensor, gate_up: Tensor, down: Tensor, affinities: Tensor, index: Tensor) -> Tensor:
-    """Compute what the kernel does.
+    """Compute what the kernel does, `[tokens, hidden]`: the results of a token's experts, each times its affinity.
 
-    Args:
-        hidden: `[tokens, hidden]`.
-        gate_up: `[experts, hidden, 2, inner]`.
-        down: `[experts, inner, hidden]`.
-        affinities: `[tokens, experts]` float32.
-        index: `[tokens, k]` int32, the experts of a token, all different.
-
-    Returns:
-        `[tokens, hidden]`: the results of a token's experts, each times its affinity.
+    `gate_up` is `[experts, hidden, 2, inner]`, `down [experts, inner, hidden]`, `affinities [tokens, experts]` float32; `index [tokens, k]`
+    int32 has the experts of a token, all different.
     """
     tokens, count = index.shape
     chosen = index.flatten()
@@ -52,8 +45,6 @@ MOE_TKG = register(
     Kernel(
         name="moe_tkg",
         module="nkilib.core.moe.moe_tkg.moe_tkg",
-        function="moe_tkg",
-        packages=(NKI, NKI_LIBRARY),
         operands=_OPERANDS,
         # Its default multiplies by no affinity; it takes SiLU for gates by default.
         arguments={"is_all_expert": False, "expert_affinities_scaling_mode": _POST_SCALE},
@@ -75,7 +66,7 @@ def compute_chosen(otherwise: InForm) -> InForm:
         order = torch.arange(call.experts, dtype=torch.int32)
         affinities = torch.where(index[:, :, None] == order, call.weights[:, :, None].float(), 0.0).sum(1)
         operands = [call.hidden_states.to(up.dtype), up.unflatten(2, (2, -1)), down, affinities, index]
-        (output,) = call_kernel(MOE_TKG.name, operands)
+        output = call_kernel(MOE_TKG.name, operands)
         return torch.where(nowhere, 0.0, output).to(call.hidden_states.dtype)
 
     return compute

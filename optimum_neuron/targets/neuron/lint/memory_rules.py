@@ -14,8 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from ....step.state_specs import KEPT
 from ..graphs import hlo
-from ..graphs.io import CACHE, SNAPSHOTS
+from ..graphs.io import CACHE
 from ..sdk.hardware import CHIPS, GIB, MIB, chip_of
 from .graph import LintGraph, Place
 
@@ -45,9 +46,9 @@ def aliases(graph: LintGraph) -> Iterator[Place]:
     updated = {each.alias_of for each in graph.io.outputs}
     for binding in graph.io.inputs:
         # A sampler reads what a step left for it, a copy a state or snapshots of it, and it updates the other.
-        bare = binding.name.removeprefix(SNAPSHOTS)
-        copied = SNAPSHOTS + bare if bare == binding.name else bare
-        needed = binding.name.startswith((CACHE, SNAPSHOTS)) and copied not in aliased
+        bare = binding.name.removeprefix(KEPT)
+        copied = KEPT + bare if bare == binding.name else bare
+        needed = binding.name.startswith((CACHE, KEPT)) and copied not in aliased
         needed = needed or binding.name in updated
         if binding.role == "state" and needed and binding.name not in aliased:
             yield None, f"state {binding.name} is not updated in place", remedy, "error"

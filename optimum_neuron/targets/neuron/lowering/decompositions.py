@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from .weight_uses import LINEAR
 
@@ -51,10 +52,7 @@ def top_k(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
     """Take `torch.topk` of up to LARGEST_K numbers in rounds: the largest that is left, the first index that has it, and so on.
 
     Values fall, and a tie has the lowest index first; torch leaves both open. NaN is the largest, as in torch. Infinity is tied with the
-    last two finite numbers of float32, so that no round meets it.
-
-    Returns:
-        Values and int64 indices, `k` along `dim`. NotImplemented where this form does not serve, for a lowering by a sort.
+    last two finite numbers of float32, so that no round meets it. Return NotImplemented where this form does not serve.
     """
     if not largest or not x.is_floating_point() or not x.dim() or not 1 <= k <= LARGEST_K:
         return NotImplemented
@@ -191,12 +189,8 @@ def compute_pairs(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if target in _COMPUTED:
         return _COMPUTED[target](*args, **kwargs)
 
-    def compute_part(part: str) -> Tensor:
-        own = tree_map(lambda each: getattr(each, part) if isinstance(each, Pair) else each, args)
-        result: Tensor = target(*own, **kwargs)
-        return result
-
-    return Pair(compute_part("real"), compute_part("imaginary"))
+    parts = [tree_map_only(Pair, attrgetter(part), args) for part in ("real", "imaginary")]
+    return Pair(*(target(*own, **kwargs) for own in parts))
 
 
 def has_pairs(target: Any, args: tuple[Any, ...]) -> bool:

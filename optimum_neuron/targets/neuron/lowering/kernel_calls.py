@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graphs import hlo
-from ..kernels.kernel import KERNEL_CALL
-from ..kernels.registry import KERNELS
+from ..kernels.kernel import KERNEL_CALL, KERNELS
 from . import passes
 from .decompositions import decompose
 from .xla_trace import trace
@@ -26,7 +25,7 @@ class _ReferenceModule(nn.Module):
         self._name = name
 
     def forward(self, *operands: Tensor) -> tuple[Tensor, ...]:
-        return tuple(KERNELS[self._name].results(operands))
+        return (KERNELS[self._name].reference(*operands),)
 
 
 def kernel_calls(module: Any) -> Iterator[tuple[Any, str]]:
@@ -47,26 +46,17 @@ def add_references(module: Any) -> None:
         operands = tuple(hlo.array(by_id[operand].shape) for operand in call.operand_ids)
         key = (name, *operands)
         if key not in added:
-            reference = _trace_reference(name, operands)
+            examples = tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in operands)
+            with torch.no_grad():
+                program = decompose(torch.export.export(_ReferenceModule(name), examples, strict=False))
+            reference, numbers, constants = trace(program, 1)
+            passes.inline_constants(reference, constants)
+            for parameter in hlo.parameters(reference):
+                parameter.parameter_number = numbers.index(parameter.parameter_number)
             entry = hlo.entry(reference)
-            root = hlo.find_root(entry)
-            if root.opcode == "tuple" and not call.shape.tuple_shapes:  # its only result, not a tuple of it
-                (entry.root_id,) = root.operand_ids
+            (entry.root_id,) = hlo.find_root(entry).operand_ids  # its only result, not a tuple of it
             added[key] = _merge_module(module, reference)
         call.called_computation_ids.append(added[key])
-
-
-def _trace_reference(name: str, operands: tuple[tuple[tuple[int, ...], str], ...]) -> Any:
-    examples = tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in operands)
-    with torch.no_grad():
-        program = decompose(torch.export.export(_ReferenceModule(name), examples, strict=False))
-    module, numbers, constants = trace(program, 1)
-    if min(numbers) < 0:
-        raise ValueError(f"the reference of the kernel {name} does not use all of its operands")
-    passes.inline_constants(module, constants)
-    for parameter in hlo.parameters(module):
-        parameter.parameter_number = numbers.index(parameter.parameter_number)
-    return module
 
 
 def _merge_module(module: Any, other: Any) -> int:
@@ -84,13 +74,14 @@ def _merge_module(module: Any, other: Any) -> int:
 
 def by_reference(data: bytes) -> bytes:
     """Return a module that calls references in place of kernels, so that any XLA executes it."""
+    if KERNEL_CALL.encode() not in data:
+        return data
     module = hlo.parse(data)
-    calls = list(kernel_calls(module))
-    for call, _ in calls:
+    for call, _ in list(kernel_calls(module)):
         call.opcode = "call"
         call.ClearField("custom_call_target")
         call.ClearField("backend_config")
-    return hlo.serialize(module) if calls else data
+    return hlo.serialize(module)
 
 
 def without_references(module: Any) -> Any:

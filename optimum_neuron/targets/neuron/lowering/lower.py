@@ -3,6 +3,9 @@
 
 torch.export exports a graph, it is decomposed, and its nodes run one by one on torch-xla placeholders. Tracing the transformers module
 itself would crash: its mask code reads values. No weight is read, so shapes are enough.
+
+A search of the whole vocabulary has a thousand operators. In a graph apart, it is compiled once for a group of rows, and greedy steps run
+without it.
 """
 
 from __future__ import annotations
@@ -16,20 +19,23 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from ....arrays import dtype_name
 from ....step.attention.kv_cache import KVCache
 from ....step.ops import StepOps
 from ....step.program import export_layers_once
-from ....step.sampling.buffers import Scores
+from ....step.sampling.buffers import ChosenTokens, Scores
+from ....step.sampling.logprobs import logprobs
 from ....step.spec import GraphSpec, TensorSpec
+from ....step.state_specs import KEPT
 from ....step.step import example_inputs
 from ..graphs import hlo
 from ..graphs import io as graph_io
 from ..graphs.io import GraphIO, InputBinding, LoweredGraph, OutputBinding, Role
 from ..graphs.state_graphs import COPY_INPUTS, StateGraph
-from ..sharding import ShardPlan
+from ..operators.sampler import of_all, sample
+from ..sharding import RANK_BUFFER, ShardPlan
 from . import kernel_calls, passes, weight_uses
 from .decompositions import decompose
-from .graph_modules import ScoreModule, SlotCopy, StateCopy
 from .split_tokens import SumsRule, split_tokens
 from .xla_trace import placeholders, trace
 
@@ -70,14 +76,75 @@ def lower_state_graph(
     graph: StateGraph, vocab_size: int = 0, plan: ShardPlan | None = None, world_size: int = 1
 ) -> LoweredGraph:
     """Lower a graph that is no step; `plan` shares the `vocab_size` logits of one over logits."""
-    if graph.inputs != COPY_INPUTS:
-        module: nn.Module = ScoreModule(graph, vocab_size, plan)
-    else:
-        module = StateCopy(graph) if graph.read else SlotCopy(graph)
+    module = RowCopy(graph) if graph.inputs == COPY_INPUTS else ScoreModule(graph, vocab_size, plan)
     with torch.no_grad():
         program = decompose(torch.export.export(module.eval(), example_inputs(graph.inputs), strict=False))
-    ranks, read = world_size if plan is None else plan.world_size, tuple(each.name for each in graph.read)
+    ranks, read = world_size if plan is None else plan.world_size, [each.name for each in graph.read]
     return lower_program(program, graph.name, graph.name, graph.inputs, graph.outputs, ranks, read=read)
+
+
+class ScoreModule(nn.Module):
+    """A draw of a token for each row of a group, or its log-probabilities; without a plan, of a single rank's logits."""
+
+    def __init__(self, graph: StateGraph, vocab_size: int, plan: ShardPlan | None) -> None:
+        super().__init__()
+        (scores,) = graph.read
+        self.scores = Scores([(graph.group, scores.shape[0])], scores.shape[1])
+        self.chosen = ChosenTokens(graph.updated[0].shape[0]) if graph.updated else None
+        self.model = nn.Module()  # the rank's name in its weights begins so
+        if plan is not None:
+            self.model.register_buffer(RANK_BUFFER, torch.zeros(1, dtype=torch.int32))
+        self._graph, self._vocab_size, self._plan = graph, vocab_size, plan
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Compute `step.sampling.sampler.sample` with the rows' slots, or `step.sampling.logprobs.logprobs`."""
+        logits: Tensor = getattr(self.scores, self._graph.group)
+        ranks = 1 if self._plan is None else self._plan.world_size
+        if self.chosen is not None:
+            sampling_params, uniforms, slots = inputs
+            tokens = sample(logits, sampling_params, uniforms, self._first_token(), self._vocab_size, ranks)
+            self.chosen.keep_tokens(tokens, slots)
+            return (tokens,)
+        (chosen,), outputs = inputs, self._graph.outputs
+        count = outputs[-1].shape[1] if len(outputs[-1].shape) > 1 else 0
+        found = logprobs(logits, chosen, count, self._first_token(), self._vocab_size, of_all(ranks))
+        return tuple(found)[: len(outputs)]
+
+    def _first_token(self) -> Tensor:
+        if self._plan is None:
+            return torch.zeros((), dtype=torch.int32)
+        return self.model.get_buffer(RANK_BUFFER) * self._plan.local_vocab_size
+
+
+class RowCopy(nn.Module):
+    """A copy of rows, each read whole and written over another, whatever that holds.
+
+    It does `step.attention.kv_cache.copy_slot`, where columns beyond the length stay, or `HostStates.keep_state` and `restore_state`.
+    """
+
+    def __init__(self, graph: StateGraph) -> None:
+        super().__init__()
+        # Named so, buffers have the names of the states.
+        self.kv_cache = KVCache(each for each in graph.states if each.name.startswith(graph_io.CACHE))
+        copies = [each for each in graph.states if each.name.startswith(KEPT)]
+        self.add_module(KEPT.rstrip("."), nn.Module())
+        holder = self.get_submodule(KEPT.rstrip("."))
+        holder.kv_cache = KVCache(replace(each, name=each.name.removeprefix(KEPT)) for each in copies)
+        self._by_column = not graph.read
+        pairs = zip(graph.read or graph.updated, graph.updated, strict=True)
+        self._names = [(read.name, updated.name) for read, updated in pairs]
+
+    def forward(self, source: Tensor, destination: Tensor, length: Tensor) -> tuple[Tensor, ...]:
+        """Copy a row of each state; the arguments are `[1]` int32."""
+        for read, updated in self._names:
+            one, other = self.get_buffer(read), self.get_buffer(updated)
+            if self._by_column:
+                copied = (torch.arange(other.shape[2], dtype=torch.int32) < length)[None, None, :, None]
+            else:
+                copied = (length > 0).view([1] * other.dim())
+            row = torch.where(copied, one.index_select(0, source), other.index_select(0, destination))
+            other.index_put_((destination,), row)
+        return ()
 
 
 def lower_program(
@@ -90,10 +157,9 @@ def lower_program(
     sums: SumsRule | None = None,
     read: Collection[str] = (),
 ) -> LoweredGraph:
-    """Lower a decomposed program; its inputs and outputs get the names of `inputs` and `outputs`, in order.
+    """Lower a decomposed program; raise ValueError where a state that is not among the names `read` is not updated once, or a weight is.
 
-    Raises:
-        ValueError: a state that is not among the names `read` is not updated once, or a weight is.
+    Its inputs and outputs get the names of `inputs` and `outputs`, in order.
     """
     _share_constants(program)
     bindings, literals = _bind_placeholders(program, [spec.name for spec in inputs])
@@ -108,7 +174,6 @@ def lower_program(
     passes.inline_constants(module, constants)
     kernel_calls.add_references(module)
     passes.narrow_types(module)
-    passes.drop_tokens(module)
     passes.fold_trivial(module)
     passes.make_finite(module)
     if sums is not None:
@@ -136,16 +201,14 @@ def lower_program(
 
 def _share_constants(program: ExportedProgram) -> None:
     """Let a program read equal constants, which each layer makes, from one placeholder; the others stay without a user."""
-    kept: list[tuple[Tensor, torch.fx.Node]] = []
+    kept: dict[object, torch.fx.Node] = {}
     for spec, node in zip(program.graph_signature.input_specs, placeholders(program), strict=True):
-        if spec.kind != InputKind.CONSTANT_TENSOR:
-            continue
-        tensor = program.constants[spec.target or ""]
-        same = (first for other, first in kept if other.dtype == tensor.dtype and torch.equal(other, tensor))
-        if (first := next(same, None)) is None:
-            kept.append((tensor, node))
-        else:
-            node.replace_all_uses_with(first)
+        if spec.kind == InputKind.CONSTANT_TENSOR:
+            tensor = program.constants[spec.target or ""]
+            contents = tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes()
+            first = kept.setdefault((tensor.dtype, tensor.shape, contents), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
 
 
 def _bind_placeholders(
@@ -164,30 +227,27 @@ def _bind_placeholders(
             literals[len(bindings)] = program.constants[target]
             bindings.append(None)
         else:
-            is_state = target.startswith((graph_io.CACHE, graph_io.SNAPSHOTS, graph_io.SCORES, graph_io.CHOSEN))
+            is_state = target.startswith((graph_io.CACHE, KEPT, graph_io.SCORES, graph_io.CHOSEN))
             bindings.append(_make_binding(target, "state" if is_state else "weight", node))
     return bindings, literals
 
 
 def _make_binding(name: str, role: Role, node: torch.fx.Node) -> InputBinding:
     value = node.meta["val"]
-    dtype = str(value.dtype).removeprefix("torch.")
+    dtype = dtype_name(value.dtype)
     return InputBinding(name, role, tuple(value.shape), graph_io.NARROW.get(dtype, dtype))
 
 
 def _bind_results(
     program: ExportedProgram, outputs: Iterable[TensorSpec], states: Sequence[InputBinding], read: Collection[str]
 ) -> tuple[OutputBinding, ...]:
-    """Return the step's outputs, then the new values of states, in the order of the module's result tuple."""
     results = [OutputBinding(spec.name, spec.shape, spec.dtype, None) for spec in outputs]
     mutated = {spec.target for spec in program.graph_signature.output_specs if spec.kind == OutputKind.BUFFER_MUTATION}
     updated = [each for each in states if each.name in mutated]
     results += [OutputBinding(each.name, each.shape, each.dtype, each.name) for each in updated]
     expected = {each.name for each in states} - set(read)
-    different = {
-        name for name in mutated ^ expected if not str(name).startswith(graph_io.SCORES)
-    }  # which a sampler reads
-    if different:
-        names = ", ".join(sorted(map(str, different)))
+    different = sorted(str(name) for name in mutated ^ expected)
+    names = ", ".join(name for name in different if not name.startswith(graph_io.SCORES))  # which a sampler reads
+    if names:
         raise ValueError(f"the graph must update the cache's states once and nothing else; it differs in {names}")
     return tuple(results)

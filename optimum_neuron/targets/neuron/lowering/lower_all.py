@@ -33,6 +33,7 @@ from ....step.spec import graph_specs
 from ....step.state_specs import state_specs
 from ..graphs.io import LoweredGraph
 from ..graphs.state_graphs import state_graphs
+from ..kernels.attention import ATTENTION_CTE, attend_chunks
 from ..sdk.devices import resolve_lowered_target
 from ..sdk.hardware import check_parallel_size, chip_of
 from ..sdk.stacks import check_lowering
@@ -42,7 +43,7 @@ from ..sharding.weights import WeightLayout
 from .decompositions import decompose
 from .kernel_calls import called_kernels
 from .lower import lower_state_graph, lower_step
-from .ops import NEURON_OPS, ops_for, with_kernels
+from .ops import NEURON_OPS, ops_for
 from .split_tokens import SumsRule
 from .weight_uses import weight_layout
 
@@ -67,7 +68,7 @@ def lower_all(
         first: the result of `trace_first` for this model and config, where there is one; it is changed.
 
     Raises:
-        ValueError: the model cannot be lowered, or shared by so many ranks; or kernels, or snapshots of state, have no use in it.
+        ValueError: the model cannot be lowered, or shared by so many ranks; or kernels, or places that keep state, have no use in it.
     """
     ranks, specs = config.tensor_parallel_size, graph_specs(config)
     rank = rank_model(folder, config, tied_weights, trust_remote_code=trust_remote_code)
@@ -77,14 +78,11 @@ def lower_all(
     with progress.stage("Lowering graphs", len(specs) + len(others)) as advance:
         called: set[str] = set()
         for number, spec in enumerate(specs):
-            ops = rank.ops
+            ops, sums, traced = rank.ops, None, first if number == 0 else None
             if like is not None:
-                most = max(each.tokens for each in graph_specs(like) if each.kind == spec.kind)
-                ops = ops_for(config, ops, most)
-            sums = None
+                ops = ops_for(config, ops, max(each.tokens for each in graph_specs(like) if each.kind == spec.kind))
             if rank.plan is not None:
                 sums = SumsRule(chip_of(config.target), rank.plan.whole, None if split is None else spec.kind in split)
-            traced = first if number == 0 else None
             graph = lower_step(rank.model, cache, spec, ops, rank.vocab_size, ranks, rank.columns, sums, traced)
             called |= called_kernels(graph.hlo)
             yield graph
@@ -160,28 +158,27 @@ def rank_model(
     return _as_rank(model, plan, tied_weights, config)
 
 
-@dataclass(frozen=True)
-class FirstGraph:
-    """The first graph of a model, traced to see how its weights are stored; lowering takes it over."""
+def trace_first(
+    model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig
+) -> tuple[ExportedProgram | None, WeightLayout]:
+    """Trace the first graph of a model, which is neither read nor changed; `plan` is that of one rank, too.
 
-    program: ExportedProgram  # decomposed; to be lowered once, which changes it
-    layout: WeightLayout  # how it, and so all other graphs, take the weights
-
-
-def trace_first(model: PreTrainedModel, plan: ShardPlan, config: NeuronConfig) -> FirstGraph:
-    """Trace the first graph of a model, which is neither read nor changed; `plan` is that of one rank, too."""
+    Return the decomposed program, to be lowered once, which changes it; and how it, and so all other graphs, take the weights.
+    """
     tied = tied_names(named_tensors(model), plan)
     rank = _as_rank(empty_copy(model, "meta"), plan if plan.world_size > 1 else None, tied, config)
     cache = KVCache(state_specs(config, rank.spec))
     step = graph_specs(config)[0]
     program = export_layers_once(rank.model, cache, step, rank.ops, Scores.for_graph(step, rank.columns), decompose)
-    return FirstGraph(program, weight_layout(program))
+    return program, weight_layout(program)
 
 
 def _as_rank(
     model: PreTrainedModel, plan: ShardPlan | None, tied_weights: Mapping[str, str], config: NeuronConfig
 ) -> RankModel:
-    ops = ops_for(config, with_kernels(NEURON_OPS, config.kernels))
+    ops = ops_for(config, NEURON_OPS)
+    if ATTENTION_CTE.name in config.kernels:
+        ops = dataclasses.replace(ops, attend_cache=attend_chunks(ops.attend_cache))
     if plan is not None:
         apply_plan(model, plan, float32_reduce=config.float32_reduce)
         ops = sharded_ops(ops, model, plan)

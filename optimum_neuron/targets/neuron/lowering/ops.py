@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step's operators in the form that the Neuron compiler takes: attention in parts, cache writes as one scatter of rows.
 
-A step chooses the largest logit; other graphs draw (graph_modules.py). Attention is written by hand, because the lowering of
+A step chooses the largest logit; other graphs draw (lower.py). Attention is written by hand, because the lowering of
 scaled_dot_product_attention tests for rows without keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,26 +15,13 @@ from torch import Tensor
 from ....config import NeuronConfig
 from ....step.attention.coded_states import Stored
 from ....step.attention.kv_cache import write_tokens
-from ....step.attention.rows import AttentionCall, AttentionRows
 from ....step.ops import StepOps
-from ..kernels.attention import ATTENTION_BLOCK_TKG, ATTENTION_CTE, attend_chunks, attend_decodes
 from ..kernels.moe_tkg import MOE_TKG, compute_chosen
-from ..operators import attention
-from ..operators.attention import attend_cache
-from ..operators.block_attention import attend_blocks
+from ..operators.attention import attend_cache, attend_decode
 from ..operators.codes import quantized_linear_like
 from ..operators.experts import experts_for, in_form
 from ..operators.sampler import largest_of_whole
 from ..sdk.hardware import chip_of
-
-
-def attend_decode(
-    call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored, key: Tensor, value: Tensor
-) -> Tensor:
-    """Attend over slots, or over blocks where they lie."""
-    if group.owned is None:
-        return attention.attend_decode(call, group, query, keys, values, key, value)
-    return attend_blocks(call, group.owned, query, keys, values, key, value)
 
 
 def write_cache(cache: Stored, states: Tensor, rows: Tensor, columns: Tensor) -> None:
@@ -60,21 +46,10 @@ NEURON_OPS = StepOps(
 )
 
 
-def with_kernels(ops: StepOps, names: Sequence[str]) -> StepOps:
-    """Return operators with attention that calls these kernels where they compute what a layer does."""
-    if ATTENTION_CTE.name in names:
-        ops = replace(ops, attend_cache=attend_chunks(ops.attend_cache))
-    if ATTENTION_BLOCK_TKG.name in names:
-        assert ops.attend_decode is not None
-        ops = replace(ops, attend_decode=attend_decodes(ops.attend_decode))
-    return ops
-
-
 def ops_for(config: NeuronConfig, ops: StepOps, like: int | None = None) -> StepOps:
     """Return operators with experts as the target's chip computes them in the least time, or by a kernel.
 
-    Args:
-        like: tokens of the step with the wanted forms of experts and quantized layers; None: the step itself.
+    `like` are tokens of the step with the wanted forms of experts and quantized layers; None: the step itself.
     """
     compute = compute_chosen(in_form) if MOE_TKG.name in config.kernels else in_form
     experts = experts_for(chip_of(config.target), like, compute)

@@ -20,9 +20,12 @@ from ..graphs.io import NARROW
 
 
 _INT32 = range(-(2**31), 2**31)
-# Where a literal of a type keeps its values, for the types that appear once modules are narrow.
-_LITERAL_FIELDS = {"bool": "preds", "int32": "s32s", "int64": "s64s", "float32": "f32s", "float64": "f64s"}
 _HALVES = {"bf16s": torch.bfloat16, "f16s": torch.float16}
+# The field of a literal that has the values of a type; those of the last three are bytes.
+_LITERAL_FIELDS = {
+    "bool": "preds", "int32": "s32s", "int64": "s64s", "float32": "f32s", "float64": "f64s",
+    "uint8": "u8s", "bfloat16": "bf16s", "float16": "f16s",
+}  # fmt: skip
 _FLOAT32_LIMIT = 3.4028234663852886e38
 # A scope that torch-xla pushed ends with a number of its own.
 _SCOPE_NUMBER = re.compile(r"\.\d+(?=/)")
@@ -35,19 +38,16 @@ def inline_constants(module: Any, constants: Mapping[int, Tensor]) -> None:
         if tensor is None:
             continue
         name = hlo.dtype_name(parameter.shape)
+        if name not in _LITERAL_FIELDS:
+            raise ValueError(f"a constant of type {name} cannot be part of a graph; pass it as a weight")
         parameter.opcode = "constant"
         parameter.ClearField("parameter_number")
         parameter.literal.shape.CopyFrom(parameter.shape)
-        field = _LITERAL_FIELDS.get(name)
-        if field is not None:
-            getattr(parameter.literal, field).extend(tensor.flatten().tolist())
-        elif name == "uint8":
-            parameter.literal.u8s = tensor.flatten().contiguous().numpy().tobytes()
-        elif name in ("bfloat16", "float16"):
-            packed = tensor.flatten().contiguous().view(torch.int16).numpy().tobytes()
-            setattr(parameter.literal, "bf16s" if name == "bfloat16" else "f16s", packed)
+        field, values = _LITERAL_FIELDS[name], tensor.flatten().contiguous()
+        if field in ("u8s", *_HALVES):
+            setattr(parameter.literal, field, values.view(torch.uint8).numpy().tobytes())
         else:
-            raise ValueError(f"a constant of type {name} cannot be part of a graph; pass it as a weight")
+            getattr(parameter.literal, field).extend(values.tolist())
 
 
 def narrow_types(module: Any) -> None:
@@ -108,35 +108,48 @@ def make_finite(module: Any) -> None:
 
 
 def fold_trivial(module: Any) -> None:
-    """Remove what changes nothing: converts to the same type or of scalar constants, tuples taken apart again, factors of 1.
+    """Remove what changes nothing: converts to the same type or of scalar constants, tuples taken apart again, factors of 1, and tokens.
 
-    torch-xla multiplies what is added or subtracted by torch's `alpha`.
+    torch-xla multiplies what is added or subtracted by torch's `alpha`. It orders collectives by a token: a zero that passes through
+    every all-reduce as a second tensor, and is added to the input of the next collective. They depend on each other only where their data
+    does. An addition of zero goes, also where the model's own code shares the constant.
     """
     for computation in module.computations:
         by_id = {each.id: each for each in computation.instructions}
         stands_for: dict[int, int] = {}
-        for instruction in computation.instructions:
-            operands = [stands_for.get(operand, operand) for operand in instruction.operand_ids]
-            instruction.operand_ids[:] = operands
-            if instruction.opcode == "multiply":
+        zeros: set[int] = set()
+        for each in computation.instructions:
+            operands = [stands_for.get(operand, operand) for operand in each.operand_ids]
+            each.operand_ids[:] = operands
+            source: Any = by_id[operands[0]] if operands else None
+            same: int | None = None
+            if each.opcode in ("broadcast", "convert", "multiply", "reshape") and not zeros.isdisjoint(operands):
+                zeros.add(each.id)
+            if each.opcode == "all-reduce" and len(operands) == 2:
+                zeros.add(each.operand_ids.pop())
+                each.shape.CopyFrom(source.shape)
+            elif each.opcode == "add" and not zeros.isdisjoint(operands):
+                same = operands[0] if operands[1] in zeros else operands[1]
+            elif each.opcode == "multiply":
                 ones = [_is_one(operand, by_id) for operand in operands]
                 if any(ones):
-                    stands_for[instruction.id] = operands[0] if ones[1] else operands[1]
-            elif instruction.opcode == "get-tuple-element":
-                source = by_id[operands[0]]
-                if source.opcode == "tuple":
-                    stands_for[instruction.id] = source.operand_ids[instruction.tuple_index]
-            elif instruction.opcode == "convert":
-                source = by_id[operands[0]]
-                if source.shape.element_type == instruction.shape.element_type:
-                    stands_for[instruction.id] = source.id
-                elif source.opcode == "constant" and not source.shape.dimensions:
-                    _fold_scalar(instruction, source)
+                    same = operands[0] if ones[1] else operands[1]
+            elif each.opcode == "get-tuple-element" and source.opcode == "tuple":
+                same = source.operand_ids[each.tuple_index]
+            elif each.opcode == "get-tuple-element" and source.opcode == "all-reduce" and each.tuple_index > 0:
+                zeros.add(each.id)
+            elif (each.opcode == "get-tuple-element" and source.opcode == "all-reduce") or (
+                each.opcode == "convert" and source.shape.element_type == each.shape.element_type
+            ):
+                same = source.id
+            elif each.opcode == "convert" and source.opcode == "constant" and not source.shape.dimensions:
+                _fold_scalar(each, source)
+            if same is not None:
+                stands_for[each.id] = same
         computation.root_id = stands_for.get(computation.root_id, computation.root_id)
 
 
 def _is_one(number: int, by_id: dict[int, Any]) -> bool:
-    """Return whether an instruction is a constant of ones, of any type."""
     instruction = by_id[number]
     while instruction.opcode in ("broadcast", "convert", "reshape"):
         instruction = by_id[instruction.operand_ids[0]]
@@ -146,10 +159,10 @@ def _is_one(number: int, by_id: dict[int, Any]) -> bool:
 
 
 def _fold_scalar(convert: Any, source: Any) -> None:
-    sources = {name: _LITERAL_FIELDS[name] for name in ("bool", "int32", "float32")}
-    old, new = sources.get(hlo.dtype_name(source.shape)), sources.get(hlo.dtype_name(convert.shape))
+    casts = {"preds": bool, "s32s": int, "f32s": float}
+    old, new = (_LITERAL_FIELDS.get(hlo.dtype_name(each.shape), "") for each in (source, convert))
     # Only what is exact in both types: float to int rounds, int32 to float32 may.
-    if old is None or new is None or (old == "f32s" and new != "f32s"):
+    if old not in casts or new not in casts or (old == "f32s" and new != "f32s"):
         return
     value = getattr(source.literal, old)[0]
     if new == "f32s" and abs(value) > 2**24:
@@ -157,36 +170,7 @@ def _fold_scalar(convert: Any, source: Any) -> None:
     convert.opcode = "constant"
     convert.ClearField("operand_ids")
     convert.literal.shape.CopyFrom(convert.shape)
-    getattr(convert.literal, new).append({"preds": bool, "s32s": int, "f32s": float}[new](value))
-
-
-def drop_tokens(module: Any) -> None:
-    """Take torch-xla's order out of the collectives: they depend on each other only where their data does.
-
-    It passes a zero through every all-reduce, as a second tensor, and adds that to the input of the next collective. The pass removes an
-    addition of zero, also where the model's own code shares the constant.
-    """
-    for computation in module.computations:
-        by_id = {each.id: each for each in computation.instructions}
-        zeros: set[int] = set()
-        stands_for: dict[int, int] = {}
-        for instruction in computation.instructions:
-            operands = [stands_for.get(operand, operand) for operand in instruction.operand_ids]
-            instruction.operand_ids[:] = operands
-            if instruction.opcode == "all-reduce" and len(operands) == 2:
-                zeros.add(operands[1])
-                del instruction.operand_ids[1]
-                instruction.shape.CopyFrom(by_id[operands[0]].shape)
-            elif instruction.opcode == "get-tuple-element" and by_id[operands[0]].opcode == "all-reduce":
-                if instruction.tuple_index == 0:
-                    stands_for[instruction.id] = operands[0]
-                else:
-                    zeros.add(instruction.id)
-            elif not zeros.isdisjoint(operands):
-                if instruction.opcode == "add":
-                    stands_for[instruction.id] = operands[0] if operands[1] in zeros else operands[1]
-                elif instruction.opcode in ("broadcast", "convert", "multiply", "reshape"):
-                    zeros.add(instruction.id)
+    getattr(convert.literal, new).append(casts[new](value))
 
 
 def remove_unused(module: Any) -> None:
@@ -217,12 +201,7 @@ def remove_unused(module: Any) -> None:
 
 
 def bind_names(module: Any, parameters: Sequence[tuple[int, str]], aliases: Sequence[str | None]) -> None:
-    """Number and name the entry's parameters, and declare which results are the memory of one.
-
-    Args:
-        parameters: old numbers, in their new order, and names; the others are gone.
-        aliases: by result, the name of its parameter, if any.
-    """
+    """Number and name the entry's parameters, by old numbers in their new order; `aliases` has each result's parameter, if any."""
     by_number = {each.parameter_number: each for each in hlo.parameters(module)}
     for new, (old, name) in enumerate(parameters):
         parameter = by_number[old]

@@ -8,6 +8,7 @@ an elementwise operator must be the same for all tokens and on all ranks, such a
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -29,8 +30,9 @@ _ELEMENTWISE = frozenset({
     "not", "or", "power", "remainder", "round-nearest-afz", "round-nearest-even", "rsqrt", "select", "sign", "sine", "sqrt",
     "subtract", "tan", "tanh", "xor",
 })  # fmt: skip
-# Seconds of a collective of any size for each doubling of the group: a layer of the published runs, with a latency that
-# grows with the doublings, has two.
+# Operators with results of a rank's own.
+_OWN = ("reduce-scatter", "all-to-all", "collective-permute", "partition-id", "replica-id")
+# Seconds of a collective of any size for each doubling of the group: a layer of the published runs has two.
 COLLECTIVE_S = STEP_TIMES.layer_s / 2
 
 
@@ -74,7 +76,12 @@ class TokenRegions:
         for each in self.instructions:
             for operand in dict.fromkeys(each.operand_ids):
                 self.users[operand].append(each)
-            if self._is_shared(each, shared):
+            if each.opcode == "parameter":
+                is_shared = each.parameter_number in shared
+            else:
+                follows = each.opcode not in _OWN and all(operand in self._shared for operand in each.operand_ids)
+                is_shared = follows or each.opcode in ("all-reduce", "all-gather")
+            if is_shared:
                 self._shared.add(each.id)
 
     def find(self) -> list[Region]:
@@ -106,26 +113,24 @@ class TokenRegions:
         return [operand for operand in operands if operand.id in dims]
 
     def is_uniform(self, each: Any, dim: int) -> bool:
-        """Return whether a tensor is the same along a dimension, and on all ranks."""
         if each.id not in self._shared:
             return False
         if not each.shape.dimensions:
             return True
-        operands = self.operands(each)
-        if each.opcode == "broadcast":
-            return dim not in each.dimensions or self.is_uniform(operands[0], list(each.dimensions).index(dim))
-        if each.opcode == "reshape":
-            before = moved_dim(each.shape.dimensions, operands[0].shape.dimensions, dim)
-            return before is not None and self.is_uniform(operands[0], before)
-        return each.opcode in _ELEMENTWISE and all(self.is_uniform(operand, dim) for operand in operands)
+        if each.opcode not in (*_ELEMENTWISE, "broadcast", "reshape"):
+            return False
+        inner = self.operand_dim(each, dim)
+        if inner is None:
+            return bool(each.opcode == "broadcast")
+        return all(self.is_uniform(operand, inner) for operand in self.operands(each))
 
-    def _is_shared(self, each: Any, parameters: Collection[int]) -> bool:
-        if each.opcode == "parameter":
-            return each.parameter_number in parameters
-        if each.opcode in ("all-reduce", "all-gather"):
-            return True
-        ranks_own = ("reduce-scatter", "all-to-all", "collective-permute", "partition-id", "replica-id")
-        return each.opcode not in ranks_own and all(operand in self._shared for operand in each.operand_ids)
+    def operand_dim(self, each: Any, dim: int) -> int | None:
+        """Return the place in its operands of a dimension that an operator keeps; None where they lack it."""
+        if each.opcode == "broadcast":
+            return list(each.dimensions).index(dim) if dim in each.dimensions else None
+        if each.opcode == "reshape":
+            return moved_dim(each.shape.dimensions, self.operands(each)[0].shape.dimensions, dim)
+        return dim
 
     def _follow_tokens(self, each: Any, dims: dict[int, int]) -> int | None:
         """Return the dimension of the tokens in an operator's result; None where it does not keep them apart."""
@@ -162,18 +167,16 @@ class TokenRegions:
 
     def _find_connected(self, dims: dict[int, int]) -> list[dict[int, int]]:
         parts: list[dict[int, int]] = []
-        of: dict[int, dict[int, int]] = {}
         for number, dim in dims.items():
-            inner = self.inner_operands(self.by_id[number], of)
-            joined = list({id(of[one.id]): of[one.id] for one in inner}.values())
-            part = joined[0] if joined else {}
-            for other in joined[1:]:
-                part |= other
-                of |= dict.fromkeys(other, part)
-                parts = [each for each in parts if each is not other]
+            inner = [each.id for each in self.inner_operands(self.by_id[number], dims)]
+            joined = [part for part in parts if any(each in part for each in inner)]
             if not joined:
-                parts.append(part)
-            part[number], of[number] = dim, part
+                joined = [{}]
+                parts += joined
+            for other in joined[1:]:
+                joined[0] |= other
+                parts = [each for each in parts if each is not other]
+            joined[0][number] = dim
         return parts
 
     def _make_region(self, dims: dict[int, int]) -> Region:
@@ -192,9 +195,8 @@ class TokenRegions:
 
 def moved_dim(before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
     """Return the place of a dimension after a reshape; None where it is cut, or joined with others."""
-    outer = math.prod(before[:dim])
-    places = (index for index, size in enumerate(after) if size == before[dim])
-    return next((index for index in places if math.prod(after[:index]) == outer), None)
+    sizes = math.prod(before[:dim]), before[dim]
+    return next((index for index, size in enumerate(after) if (math.prod(after[:index]), size) == sizes), None)
 
 
 def bytes_sent(opcode: str, size: int, ranks: int) -> int:
@@ -257,13 +259,12 @@ class _Rewriter:
                 for index, operand in enumerate([] if each.opcode == WHOLE else each.operand_ids):
                     if operand not in region.dims:
                         each.operand_ids[index] = self._make_part(self._tokens.by_id[operand], dim).id
-            for each in region.exits:  # one all-gather for all who need all tokens
-                gather = type(each)(id=next(self._ids), opcode="all-gather", operand_ids=[each.id])
+            for each in region.exits:  # one all-gather for all that need all tokens
+                gather = type(each)(
+                    id=next(self._ids), opcode="all-gather", operand_ids=[each.id], dimensions=[region.dims[each.id]],
+                    shape=each.shape, metadata=each.metadata, replica_groups=region.sums[0].replica_groups,
+                )  # fmt: skip
                 gather.name = f"all-gather.{gather.id}"
-                gather.shape.CopyFrom(each.shape)
-                gather.metadata.CopyFrom(each.metadata)
-                gather.dimensions.append(region.dims[each.id])
-                gather.replica_groups.extend(region.sums[0].replica_groups)
                 self._added[each.id].append(gather)
                 for user in self._tokens.outside_users(each, region.dims):
                     user.operand_ids[:] = [gather.id if one == each.id else one for one in user.operand_ids]
@@ -282,19 +283,12 @@ class _Rewriter:
         """Return a rank's own rows of what is the same for all tokens."""
         if not each.shape.dimensions:
             return each
-        known = self._parts.get((each.id, dim))
-        if known is not None:
-            return known
-        part = hlo.copy_message(each)
+        if (each.id, dim) in self._parts:
+            return self._parts[each.id, dim]
+        part = copy.deepcopy(each)
         part.id = next(self._ids)
         part.name = f"{each.opcode}.{part.id}"
-        if each.opcode == "broadcast":
-            inner = list(each.dimensions).index(dim) if dim in each.dimensions else None
-        elif each.opcode == "reshape":
-            operand = self._tokens.by_id[each.operand_ids[0]]
-            inner = moved_dim(each.shape.dimensions, operand.shape.dimensions, dim)
-        else:
-            inner = dim
+        inner = self._tokens.operand_dim(each, dim)
         if inner is not None:
             operands = self._tokens.operands(each)
             part.operand_ids[:] = [self._make_part(operand, inner).id for operand in operands]

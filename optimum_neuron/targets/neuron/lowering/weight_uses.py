@@ -9,7 +9,7 @@ as an embedding that is tied to the head, is stored in both forms.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,36 +43,35 @@ class _Use:
     x: Node | None
 
 
-@dataclass(frozen=True)
-class _QuantizedGroup:
-    """Quantized layers that become one product."""
-
-    layers: tuple[Node, ...]
-    # Codes, scales, and shifts or None, with the nodes of what each is made of.
-    stored: tuple[tuple[FileWeight, list[Node]] | None, ...]
+# Codes, scales, and shifts or None, of quantized layers that become one product, with the nodes of which each is made.
+_StoredParts = list[tuple[FileWeight, list[Node]] | None]
 
 
 class _StoredUses:
-    """The uses of a program's weights. The program is decomposed but for linear layers.
-
-    Attributes:
-        weights: names of the model's own tensors, by placeholder.
-        groups: uses that become one, in the order of the first of each.
-        quantized: likewise of quantized layers.
-        replaced: weights that nothing else reads.
-    """
+    """The uses of a program's weights: groups that become one, in the order of the first of each, and weights that nothing else reads."""
 
     def __init__(self, program: ExportedProgram) -> None:
         nodes = (node for node in program.graph.nodes if node.op == "placeholder")
         specs = zip(nodes, program.graph_signature.input_specs, strict=True)
         self.weights = {node: spec.target for node, spec in specs if spec.target and spec.target.startswith("model.")}
         uses = _find_uses(program.graph, self.weights)
-        self.groups = _group_uses(uses)
+        readers: dict[Node, list[_Use]] = defaultdict(list)
+        for use in uses:
+            readers[use.weight].append(use)
+        groups: dict[Any, list[_Use]] = defaultdict(list)
+        for use in uses:
+            alone = use.x is None or use.cast is not None or len(readers[use.weight]) > 1
+            groups[use.node if alone else (use.x, use.weight.meta["val"].dtype)].append(use)
+        self.groups = list(groups.values())
         self.quantized = _group_quantized(program.graph, self.weights)
-        self.parts = {stored: nodes for group in self.quantized for stored, nodes in filter(None, group.stored)}
-        layers = {layer for group in self.quantized for layer in group.layers}
-        codes = {node for nodes in self.parts.values() for node in nodes if set(node.users) <= layers}
-        self.replaced = _find_replaced(uses) | codes
+        self.parts = {stored: nodes for _, each in self.quantized for stored, nodes in filter(None, each)}
+        layers = {layer for group, _ in self.quantized for layer in group}
+        self.replaced = {node for nodes in self.parts.values() for node in nodes if set(node.users) <= layers}
+        for weight, own in readers.items():
+            casts = {use.cast for use in own if use.cast is not None}
+            users = {user for reader in (weight, *casts) for user in reader.users if user.target != _ASSERT}
+            if users <= casts | {use.node for use in own}:
+                self.replaced.add(weight)
 
     def make_weight(self, group: list[_Use]) -> FileWeight:
         return FileWeight(tuple(self.weights[use.weight] for use in group), group[0].order)
@@ -88,8 +87,7 @@ def weight_layout(program: ExportedProgram) -> WeightLayout:
 def use_stored_weights(program: ExportedProgram) -> tuple[dict[Node, str], set[Node]]:
     """Change a program's graph, in place, to take its weights as `weight_layout` has them.
 
-    Returns:
-        New placeholders after all others, with the names of what is stored; and placeholders without a user.
+    Return new placeholders after all others, with the names of what is stored; and placeholders without a user.
     """
     graph, uses = program.graph, _StoredUses(program)
     placeholders: dict[FileWeight, Node] = {}
@@ -101,8 +99,8 @@ def use_stored_weights(program: ExportedProgram) -> tuple[dict[Node, str], set[N
         _rewrite_group(graph, group, placeholders[stored])
     for stored, parts in uses.parts.items():
         last = placeholders[stored] = _add_placeholder(graph, last, stored, parts)
-    for each in uses.quantized:
-        _rewrite_quantized(graph, each, placeholders)
+    for layers, made in uses.quantized:
+        _rewrite_quantized(graph, layers, [None if each is None else placeholders[each[0]] for each in made])
     graph.eliminate_dead_code()
     return {node: stored.name for stored, node in placeholders.items()}, uses.replaced
 
@@ -124,30 +122,7 @@ def _find_uses(graph: Graph, weights: Mapping[Node, str]) -> list[_Use]:
     return uses
 
 
-def _group_uses(uses: Iterable[_Use]) -> list[list[_Use]]:
-    of_weight: dict[Node, list[_Use]] = defaultdict(list)
-    for use in uses:
-        of_weight[use.weight].append(use)
-    groups: dict[Any, list[_Use]] = defaultdict(list)
-    for use in uses:
-        alone = use.x is None or use.cast is not None or len(of_weight[use.weight]) > 1
-        groups[use.node if alone else (use.x, use.weight.meta["val"].dtype)].append(use)
-    return list(groups.values())
-
-
-def _find_replaced(uses: Iterable[_Use]) -> set[Node]:
-    own: dict[Node, set[Node]] = defaultdict(set)
-    for use in uses:
-        own[use.weight] |= {use.node} if use.cast is None else {use.node, use.cast}
-    replaced = set()
-    for weight, nodes in own.items():
-        readers = [weight, *(node for node in nodes if node.target == _CAST)]
-        if {user for reader in readers for user in reader.users if user.target != _ASSERT} <= nodes:
-            replaced.add(weight)
-    return replaced
-
-
-def _group_quantized(graph: Graph, weights: Mapping[Node, str]) -> list[_QuantizedGroup]:
+def _group_quantized(graph: Graph, weights: Mapping[Node, str]) -> list[tuple[list[Node], _StoredParts]]:
     groups: dict[object, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (QUANTIZED_LINEAR, QUANTIZED_EXPERTS):
@@ -155,17 +130,17 @@ def _group_quantized(graph: Graph, weights: Mapping[Node, str]) -> list[_Quantiz
             shared = node.target == QUANTIZED_EXPERTS or sum(user.target == node.target for user in codes.users) > 1
             form = (node.args[_KIND], scale.meta["val"].dtype, scale.meta["val"].shape[1], shift is None)
             groups[node if shared else (node.args[0], form)].append(node)
-    found = []
+    found: list[tuple[list[Node], _StoredParts]] = []
     for layers in groups.values():
-        scale, kind = layers[0].args[2], layers[0].args[_KIND]
-        assert isinstance(scale, Node)
-        shape = scale.meta["val"].shape
-        order, stored = (1, 0) if len(shape) == 2 else (0, 2, 1), []
+        of_scale: Any = layers[0].args[2]
+        shape = of_scale.meta["val"].shape
+        order = (1, 0) if len(shape) == 2 else (0, 2, 1)
+        stored: _StoredParts = []
         for place, nodes in enumerate(zip(*(layer.args[_TENSORS] for layer in layers), strict=True)):
-            blocks = blocks_of(shape[-1]) if not place and kind in PACKED else 0
+            blocks = blocks_of(shape[-1]) if not place and layers[0].args[_KIND] in PACKED else 0
             names = tuple(weights[node] for node in nodes if node is not None)
             stored.append((FileWeight(names, order, blocks), list(nodes)) if names else None)
-        found.append(_QuantizedGroup(tuple(layers), tuple(stored)))
+        found.append((layers, stored))
     return found
 
 
@@ -191,23 +166,22 @@ def _rewrite_group(graph: Graph, group: list[_Use], stored: Node) -> None:
     _split_product(graph, product, [use.node for use in group], _BIAS)
 
 
-def _rewrite_quantized(graph: Graph, group: _QuantizedGroup, placeholders: Mapping[FileWeight, Node]) -> None:
-    first = group.layers[0]
+def _rewrite_quantized(graph: Graph, layers: list[Node], stored: list[Node | None]) -> None:
+    first = layers[0]
     x, *_, kind, tokens = first.args
     assert isinstance(x, Node)
-    given = [None if each is None else placeholders[each[0]] for each in group.stored]
     with graph.inserting_before(first):
         if first.target == QUANTIZED_EXPERTS:
             index = first.args[_OTHER]
             if index is not None:  # codes are gathered, not numbers
-                for place, each in enumerate(given):
-                    if each is not None:
-                        given[place] = _call_like(graph, first, _ATEN.index_select.default, (each, 0, index))
-            first.replace_all_uses_with(_call_like(graph, first, STORED_PRODUCT, (x, *given, kind, tokens)))
+                stored = [
+                    each and _call_like(graph, first, _ATEN.index_select.default, (each, 0, index)) for each in stored
+                ]
+            first.replace_all_uses_with(_call_like(graph, first, STORED_PRODUCT, (x, *stored, kind, tokens)))
             return
         flat = _call_like(graph, first, _ATEN.view.default, (x, [-1, x.meta["val"].shape[-1]]))
-        product = _call_like(graph, first, STORED_PRODUCT, (flat, *given, kind, tokens))
-    _split_product(graph, product, group.layers, _OTHER)
+        product = _call_like(graph, first, STORED_PRODUCT, (flat, *stored, kind, tokens))
+    _split_product(graph, product, layers, _OTHER)
 
 
 def _split_product(graph: Graph, product: Node, layers: Sequence[Node], bias: int) -> None:

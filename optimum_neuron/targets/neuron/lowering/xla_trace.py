@@ -14,8 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
 from ..graphs import hlo
-from ..kernels.kernel import KERNEL, KERNEL_CALL
-from ..kernels.registry import KERNELS
+from ..kernels.kernel import KERNEL, KERNEL_CALL, KERNELS
 from ..operators import codes as quantized_product
 from ..operators import collectives, sampler
 from .decompositions import can_compute, compute_pairs, has_complex, has_pairs
@@ -50,7 +49,11 @@ class _Tracer(torch.fx.Interpreter):
         if target is collectives.ALL_GATHER:
             return self._gather_along(args[0], args[1])
         if target is KERNEL:
-            return self._call_kernel(*args)
+            name, operands = args
+            given = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in operands]
+            like, call = KERNELS[name].reference(*given), self._backend._xla_custom_call
+            (made,) = call(list(operands), KERNEL_CALL, [list(like.shape)], [like.dtype], False, name, 0, {})
+            return made
         if has_pairs(target, args):
             return compute_pairs(target, args, kwargs)
         if target is sampler.SAMPLE:
@@ -69,13 +72,6 @@ class _Tracer(torch.fx.Interpreter):
 
         gathered: Tensor = xm.all_gather(own, dim, groups=self._groups, pin_layout=False)
         return gathered
-
-    def _call_kernel(self, name: str, operands: Sequence[Tensor]) -> list[Tensor]:
-        given = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in operands]
-        results = KERNELS[name].results(given)
-        shapes, dtypes = [list(each.shape) for each in results], [each.dtype for each in results]
-        call = self._backend._xla_custom_call
-        return cast(list[Tensor], call(list(operands), KERNEL_CALL, shapes, dtypes, False, name, 0, {}))
 
     def _take_product(self, left: Tensor, right: Tensor) -> Tensor:
         batch, last = list(range(left.dim() - 2)), left.dim() - 1
@@ -139,15 +135,15 @@ _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
 def _check_operators(program: ExportedProgram) -> None:
     """Refuse what torch-xla would compute on the CPU: placeholders have no values, so the process would end there."""
     for node in program.graph.nodes:
-        target, where = node.target, _module_path(node) or "the step"
-        is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
-        if is_aten and not _has_lowering(node, cast(torch._ops.OpOverload, target)):
-            remedy = "use target='cpu', or express it in other operators"
-            raise ValueError(f"{target} of {where} has no lowering to HLO; {remedy}")
+        if not _has_lowering(node):
+            where, remedy = _module_path(node) or "the step", "use target='cpu', or express it in other operators"
+            raise ValueError(f"{node.target} of {where} has no lowering to HLO; {remedy}")
 
 
-def _has_lowering(node: torch.fx.Node, target: torch._ops.OpOverload) -> bool:
-    if target is torch.ops.aten._assert_tensor_metadata.default:
+def _has_lowering(node: torch.fx.Node) -> bool:
+    target = node.target
+    is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    if not is_aten or target is torch.ops.aten._assert_tensor_metadata.default:
         return True
     if has_complex(node):
         return can_compute(node)
@@ -155,7 +151,8 @@ def _has_lowering(node: torch.fx.Node, target: torch._ops.OpOverload) -> bool:
     by_mask = any(each.meta["val"].dtype in (torch.bool, torch.uint8) for each in indices)
     if target in _COMPUTED_ELSEWHERE or by_mask:
         return False
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key) for key in _KERNELS)
+    name = cast(torch._ops.OpOverload, target).name()
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _KERNELS)
 
 
 def _module_path(node: torch.fx.Node) -> str:

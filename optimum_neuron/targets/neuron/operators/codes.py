@@ -8,6 +8,7 @@ The written form reads codes and scales as they are stored for it: inputs first,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 
 import torch
 from torch import Tensor, library, nn
@@ -34,8 +35,7 @@ def quantized_linear(
 ) -> Tensor:
     """Compute a linear layer from x `[..., inputs]`, the parts of a `QuantizedWeight` and bias `[outputs]` to `[..., outputs]`.
 
-    Args:
-        tokens: of the step with the wanted form.
+    `tokens` are those of the step with the wanted form.
     """
     return dequantized_product(x, QuantizedWeight(kind, codes, scale, shift), bias)
 
@@ -66,9 +66,7 @@ def quantized_experts(
 ) -> Tensor:
     """Multiply x `[blocks, rows, inputs]` by experts' weights, the parts of a `QuantizedWeight`, to `[blocks, rows, outputs]` float32.
 
-    Args:
-        index: `[blocks]`, the expert of each block; None: block e is expert e's.
-        tokens: rows of the wanted form.
+    `index [blocks]` has the expert of each block; None: block e is expert e's. `tokens` are rows of the wanted form.
     """
     weight = QuantizedWeight(kind, codes, scale, shift).dequantize()
     return x.float() @ (weight if index is None else weight[index]).transpose(1, 2)
@@ -106,26 +104,23 @@ def written_out(
     """Compute `stored_product` in elementary operators.
 
     Products of codes are exact in every type, and a scale of an output alone follows them. Where groups of inputs have scales, either each
-    group's product is scaled and all are added in float32, or the weight itself is scaled before one product. The first makes rows * groups
-    * outputs numbers of 4 bytes, the second inputs * outputs of x's type: up to half a group's size of rows the first take no more memory
-    than a copy of the weight in 16 bits. The second rounds a weight once to x's type, as transformers' dequantized weights; in float32 that
-    is exact. A shift is a product of its own, with the sums of the groups: nothing is added to a code.
+    group's product is scaled and all are added in float32, or the weight itself is scaled before one product. Up to half a group's size of
+    rows, the results of the first take no more memory than a copy of the weight in 16 bits. The second rounds a weight once to x's type, as
+    transformers' dequantized weights. A shift is a product of its own, with the sums of the groups: nothing is added to a code.
     """
     groups = scale.shape[-2]
     scaled = groups > 1 and 2 * tokens > x.shape[-1] // groups
-    total: Tensor | None = None
+    products = []
     for inputs, values, scales in _split_parts(x, codes, scale.float(), kind, has_shift=shift is not None):
         if scaled:
             weight = (values.float() * scales[..., None, :]).to(x.dtype).flatten(-3, -2)
-            product = dot(inputs.flatten(-2), weight)
+            products.append(dot(inputs.flatten(-2), weight))
         else:
             product = dot(inputs.transpose(-3, -2), values) * scales[..., None, :]
-            product = product.squeeze(-3) if groups == 1 else product.sum(-3)
-        total = product if total is None else total + product
-    assert total is not None
-    if shift is None:
-        return total
-    return total + dot(x.float().unflatten(-1, (groups, -1)).sum(-1), shift)
+            products.append(product.squeeze(-3) if groups == 1 else product.sum(-3))
+    if shift is not None:
+        products.append(dot(x.float().unflatten(-1, (groups, -1)).sum(-1), shift))
+    return reduce(torch.add, products)
 
 
 def _split_parts(
@@ -172,16 +167,16 @@ def check_weight_types(model: nn.Module, target: str) -> None:
     """Raise ValueError where a target has no fp8, or no number as large as a code of a checkpoint's weights."""
     for _, prefix, weight in list_quantized(model):
         name = prefix[:-1]
-        if weight.kind != "fp8":
-            continue
-        if target in TARGETS_WITHOUT_FP8:
+        if weight.kind == "fp8" and target in TARGETS_WITHOUT_FP8:
             raise ValueError(
                 f"{name} has weights of fp8, a type that target={target!r} lacks; use target='trn2' or later, or pass "
                 f"--dequantize (dequantize=True)"
             )
         limit, parts = FP8_LARGEST_ON.get(target), weight.codes.flatten(0, -2).split(1024)
+        if limit is None or weight.kind != "fp8":
+            continue
         largest = max((float(each.float().abs().amax()) for each in parts), default=0.0)
-        if limit is not None and not largest <= limit:
+        if not largest <= limit:
             raise ValueError(
                 f"{name} has codes of fp8 up to {largest:g}, and the largest of target={target!r} is {limit:g}; use target='trn3', or pass "
                 f"--dequantize (dequantize=True), with --quantization fp8 to round the weights again"

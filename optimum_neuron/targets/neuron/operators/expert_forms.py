@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..sdk.hardware import Chip
 
@@ -66,13 +66,11 @@ class ExpertForm:
 
     @property
     def parts(self) -> Iterator[tuple[int, int]]:
-        """Yield the first and the end of each part of the gathered blocks."""
         for start in range(0, self.gathered, max(self.part, 1)):
             yield start, min(start + self.part, self.gathered)
 
 
-@dataclass(frozen=True)
-class ExpertWork:
+class ExpertWork(NamedTuple):
     """The work of one layer on a core."""
 
     moved: int  # bytes read and written

@@ -117,15 +117,11 @@ def _quantized_product(x: Tensor, weight: QuantizedWeight, index: Tensor | None 
 def block_places(index: Tensor, experts: int, rows: int, gathered: int) -> tuple[Tensor, Tensor]:
     """Give each entry of a routing a place in a block of its expert; no two get the same.
 
-    Counted without a sort, a cumulative sum or a division. All numbers are whole and below 2^24, where float32 and its sums are exact. Block
-    e is the first of expert e; `gathered` others follow, in the order of their experts.
+    Block e is the first of expert e; `gathered` others follow, in the order of their experts. Without a sort, a cumulative sum or a division:
+    all numbers are whole and below 2^24, where float32 and its sums are exact.
 
-    Args:
-        index: `[tokens, k]`, whole numbers; from `experts` on: nowhere.
-        rows: of a block, a power of two.
-
-    Returns:
-        `[tokens, k]` int32, block * rows + row, and `[gathered]` int32, the expert of each further block; any where they are not in use.
+    For `index [tokens, k]`, nowhere from `experts` on, and blocks of `rows`, a power of two, return `[tokens, k]` int32, block * rows + row,
+    and `[gathered]` int32, the expert of each further block; any where they are not in use.
     """
     order = torch.arange(experts, dtype=torch.int32)
     chosen = index[:, :, None] == order  # [tokens, k, experts]

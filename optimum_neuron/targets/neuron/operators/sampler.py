@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, library
@@ -13,7 +12,7 @@ from ....step.sampling import sampler as sampling
 from .collectives import all_gather
 
 
-# All ranks' tensors side by side along dimension 1.
+# Gives all ranks' tensors side by side along dimension 1.
 GatherColumns = Callable[[Tensor], Tensor]
 
 
@@ -23,13 +22,9 @@ def sample(
 ) -> Tensor:
     """Sample `[rows]` int32 as `step.sampling.sampler.sample` of a rank among so many; all ranks get the same.
 
-    Args:
-        logits: `[rows, columns]` float32, of the rank's part of the vocabulary.
-        sampling_params, uniforms: as in `step.sampling.sampler.sample`.
-        first: int32 number, the token of the rank's first column.
-        vocab_size: of all ranks.
+    `logits [rows, columns]` are of the rank's part of the vocabulary, and `first` is the token of its first column, an int32 number.
     """
-    return written_out(partial(gather_columns, ranks), logits, sampling_params, uniforms, first, vocab_size, ranks)
+    return written_out(None, logits, sampling_params, uniforms, first, vocab_size, ranks)
 
 
 @sample.register_fake
@@ -37,23 +32,18 @@ def _(logits: Tensor, sampling_params: Tensor, uniforms: Tensor, first: Tensor, 
     return logits.new_empty(logits.shape[0], dtype=torch.int32)
 
 
-def gather_columns(ranks: int, own: Tensor) -> Tensor:
-    return own if ranks == 1 else all_gather(own, 1, ranks)
-
-
 def written_out(
-    gather: GatherColumns,
+    gather: GatherColumns | None,
     logits: Tensor,
-    sampling_params: Tensor,
+    params: Tensor,
     uniforms: Tensor,
     first: Tensor,
     vocab_size: int,
     ranks: int,
 ) -> Tensor:
-    """Compute `sample` in elementary operators."""
     if ranks == 1:
-        return sampling.sample(logits, sampling_params, uniforms)
-    return sampling.sample(logits, sampling_params, uniforms, first, vocab_size, of_all(ranks, gather))
+        return sampling.sample(logits, params, uniforms)
+    return sampling.sample(logits, params, uniforms, first, vocab_size, of_all(ranks, gather))
 
 
 def largest_of_whole(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
@@ -63,7 +53,7 @@ def largest_of_whole(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) 
 
 def of_all(ranks: int, gather: GatherColumns | None = None) -> sampling.Gather:
     """Return a gather that splits numbers in a row by rank; by default in operators of an exported graph."""
-    columns = gather or partial(gather_columns, ranks)
+    columns = gather or (lambda own: own if ranks == 1 else all_gather(own, 1, ranks))
     return lambda own: columns(own).unflatten(1, (ranks, -1))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ....step.cache_needs import keeps_convolution
-from .plan import PADDING, HeadLayout, Section, ShardedHeads, ShardPlan, by_heads, even, head_layout, packed
+from .plan import PADDING, HeadLayout, Section, ShardPlan, by_heads, even, head_layout, packed
 from .random_layers import Block
 from .recurrences import RecurrentLayer
 from .trace import HeadSizes, ModelTrace, is_below
@@ -31,11 +31,11 @@ CUT, WHOLE = (*COLUMN, *ROW), (*WHOLE_COLUMN, *WHOLE_ROW)
 
 
 def share_vocabulary(plan: ShardPlan, model: PreTrainedModel) -> None:
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    plan.embedding = names[id(embedding)]
+    plan.embedding = names[embedding]
     plan.cut_tensor(f"{plan.embedding}.weight", 0, even(embedding.num_embeddings, plan.world_size))
-    cut_columns(plan, names[id(head)], even(head.out_features, plan.world_size))
+    cut_layer(plan, names[head], True, even(head.out_features, plan.world_size))
 
 
 def share_experts(plan: ShardPlan, name: str, experts: Any) -> None:
@@ -70,20 +70,20 @@ def share_attention(plan: ShardPlan, trace: ModelTrace, name: str, styles: Mappi
     except ValueError as error:
         raise plan.make_refusal(f"{name}: {error}") from error
     for layer, style in styles.items():
-        size = _cut_size(plan, layer, style)
-        if style in (*COLUMN, *WHOLE_COLUMN):
+        size, by_column = _cut_size(plan, layer, style), style in (*COLUMN, *WHOLE_COLUMN)
+        if by_column:
             sections = _head_sections(size, style, sizes, layout, values.offset if values.source == layer else 0)
             if not sections:
                 raise plan.make_refusal(
                     f"{layer} has {size} outputs, which are not those of {sizes.heads} query or {sizes.kv_heads} "
                     f"key/value heads of {sizes.key_dim} and {sizes.value_dim} values"
                 )
-            cut_columns(plan, layer, *sections)
         elif size == sizes.heads * sizes.value_dim:
-            cut_rows(plan, layer, by_heads(size, sizes.heads, layout.query))
+            sections = (by_heads(size, sizes.heads, layout.query),)
         else:
             raise plan.make_refusal(f"{layer} has {size} inputs for {sizes.heads} heads of {sizes.value_dim} values")
-    plan.attention[name] = ShardedHeads(sizes, layout)
+        cut_layer(plan, layer, by_column, *sections)
+    plan.attention[name] = layout
 
 
 def _head_sections(
@@ -108,7 +108,6 @@ def _head_sections(
 
 
 def share_block(plan: ShardPlan, model: PreTrainedModel, block: Block) -> None:
-    """Cut a block by its places: consecutive channels, where it is a convolution."""
     for name, dim, sections in block.rules(plan.world_size):
         if f"model.{name}" in plan.shapes:
             plan.cut_tensor(name, dim, *sections)
@@ -136,10 +135,7 @@ def share_siblings(plan: ShardPlan, trace: ModelTrace, styles: Mapping[str, str]
             continue
         parts = 2 if style in (*PACKED, *WHOLE_COLUMN) else 1
         sections = packed(_cut_size(plan, layer, style), parts, plan.world_size)
-        if style in (*COLUMN, *WHOLE_COLUMN):
-            cut_columns(plan, layer, *sections)
-        else:
-            cut_rows(plan, layer, *sections)
+        cut_layer(plan, layer, style in (*COLUMN, *WHOLE_COLUMN), *sections)
 
 
 def _find_halves(plan: ShardPlan, trace: ModelTrace, styles: Mapping[str, str]) -> Collection[str]:
@@ -151,35 +147,31 @@ def _find_halves(plan: ShardPlan, trace: ModelTrace, styles: Mapping[str, str]) 
     if len(outer) != 1 or any(f"model.{name}.weight" not in plan.shapes for name in styles):
         return ()
     taken = _cut_size(plan, outer[0], styles[outer[0]])
-    views = [call.first for call in trace.calls if call.first and call.first.shape[-1:] == (taken,)]
+    views = [view for _, view in trace.calls if view and view.shape[-1:] == (taken,)]
     halved = {view.source for view in views if view.step == 1 and view.offset in (0, taken)}
     given = {name: _cut_size(plan, name, style) for name, style in styles.items() if name != outer[0]}
     halves = all(size == 2 * taken and name in halved for name, size in given.items())
     return styles.keys() if given and halves else ()
 
 
-def cut_columns(plan: ShardPlan, layer: str, *sections: Section) -> None:
-    """Cut a layer's outputs: the rows of a linear layer's weight and its bias, or a parameter's dimension for it."""
+def cut_layer(plan: ShardPlan, layer: str, by_column: bool, *sections: Section) -> None:
+    """Cut a linear layer, or a parameter that is like its weight: its outputs, with the bias, or its inputs.
+
+    By inputs its output is a partial sum, and a linear layer's whole bias is added once.
+    """
     if f"model.{layer}" in plan.shapes:
-        plan.cut_tensor(layer, max(-2, -len(plan.shapes[f"model.{layer}"])), *sections)
+        plan.cut_tensor(layer, max(-2, -len(plan.shapes[f"model.{layer}"])) if by_column else -1, *sections)
         return
-    plan.cut_tensor(f"{layer}.weight", 0, *sections)
-    if f"model.{layer}.bias" in plan.shapes:
-        plan.cut_tensor(f"{layer}.bias", 0, *sections)
-
-
-def cut_rows(plan: ShardPlan, layer: str, *sections: Section) -> None:
-    """Cut a layer's inputs: its output is a partial sum, and a linear layer's whole bias is added once."""
-    if f"model.{layer}" in plan.shapes:
-        plan.cut_tensor(layer, -1, *sections)
-    else:
-        plan.cut_tensor(f"{layer}.weight", 1, *sections)
+    plan.cut_tensor(f"{layer}.weight", 0 if by_column else 1, *sections)
+    if not by_column:
         plan.row_linears.append(layer)
+    elif f"model.{layer}.bias" in plan.shapes:
+        plan.cut_tensor(f"{layer}.bias", 0, *sections)
 
 
 def _cut_size(plan: ShardPlan, layer: str, style: str) -> int:
     shape = plan.shapes.get(f"model.{layer}") or plan.shapes[f"model.{layer}.weight"]
-    return shape[-1] if style in (*ROW, *WHOLE_ROW) else shape[max(-2, -len(shape))]
+    return shape[-1] if style in (*ROW, *WHOLE_ROW) else shape[-2:][0]
 
 
 def share_norms(plan: ShardPlan, model: nn.Module, trace: ModelTrace) -> None:
@@ -187,19 +179,19 @@ def share_norms(plan: ShardPlan, model: nn.Module, trace: ModelTrace) -> None:
 
     A weight per head is cut with the heads. A weight of a norm over all heads needs them all: such a module gets its input gathered.
     """
-    for call in trace.calls:
-        rule = plan.rules.get(f"model.{call.first.source}.weight") if call.first else None
-        if call.first is None or rule is None or rule.dim != 0 or len(rule.sections) != 1:
+    for called, view in trace.calls:
+        rule = plan.rules.get(f"model.{view.source}.weight") if view else None
+        if view is None or view.source == plan.embedding or rule is None or rule.dim or len(rule.sections) != 1:
             continue
-        (section,), module = rule.sections, model.get_submodule(call.name)
-        if isinstance(module, nn.Linear) or call.first.source == plan.embedding:
+        (section,), module = rule.sections, model.get_submodule(called)
+        if isinstance(module, nn.Linear):
             continue
         heads = (section.size // section.block, section.block)
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.shape == heads == call.first.shape[-2:]:
-                plan.cut_tensor(f"{call.name}.{name}", 0, Section(0, heads[0], 1, section.order))
-            elif parameter.shape[-1:] == call.first.shape[-1:] == (section.size,) and section.size > section.block:
-                plan.whole_inputs[call.name] = section
+            if parameter.shape == heads == view.shape[-2:]:
+                plan.cut_tensor(f"{called}.{name}", 0, Section(0, heads[0], 1, section.order))
+            elif parameter.shape[-1:] == view.shape[-1:] == (section.size,) and section.size > section.block:
+                plan.whole_inputs[called] = section
 
 
 def planned_styles(model: PreTrainedModel) -> dict[str, str]:
@@ -212,11 +204,13 @@ def planned_styles(model: PreTrainedModel) -> dict[str, str]:
     return styles
 
 
-def derived_styles(model: PreTrainedModel, trace: ModelTrace, others: Collection[str]) -> dict[str, str]:
-    """Return the styles of attention in a model without a plan; raise ValueError for a layer outside experts, attention and `others`."""
+def derive_styles(
+    plan: ShardPlan, model: PreTrainedModel, trace: ModelTrace, others: Collection[str]
+) -> dict[str, str]:
+    """Return the styles of attention in a model without a plan; refuse a layer outside experts, attention and `others`."""
+    undeclared = "it declares no plan (base_model_tp_plan), and"
     styles: dict[str, str] = {}
-    called = list(dict.fromkeys(call.name for call in trace.calls))
-    modules = {name: model.get_submodule(name) for name in called}
+    modules = {name: model.get_submodule(name) for name in trace.called}
     head = model.get_output_embeddings()  # has a rule of its own
     linears = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head]
     for name, sizes in trace.attention.items():
@@ -225,17 +219,15 @@ def derived_styles(model: PreTrainedModel, trace: ModelTrace, others: Collection
         outputs = [model.get_submodule(each).out_features for each in inputs]
         expected = [sizes.heads * sizes.key_dim, sizes.kv_heads * sizes.key_dim, sizes.kv_heads * sizes.value_dim]
         if outputs != expected or model.get_submodule(output).in_features != sizes.heads * sizes.value_dim:
-            raise ValueError(
-                f"it declares no plan (base_model_tp_plan), and the layers of {name} are not one projection each to "
-                f"queries, keys and values and one from them"
+            raise plan.make_refusal(
+                f"{undeclared} the layers of {name} are not one projection each to queries, keys and values and one from them"
             )
         own = model.get_submodule(name).named_parameters(recurse=False)
         per_head = [f"{name}.{each}" for each, tensor in own if tensor.shape == (sizes.heads,)]
         styles |= dict.fromkeys([*inputs, *per_head], "colwise") | {output: "rowwise"}
     other = next((name for name in linears if name not in styles and name not in others), None)
     if other is not None:
-        raise ValueError(
-            f"it declares no plan (base_model_tp_plan), and {other} is neither attention nor experts nor part of a block with parts that "
-            f"add up to it"
+        raise plan.make_refusal(
+            f"{undeclared} {other} is neither attention nor experts nor part of a block with parts that add up to it"
         )
     return styles

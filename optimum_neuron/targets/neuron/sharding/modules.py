@@ -19,7 +19,7 @@ from ....step.ops import StepOps
 from ....step.sampling.sampler import largest_of_shard
 from ..operators.collectives import all_gather, all_reduce
 from ..operators.sampler import of_all
-from .plan import PADDING, RANK_BUFFER, Section, ShardedHeads, ShardPlan
+from .plan import PADDING, RANK_BUFFER, HeadLayout, Section, ShardPlan
 
 
 Forward = Callable[..., Any]
@@ -69,27 +69,27 @@ def apply_plan(model: PreTrainedModel, plan: ShardPlan, *, float32_reduce: bool 
     for name, recurrence in plan.recurrences.items():
         for part, attribute, size in recurrence.sizes:
             setattr(model.get_submodule(f"{name}.{part}" if part else name), attribute, size)
-    configs: dict[tuple[int, ShardedHeads], Any] = {}
-    for name, heads in plan.attention.items():
-        _set_heads(model.get_submodule(name), heads, configs)
+    configs: dict[tuple[int, HeadLayout], Any] = {}
+    for name, layout in plan.attention.items():
+        _set_heads(model.get_submodule(name), layout, configs)
 
 
 def _cut_tensors(model: nn.Module, plan: ShardPlan) -> None:
-    """Give tensors their local shapes; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     kept: list[Tensor] = []  # an object's id is its own while it lives
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for members in (module._parameters, module._buffers):
-            for name, member in members.items():
-                full = ".".join(part for part in ("model", prefix, name) if part)
-                if member is None or full not in plan.rules:
-                    continue
-                if id(member) not in made:
-                    kept.append(member)
-                    part = member.new_empty(plan.local_shape(full))
-                    is_parameter = isinstance(member, nn.Parameter)
-                    made[id(member)] = nn.Parameter(part, requires_grad=False) if is_parameter else part
-                members[name] = made[id(member)]
+    for full, member in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if f"model.{full}" not in plan.rules:
+            continue
+        if id(member) not in made:
+            kept.append(member)
+            part = member.new_empty(plan.local_shape(f"model.{full}"))
+            is_parameter = isinstance(member, nn.Parameter)
+            made[id(member)] = nn.Parameter(part, requires_grad=False) if is_parameter else part
+        prefix, _, name = full.rpartition(".")
+        setattr(model.get_submodule(prefix), name, made[id(member)])
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
@@ -129,18 +129,17 @@ def _select_blocks(blocks: Tensor, order: list[int]) -> Tensor:
     return blocks.index_select(-2, torch.tensor(order, dtype=torch.int32))
 
 
-def _set_heads(attention: Any, heads: ShardedHeads, configs: dict[tuple[int, ShardedHeads], Any]) -> None:
+def _set_heads(attention: Any, layout: HeadLayout, configs: dict[tuple[int, HeadLayout], Any]) -> None:
     """Give code that names its heads the rank's; layers that share a config still share one, through `configs`."""
-    sizes, layout = heads.sizes, heads.layout
     # Attention modules and configs have these names.
-    local = dict.fromkeys(("num_heads", "num_attention_heads"), (sizes.heads, layout.local_query))
-    local |= dict.fromkeys(("num_key_value_heads", "num_kv_heads"), (sizes.kv_heads, layout.local_key_value))
-    groups = sizes.heads // sizes.kv_heads, layout.local_query // layout.local_key_value
+    local = dict.fromkeys(("num_heads", "num_attention_heads"), (layout.heads, layout.local_query))
+    local |= dict.fromkeys(("num_key_value_heads", "num_kv_heads"), (layout.kv_heads, layout.local_key_value))
+    groups = layout.heads // layout.kv_heads, layout.local_query // layout.local_key_value
     local["num_key_value_groups"] = groups
     owners = [attention]
     if hasattr(attention, "config"):
         whole_config = attention.config  # which other modules read, too, and the model keeps alive
-        attention.config = configs.setdefault((id(whole_config), heads), copy.copy(whole_config))
+        attention.config = configs.setdefault((id(whole_config), layout), copy.copy(whole_config))
         owners.append(attention.config)
     for owner in owners:
         for name, (whole, part) in local.items():
@@ -153,11 +152,7 @@ _LARGEST_TOKEN = 2**24
 
 
 def sharded_ops(base_ops: StepOps, model: nn.Module, plan: ShardPlan) -> StepOps:
-    """Return operators of a step of `apply_plan`'s model: every rank chooses the token of the largest of all logits.
-
-    Raises:
-        ValueError: the vocabulary is too large.
-    """
+    """Return operators of a step of `apply_plan`'s model: every rank chooses the token of the largest of all logits."""
     if plan.vocab_size > _LARGEST_TOKEN:
         raise plan.make_refusal(f"its vocabulary of {plan.vocab_size} exceeds {_LARGEST_TOKEN}")
 

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-from .trace import HeadSizes
 
 
 RANK_BUFFER = "tensor_parallel_rank"
@@ -22,17 +21,11 @@ PADDING = -1
 class Section:
     """A stretch of one dimension that is cut by itself: a fused projection has one for queries, keys and values each."""
 
-    # The place of the stretch in the whole tensor.
-    start: int
+    start: int  # in the whole tensor
     size: int
     block: int  # elements that stay together, such as those of a head. Zeros fill up the last block of a section
-    # The blocks of the ranks, or PADDING, one rank's after the other's. All ranks have as many, and a block may occur
-    # twice.
+    # The blocks of the ranks, or PADDING, one rank's after the other's. All ranks have as many; one may occur twice.
     order: tuple[int, ...]
-
-    def blocks(self, rank: int, world_size: int) -> tuple[int, ...]:
-        count = len(self.order) // world_size
-        return self.order[rank * count : (rank + 1) * count]
 
     def local_size(self, world_size: int) -> int:
         return self.block * (len(self.order) // world_size)
@@ -49,29 +42,31 @@ class ShardRule:
         return sum(section.local_size(world_size) for section in self.sections)
 
     def places(self, rank: int, world_size: int) -> tuple[int, ...]:
-        """Return the place of each element of a rank's part in the whole tensor, or PADDING."""
-        places = list[int]()
-        for section in self.sections:
-            for block in section.blocks(rank, world_size):
-                for each in range(block * section.block, (block + 1) * section.block):
-                    present = block != PADDING and each < section.size
-                    places.append(section.start + each if present else PADDING)
-        return tuple(places)
+        pieces = self._list_pieces(rank, world_size)
+        return tuple(
+            place
+            for start, present, padding in pieces
+            for place in (*range(start, start + present), *[PADDING] * padding)
+        )
 
     def shard(self, tensor: Tensor, rank: int, world_size: int) -> Tensor:
         """Return one rank's part: a view where it lies in one piece, else a copy of its own size."""
         parts = []
+        for start, present, padding in self._list_pieces(rank, world_size):
+            if present:
+                parts.append(tensor.narrow(self.dim, start, present))
+            if padding:
+                parts.append(tensor.new_zeros([*tensor.shape[: self.dim], padding, *tensor.shape[self.dim + 1 :]]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+
+    def _list_pieces(self, rank: int, world_size: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the begin of each block in the whole tensor, its elements there, and the zeros that follow."""
         for section in self.sections:
-            for block in section.blocks(rank, world_size):
+            count = len(section.order) // world_size
+            for block in section.order[rank * count : (rank + 1) * count]:
                 offset = block * section.block
                 present = 0 if block == PADDING else max(0, min(section.block, section.size - offset))
-                if present:
-                    parts.append(tensor.narrow(self.dim, section.start + offset, present))
-                if present < section.block:
-                    shape = list(tensor.shape)
-                    shape[self.dim] = section.block - present
-                    parts.append(tensor.new_zeros(shape))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
+                yield section.start + offset, present, section.block - present
 
 
 def even(size: int, world_size: int, *, start: int = 0, unit: int = 1) -> Section:
@@ -98,6 +93,9 @@ class HeadLayout:
     padding, a head of zeros that o_proj's zero columns ignore; a key/value head may be in several slots.
     """
 
+    # In the whole model.
+    heads: int
+    kv_heads: int
     # The head in each slot, or PADDING; one rank's slots after the other's.
     query: tuple[int, ...]
     key_value: tuple[int, ...]
@@ -132,15 +130,7 @@ def head_layout(heads: int, kv_heads: int, world_size: int) -> HeadLayout:
         query += [head if head < end else PADDING for head in range(first, first + copies * query_slots)]
     key_value += [PADDING] * (slots - len(key_value))
     query += [PADDING] * (slots * query_slots - len(query))
-    return HeadLayout(tuple(query), tuple(key_value), world_size)
-
-
-@dataclass(frozen=True)
-class ShardedHeads:
-    """One attention layer: its heads in the whole model, and their places on ranks."""
-
-    sizes: HeadSizes
-    layout: HeadLayout
+    return HeadLayout(heads, kv_heads, tuple(query), tuple(key_value), world_size)
 
 
 @dataclass(frozen=True)
@@ -148,15 +138,13 @@ class ShardedRecurrence:
     """A layer's recurrence. Each rank has as many consecutive heads as any other, and the key heads that these use."""
 
     world_size: int
-    # In the whole model.
-    heads: int
+    heads: int  # in the whole model, as key heads
     key_heads: int
     # Heads, and numbers of each, of a token's key and of the rest that changes the state (`ScanCall.inputs`).
     inputs: tuple[tuple[int, int], ...]
     # Attributes by which the layer's code computes a rank's heads: the part of the layer, the name, a rank's value.
     sizes: tuple[tuple[str, str, int], ...] = ()
-    # Parameters of its convolutions `[channels, 1, kernel]`, by their names in the layer and in the order of their
-    # states.
+    # Its convolutions' parameters `[channels, 1, kernel]`, by their names in the layer, in the order of their states.
     filters: tuple[str, ...] = ()
 
     def heads_of(self, rank: int) -> list[int]:
@@ -168,7 +156,6 @@ class ShardedRecurrence:
         return sorted({head // group for head in self.heads_of(rank)})
 
     def inputs_of(self, rank: int) -> list[int]:
-        """Return the places of a rank's inputs among those of a token."""
         places, first = list[int](), 0
         for number, (heads, size) in enumerate(self.inputs):
             for head in self.heads_of(rank) if number else self.key_heads_of(rank):
@@ -191,10 +178,9 @@ class ShardPlan:
     rules: dict[str, ShardRule] = field(default_factory=dict)  # tensors that are cut; a rank holds all others whole
     row_linears: list[str] = field(default_factory=list)  # linear layers with partial sums as outputs
     reduced: list[str] = field(default_factory=list)  # other modules with partial sums as outputs
-    # Modules between sharded layers that need their whole input, such as a norm over all heads; and the cut of its
-    # last dimension.
+    # Modules that need their whole input, such as a norm over all heads; and the cut of its last dimension.
     whole_inputs: dict[str, Section] = field(default_factory=dict)
-    attention: dict[str, ShardedHeads] = field(default_factory=dict)  # attention layers of which a rank has some heads
+    attention: dict[str, HeadLayout] = field(default_factory=dict)  # attention layers of which a rank has some heads
     # Modules that keep inputs of a convolution; each rank has as many consecutive channels as any other.
     convolutions: list[str] = field(default_factory=list)
     # Layers with a recurrence of which a rank has some heads; others are whole on every rank.
@@ -216,7 +202,6 @@ class ShardPlan:
         self.rules[tensor] = ShardRule(dim % len(self.shapes[tensor]), sections)
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a rank's part of a tensor, the same for all ranks."""
         shape = list(self.shapes[name])
         if name in self.rules:
             shape[self.rules[name].dim] = self.rules[name].local_size(self.world_size)

@@ -81,11 +81,9 @@ def _trace_copy(plan: ShardPlan, model: PreTrainedModel, complaint: str) -> Mode
 
 
 def _fill_plan(plan: ShardPlan, model: PreTrainedModel, trace: ModelTrace) -> None:
-    heads = trace.selecting_heads
-    if heads > 1:
-        raise plan.make_refusal(
-            f"its layers select keys for each of {heads} heads, and ranks have no parts of a selection"
-        )
+    if (heads := trace.selecting_heads) > 1:
+        reason = f"its layers select keys for each of {heads} heads, and ranks have no parts of a selection"
+        raise plan.make_refusal(reason)
     layers.share_vocabulary(plan, model)
     recurrent = find_recurrences(model, trace, plan.world_size)
     for layer in recurrent:
@@ -97,7 +95,12 @@ def _fill_plan(plan: ShardPlan, model: PreTrainedModel, trace: ModelTrace) -> No
     }
     _check_whole_recurrences(plan, model, styles)
     if not styles:
-        styles = _derive_styles(plan, model, trace)
+        blocks = [block for block in find_blocks(model, trace, plan.world_size) if block.name not in plan.recurrences]
+        others = {name for block in blocks for name in (*block.inner, block.outer)}
+        others |= {name for layer in plan.recurrences for name in trace.inputs if is_below(name, layer)}
+        styles = layers.derive_styles(plan, model, trace, others)
+        for block in blocks:
+            layers.share_block(plan, model, block)
     elif any(keeps_convolution(module) and not keeps_recurrence(module) for module in model.modules()):
         raise plan.make_refusal("its layers convolve, and its own plan (base_model_tp_plan) cuts no convolution")
     for name, module in model.named_modules():
@@ -133,20 +136,6 @@ def _check_whole_recurrences(plan: ShardPlan, model: PreTrainedModel, styles: Ma
             raise plan.make_refusal(f"its plan cuts {name} in a layer with a recurrence, which every rank has whole")
 
 
-def _derive_styles(plan: ShardPlan, model: PreTrainedModel, trace: ModelTrace) -> dict[str, str]:
-    """Cut the blocks of a model that has no plan; return the styles of its attention."""
-    blocks = [block for block in find_blocks(model, trace, plan.world_size) if block.name not in plan.recurrences]
-    others = {name for block in blocks for name in (*block.inner, block.outer)}
-    others |= {name for layer in plan.recurrences for name in trace.inputs if is_below(name, layer)}
-    try:
-        styles = layers.derived_styles(model, trace, others)
-    except ValueError as error:
-        raise plan.make_refusal(error) from error
-    for block in blocks:
-        layers.share_block(plan, model, block)
-    return styles
-
-
 def _is_to_cut(plan: ShardPlan, model: PreTrainedModel, name: str, style: str) -> bool:
     """Return whether a style cuts a parameter or a plain linear layer; other layers stay whole where their style is."""
     if style in (*layers.REDUCED, *layers.REPLICATED):
@@ -176,15 +165,15 @@ def _sum_once(plan: ShardPlan, modules: list[str], matrices: list[str]) -> None:
 
 def _check_rank(plan: ShardPlan, whole: ModelTrace, part: ModelTrace) -> None:
     """Check that a rank runs the same modules as often, over the same sizes, on the heads and to the logits of the plan."""
-    runs, rank_runs = (Counter(call.name for call in trace.calls) for trace in (whole, part))
+    runs, rank_runs = (Counter(trace.called) for trace in (whole, part))
     for name in [*runs, *rank_runs]:
         if runs[name] != rank_runs[name]:
             raise plan.make_refusal(f"on a rank's heads, {name} runs {rank_runs[name]} times instead of {runs[name]}")
     for before, after in zip_longest(whole.reductions, part.reductions):
         if before != after:
             raise plan.make_refusal(f"its code mixes values of several ranks: {before} becomes {after}")
-    for name, heads in plan.attention.items():
-        seen, layout = part.attention[name], heads.layout
+    for name, layout in plan.attention.items():
+        seen = part.attention[name]
         if (seen.heads, seen.kv_heads) != (layout.local_query, layout.local_key_value):
             raise plan.make_refusal(
                 f"{name} computes {seen.heads} query and {seen.kv_heads} key/value heads instead of "
@@ -198,15 +187,12 @@ def _make_plain(model: PreTrainedModel) -> None:
     """Replace a model's quantized layers by plain ones of the same sizes, without values, where tensors have no data."""
     dtype = model.dtype
     for name, module in list(model.named_modules()):
-        plain: nn.Module | None = None
         if isinstance(module, QuantizedLinear):
             plain = nn.Linear(module.in_features, module.out_features, bias=False, dtype=dtype)
             plain.register_parameter("bias", module.bias)
+            model.set_submodule(name, plain)
         elif isinstance(module, QuantizedEmbedding):
-            plain = nn.Embedding(module.num_embeddings, module.embedding_dim, dtype=dtype)
-        if plain is not None:
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, plain)
+            model.set_submodule(name, nn.Embedding(module.num_embeddings, module.embedding_dim, dtype=dtype))
         for own, weight in quantized_weights(module).items():
             empty = torch.empty((*weight.codes.shape[:-1], weight.inputs), dtype=dtype)
             module.register_parameter(own, nn.Parameter(empty, requires_grad=False))
@@ -215,10 +201,9 @@ def _make_plain(model: PreTrainedModel) -> None:
 
 
 def _cut_quantized(plan: ShardPlan, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Turn rules of plain weights into those of codes, scales and shifts; `shapes` of the model's own tensors become the plan's.
+    """Turn rules of plain weights into those of codes, scales and shifts; refuse to cut a group that shares a scale.
 
-    Raises:
-        ValueError: a rank's inputs would begin or end within a group that shares a scale.
+    `shapes` of the model's own tensors become the plan's.
     """
     for plain, own, weight in list_quantized(model):
         name = f"model.{plain}"

@@ -43,8 +43,7 @@ class Block:
     """A module with parts that add up to it."""
 
     name: str
-    # Its linear layers but the last, and how many values each gives per place: all places' first, then all second
-    # ones.
+    # Its linear layers but the last, and how many values each gives per place: all places' first, then all second ones.
     inner: dict[str, int]
     outer: str  # its last linear layer
     places: int  # the inputs of that
@@ -65,7 +64,7 @@ def find_blocks(model: PreTrainedModel, trace: ModelTrace, world_size: int) -> l
     """Return blocks without attention that so many ranks can share; of those with the same classes, sizes and activations one is tried."""
     found: list[Block] = []
     tried: dict[str, bool] = {}
-    called = [call.name for call in trace.calls]
+    called = trace.called
     linears = [name for name in called if is_linear(model.get_submodule(name))]
     for name in dict.fromkeys(linear.rpartition(".")[0] for linear in linears):
         own = [linear for linear in linears if linear.rpartition(".")[0] == name]
@@ -82,30 +81,25 @@ def find_blocks(model: PreTrainedModel, trace: ModelTrace, world_size: int) -> l
         block = Block(name, {each: size // places for each, size in outputs.items()}, outer, places, others)
         look = f"{module!r} {[tuple(each.shape) for each in module.parameters()]}"
         if look not in tried:
-            tried[look] = adds_up(block, module, world_size, *trace.inputs[name])
+            tried[look] = adds_up(block, module, world_size, trace)
         if tried[look]:
             found.append(block)
     return found
 
 
-def adds_up(block: Block, module: nn.Module, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def adds_up(block: Block, module: nn.Module, world_size: int, trace: ModelTrace) -> bool:
     """Return whether the results of a module's parts, on random numbers, sum up to that of the whole."""
     with unset_fake_temporarily(), torch.no_grad():
-        random = torch.Generator().manual_seed(0)
-        tensors = {f"{block.name}.{name}": random_numbers(each, random) for name, each in module.named_parameters()}
-        if f"{block.outer}.bias" in tensors:
-            tensors[f"{block.outer}.bias"].zero_()  # is added once, after the sum
-        args, kwargs = pytree.tree_map_only(Tensor, lambda each: random_numbers(each, random), (args, kwargs))
+        layer = RandomLayer(block.name, module, block.outer, trace)
+        if f"{block.outer}.bias" in layer.tensors:
+            layer.tensors[f"{block.outer}.bias"].zero_()  # is added once, after the sum
         rules = {name: ShardRule(dim, sections) for name, dim, sections in block.rules(world_size)}
+        parts = [shard_tensors(layer.tensors, rules, rank, world_size) for rank in range(world_size)]
         try:
-            whole = fill_module(module, tensors, block.name)(*args, **kwargs)
-            total = torch.zeros(())
-            for rank in range(world_size):
-                part = shard_tensors(tensors, rules, rank, world_size)
-                total = total + fill_module(module, part, block.name)(*args, **kwargs)
+            whole, *outputs = (layer.fill(each)(*layer.args, **layer.kwargs) for each in (layer.tensors, *parts))
+            return is_close(torch.stack(outputs).sum(0), whole)
         except CODE_ERRORS:
             return False
-        return is_close(total, whole)
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
@@ -119,20 +113,16 @@ def shard_tensors(
     return {**tensors, **cuts}
 
 
-def random_numbers(tensor: Tensor, random: torch.Generator) -> Tensor:
-    """Return random numbers of a tensor's shape, so small that products of many are about 1; zeros of whole numbers."""
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    terms = tensor.shape[-1] if tensor.dim() > 1 else 1
-    return torch.randn(tensor.shape, generator=random) / math.sqrt(terms)
+def random_like(values: Any, random: torch.Generator) -> Any:
+    """Return random numbers in place of tensors, so small that products of many are about 1; zeros of whole numbers."""
 
+    def make_random(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        terms = tensor.shape[-1] if tensor.dim() > 1 else 1
+        return torch.randn(tensor.shape, generator=random) / math.sqrt(terms)
 
-def fill_module(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str) -> nn.Module:
-    """Return the module with other tensors, by names that begin with `prefix`."""
-    memo: dict[int, Any] = {}
-    for name, each in module.named_parameters():
-        memo[id(each)] = nn.Parameter(tensors[f"{prefix}.{name}"], requires_grad=False)
-    return copy.deepcopy(module, memo)
+    return pytree.tree_map_only(Tensor, make_random, values)
 
 
 def whole_numbers(module: nn.Module) -> dict[str, int]:
@@ -146,8 +136,7 @@ def whole_numbers(module: nn.Module) -> dict[str, int]:
 class LayerRun:
     taken: list[Tensor] = field(default_factory=list)  # inputs of the last linear layer
     calls: list[ScanCall] = field(default_factory=list)  # of recurrences
-    # Inputs and output of each other module, by its name.
-    norms: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    norms: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # inputs and output of each other module, by name
     # Where gradients are wanted, the results of each linear layer before the last.
     linears: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     read: dict[tuple[str, str], int] = field(default_factory=dict)  # sizes that the code read, and their values
@@ -182,9 +171,16 @@ class RandomLayer:
     def __init__(self, name: str, module: nn.Module, outer: str, trace: ModelTrace) -> None:
         random = torch.Generator().manual_seed(0)
         self.name, self._module, self._outer = name, module, outer.removeprefix(f"{name}.")
-        self.tensors = {f"{name}.{each}": random_numbers(tensor, random) for each, tensor in module.named_parameters()}
-        inputs = trace.inputs[name]
-        self._args, self._kwargs = pytree.tree_map_only(Tensor, lambda each: random_numbers(each, random), inputs)
+        tensors = {f"{name}.{each}": tensor for each, tensor in module.named_parameters()}
+        self.tensors: dict[str, Tensor] = random_like(tensors, random)
+        self.args, self.kwargs = random_like(trace.inputs[name], random)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """Return the module with other tensors."""
+        memo: dict[int, Any] = {}
+        for name, each in self._module.named_parameters():
+            memo[id(each)] = nn.Parameter(tensors[f"{self.name}.{name}"], requires_grad=False)
+        return copy.deepcopy(self._module, memo)
 
     def run_layer(
         self,
@@ -194,16 +190,16 @@ class RandomLayer:
         gradients: bool = False,
     ) -> tuple[LayerRun, nn.Module]:
         """Run with these parameters, with other values of attributes by module and name, and with replacements of modules."""
-        module, seen = fill_module(self._module, tensors, self.name), LayerRun()
+        module, seen = self.fill(tensors), LayerRun()
         module.requires_grad_(gradients)
         for (path, attribute), size in (sizes or {}).items():
             setattr(module.get_submodule(path), attribute, size)
-        outer: Any = module.get_submodule(self._outer)
-        outer.forward = seen.take_input
         for path, part in module.named_modules():
-            if norms and path in norms:
+            if path == self._outer:
+                part.forward = seen.take_input
+            elif norms and path in norms:
                 part.forward = norms[path]
-            if gradients and isinstance(part, nn.Linear) and path != self._outer:
+            elif gradients and isinstance(part, nn.Linear):
                 part.register_forward_hook(lambda *given, path=path: seen.linears[path].append(given[-1]))
             if path and not isinstance(part, (nn.Linear, nn.Conv1d)):
                 part.register_forward_hook(
@@ -212,7 +208,7 @@ class RandomLayer:
                 )
         backends = Backends({RecurrentState: seen, ConvolutionState: _NoConvolutions()})
         with torch.set_grad_enabled(gradients), serving(backends), _noting_reads(module, seen):
-            module(*self._args, **self._kwargs)
+            module(*self.args, **self.kwargs)
         return seen, module
 
 

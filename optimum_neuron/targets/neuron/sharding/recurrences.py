@@ -28,7 +28,7 @@ from ....step.features.recurrence.recurrence import ScanCall
 from ....step.features.recurrence.recurrent_functions import set_recurrences
 from .plan import Section, ShardedRecurrence, ShardRule, even
 from .random_layers import CODE_ERRORS, LayerRun, RandomLayer, Unlimited, is_close, shard_tensors, whole_numbers
-from .trace import ModelTrace, is_linear
+from .trace import ModelTrace, is_below, is_linear
 
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,9 @@ class RecurrentLayer:
     name: str
     rules: Mapping[str, ShardRule]  # cuts of its parameters, by their names in the model
     outer: str  # its last linear layer, which gives partial sums
-    # Modules that need their whole inputs, such as a norm over all heads; and the cuts of these.
-    norms: Mapping[str, Section]
+    norms: Mapping[
+        str, Section
+    ]  # modules that need their whole inputs, such as a norm over all heads; and the cuts of these
     shared: ShardedRecurrence
 
 
@@ -58,9 +59,9 @@ def find_recurrences(model: PreTrainedModel, trace: ModelTrace, world_size: int)
         sizes = [(each, sorted(whole_numbers(part).items())) for each, part in module.named_modules()]
         look = f"{module!r} {sizes} {[tuple(each.shape) for each in module.parameters()]}"
         if look not in tried:
-            linears = [call.name for call in trace.calls if call.name.startswith(f"{name}.")]
-            linears = [each for each in linears if is_linear(model.get_submodule(each))]
-            tried[look] = _share_layer(name, module, linears, world_size, trace) if linears else None
+            below = [each for each in trace.called if is_below(each, name)]
+            linears = [each for each in below if is_linear(model.get_submodule(each))]
+            tried[look] = _share_layer(name, module, linears[-1], world_size, trace) if linears else None
         layer = tried[look]
         if layer is not None:
             own = len(layer.name)
@@ -70,21 +71,18 @@ def find_recurrences(model: PreTrainedModel, trace: ModelTrace, world_size: int)
     return found
 
 
-def _share_layer(
-    name: str, module: nn.Module, linears: list[str], ranks: int, trace: ModelTrace
-) -> RecurrentLayer | None:
+def _share_layer(name: str, module: nn.Module, outer: str, ranks: int, trace: ModelTrace) -> RecurrentLayer | None:
     """Return a layer's rules; None without a rule, or where a rank would compute something else."""
     if any(True for _ in module.buffers()):
         return None
     with unset_fake_temporarily():
         try:
-            layer = RandomLayer(name, module, linears[-1], trace)
+            layer = RandomLayer(name, module, outer, trace)
             whole, copy = layer.run_layer(layer.tensors)
             if len(whole.calls) != 1 or len(whole.taken) != 1:
                 return None
-            (call,), (taken,) = whole.calls, whole.taken
-            places = taken.shape[-1]
-            if call.heads % ranks or places % ranks:
+            places = whole.taken[0].shape[-1]
+            if whole.calls[0].heads % ranks or places % ranks:
                 return None
             norms = _find_mixing(copy, whole, places, ranks)
             rules = _find_rules(layer, norms, places, ranks)
@@ -94,22 +92,21 @@ def _share_layer(
             return None
     if rules is None or shared is None:
         return None
-    rules[f"{linears[-1]}.weight"] = ShardRule(1, (even(places, ranks),))
-    return RecurrentLayer(name, rules, linears[-1], {f"{name}.{each}": even(places, ranks) for each in norms}, shared)
+    section = even(places, ranks)
+    rules[f"{outer}.weight"] = ShardRule(1, (section,))
+    return RecurrentLayer(name, rules, outer, {f"{name}.{each}": section for each in norms}, shared)
 
 
 def _find_mixing(module: nn.Module, whole: LayerRun, places: int, ranks: int) -> list[str]:
     """Return modules from all places to all places that mix a rank's places with another's."""
     found, own = [], places // ranks
-
-    def change_others(x: Tensor) -> Tensor:
-        return torch.cat([x[..., :own], 2 * x[..., own:] + 1], -1)
-
     for path, (given, output) in whole.norms.items():
         tensors = [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
         if not isinstance(output, Tensor) or any(each.shape[-1] != places for each in (*tensors, output)):
             continue
-        args, kwargs = pytree.tree_map_only(Tensor, change_others, given)
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda x: torch.cat([x[..., :own], 2 * x[..., own:] + 1], -1), given
+        )
         changed = module.get_submodule(path).forward(*args, **kwargs)
         if not torch.equal(changed[..., :own], output[..., :own]):
             found.append(path)
@@ -134,23 +131,18 @@ def _find_rules(layer: RandomLayer, norms: list[str], places: int, ranks: int) -
         weight = torch.randn(part.shape, generator=torch.Generator().manual_seed(1))
         found = torch.autograd.grad((part * weight).sum(), [*sources.values()], retain_graph=True, allow_unused=True)
         for name, gradient in zip(sources, found, strict=True):
-            if gradient is None:
-                continue
-            if name in linears:
+            if gradient is not None and name in linears:
                 for own, _ in module.get_submodule(name).named_parameters():
                     needed[f"{name}.{own}"].append(_find_places(gradient)[-1:])
-            else:
+            elif gradient is not None:
                 needed[name].append(_find_places(gradient))
     rules = {}
     for name, parts in needed.items():
-        for dim, rows in enumerate(map(torch.stack, zip(*parts, strict=True))):
-            if bool((rows != rows[0]).any()):
-                sections = _find_sections(rows)
-                if not sections:
-                    return None
-                rules[f"{layer.name}.{name}"] = ShardRule(dim, sections)
-                break
-    return rules
+        by_dim = enumerate(map(torch.stack, zip(*parts, strict=True)))
+        cut = next(((dim, rows) for dim, rows in by_dim if bool((rows != rows[0]).any())), None)
+        if cut is not None:
+            rules[f"{layer.name}.{name}"] = ShardRule(cut[0], _find_sections(cut[1]))
+    return rules if all(rule.sections for rule in rules.values()) else None
 
 
 def _find_places(gradient: Tensor) -> list[Tensor]:
@@ -206,16 +198,15 @@ def _fit_sizes(
 
     for sizes in itertools.islice(itertools.product(*read.values()), _MOST_TRIALS):
         chosen = {key: size for key, size in zip(read, sizes, strict=True) if size != whole.read[key]}
-        if fits(chosen):
-            for key in list(chosen):  # what only happens to be as large, and may be either
-                fewer = {other: size for other, size in chosen.items() if other != key}
-                chosen = fewer if fits(fewer) else chosen
-            if not fits(chosen, range(ranks)):
-                continue
-            own = len(layer.name) + 1
-            filters = tuple(name[own:] for name, each in layer.tensors.items() if each.dim() == 3)
-            local = tuple((path, name, size) for (path, name), size in chosen.items())
-            return _describe_heads(call, ranks, local, filters)
+        if not fits(chosen):
+            continue
+        for key in list(chosen):  # what only happens to be as large, and may be either
+            fewer = {other: size for other, size in chosen.items() if other != key}
+            chosen = fewer if fits(fewer) else chosen
+        if fits(chosen, range(ranks)):
+            filters = (name for name, each in layer.tensors.items() if each.dim() == 3)
+            own = tuple(name.removeprefix(f"{layer.name}.") for name in filters)
+            return _describe_heads(call, ranks, tuple((*key, size) for key, size in chosen.items()), own)
     return None
 
 

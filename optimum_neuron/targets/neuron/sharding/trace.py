@@ -45,17 +45,8 @@ class View:
 
     shape: tuple[int, ...]
     source: str  # the module that gave it, or a view of it; empty where other code made it
-    # The begin of its last dimension in that output, and the distance of its values there.
-    offset: int
-    step: int
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """A module's run, and its first input; None where that is no tensor."""
-
-    name: str
-    first: View | None
+    offset: int  # the begin of its last dimension in that output
+    step: int  # the distance of its values there
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,8 @@ class Reduction:
 
 @dataclass
 class ModelTrace:
-    calls: list[ModuleCall] = field(default_factory=list)  # every module's runs, in the order in which they began
+    # Every module's runs, in the order in which they began, with the first input; None where that is no tensor.
+    calls: list[tuple[str, View | None]] = field(default_factory=list)
     # Arguments and keywords of each module's last run.
     inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     # Heads by the name of the module that called the attention interface.
@@ -79,6 +71,10 @@ class ModelTrace:
     logits_size: int = 0  # logits per token
     # Heads of a layer that select keys, each by itself; 1 where all heads attend to the same, or to all.
     selecting_heads: int = 1
+
+    @property
+    def called(self) -> list[str]:
+        return [name for name, _ in self.calls]
 
 
 @dataclass(frozen=True)
@@ -101,20 +97,16 @@ class _Recorder(TorchDispatchMode):
         self._running: list[str] = []
         # Outputs by their storage: kept, so that no other tensor gets the same.
         self._outputs: dict[int, tuple[str, Tensor]] = {}
-        self._hooks = []
+        self.hooks = []
         for name, module in model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._leave_module))
-
-    def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+            self.hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(self._leave_module))
 
     def _enter_module(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._running.append(name)
         first = next(iter((*args, *kwargs.values())), None)
         self.trace.inputs[name] = args, kwargs
-        self.trace.calls.append(ModuleCall(name, self._make_view(first) if isinstance(first, Tensor) else None))
+        self.trace.calls.append((name, self._make_view(first) if isinstance(first, Tensor) else None))
 
     def _leave_module(self, _: nn.Module, args: Any, output: Any) -> None:
         name = self._running.pop()
@@ -184,7 +176,8 @@ def trace_model(model: PreTrainedModel) -> ModelTrace:
                 input_ids=tokens, position_ids=tokens.clone(), use_cache=False, attention_backend=recorder, **cache
             ).logits
     finally:
-        recorder.remove_hooks()
+        for hook in recorder.hooks:
+            hook.remove()
     recorder.trace.logits_size = logits.shape[-1]
     return recorder.trace
 

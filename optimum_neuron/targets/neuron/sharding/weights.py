@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ....arrays import dtype_name
 from ....artifact.weight_file import write_tensor_files
 from ....artifact.weights import place, rank_weights_name
 from ....step.features.codes.weight import pack_int4
@@ -88,38 +88,35 @@ def write_sharded_weights(
         ValueError: a tensor has another shape than the plan was made for, or an integer that no device holds.
     """
     for name, tensor in tensors.items():
-        if tuple(tensor.shape) != plan.shapes.get(name):
-            expected = plan.shapes.get(name)
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, and the plan is for {expected}; plan this model"
-            )
+        found, expected = tuple(tensor.shape), plan.shapes.get(name)
+        if found != expected:
+            raise ValueError(f"{name} has shape {found}, and the plan is for {expected}; plan this model")
     tensors = {name: _narrow_tensor(name, tensor) for name, tensor in tensors.items()}
     tied = tied_names(tensors, plan)
 
-    def take_part(rank: int, name: str) -> Tensor:
+    stored = {each.name: each for each in layout.stored}
+
+    def make_part(name: str, rank: int) -> Tensor:
+        if name == RANK_TENSOR:
+            return torch.tensor([rank], dtype=torch.int32)
+        if name in stored:
+            return stored[name].tensor(lambda part: plan.shard(tensors[part], part, rank))
         return plan.shard(tensors[name], name, rank)
 
-    def stored_part(rank: int, weight: FileWeight) -> Tensor:
-        return weight.tensor(partial(take_part, rank))
-
-    # By name the type, the shape, and what makes a rank's tensor. What an alias stands for stays, whoever reads it.
+    # Types and shapes. The tensor that an alias names stays, whatever reads it.
     left_out = tied.keys() | (layout.replaced - set(tied.values()))
-    files: dict[str, tuple[torch.dtype, tuple[int, ...], Callable[[int], Tensor]]] = {}
-    for name in tensors.keys() - left_out:
-        files[name] = tensors[name].dtype, plan.local_shape(name), partial(take_part, name=name)
-    for each in layout.stored:
-        dtype = tensors[each.parts[0]].dtype
-        files[each.name] = dtype, each.shape(plan.local_shape), partial(stored_part, weight=each)
+    files = {name: (tensors[name].dtype, plan.local_shape(name)) for name in tensors.keys() - left_out}
+    files |= {name: (tensors[each.parts[0]].dtype, each.shape(plan.local_shape)) for name, each in stored.items()}
     if plan.world_size > 1:
-        files[RANK_TENSOR] = torch.int32, (1,), lambda rank: torch.tensor([rank], dtype=torch.int32)
+        files[RANK_TENSOR] = torch.int32, (1,)
     names = sorted(files, key=lambda name: (-files[name][0].itemsize, name))
     paths = [folder / rank_weights_name(rank, plan.world_size) for rank in range(plan.world_size)]
-    write_tensor_files(paths, [(name, *files[name][:2]) for name in names], lambda name, rank: files[name][2](rank))
+    write_tensor_files(paths, [(name, *files[name]) for name in names], make_part)
     return tied
 
 
 def _narrow_tensor(name: str, tensor: Tensor) -> Tensor:
-    dtype = _dtype_name(tensor)
+    dtype = dtype_name(tensor.dtype)
     if dtype not in NARROW:
         return tensor
     narrow = tensor.to(getattr(torch, NARROW[dtype]))
@@ -131,16 +128,12 @@ def _narrow_tensor(name: str, tensor: Tensor) -> Tensor:
     return narrow
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def tied_names(tensors: Mapping[str, Tensor], plan: ShardPlan) -> dict[str, str]:
     """Return the tensors that share the memory, the cut and the type of an earlier one: alias to that one's name."""
     first: dict[tuple, str] = {}
     tied = {}
     for name, tensor in tensors.items():
         key = (*place(tensor), plan.rules.get(name))
-        if tensor.numel() and _dtype_name(tensor) not in NARROW and first.setdefault(key, name) != name:
+        if tensor.numel() and dtype_name(tensor.dtype) not in NARROW and first.setdefault(key, name) != name:
             tied[name] = first[key]
     return tied

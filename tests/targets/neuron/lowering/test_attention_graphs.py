@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.attention.cached_attention import MASKED
-from optimum_neuron.step.attention.kv_cache import KVCache
 from optimum_neuron.step.interface import ATTENTION_NAME
-from optimum_neuron.step.model_spec import ModelSpec
-from optimum_neuron.step.spec import graph_specs
-from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.graphs import hlo
-from optimum_neuron.targets.neuron.graphs.io import CACHE, COPY_SLOT, SAMPLERS, LoweredGraph
+from optimum_neuron.targets.neuron.graphs.io import CACHE, LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering import decompositions
-from optimum_neuron.targets.neuron.lowering.lower import lower_step
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.operators import attention
 from optimum_neuron.targets.neuron.operators.attention import merge_attention_states
@@ -52,7 +47,7 @@ from optimum_neuron.targets.neuron.operators.attention import merge_attention_st
 
 # What torch-xla has between a scatter and a state's new value; none of it moves a number.
 LAYOUT = ("reshape", "transpose")
-OTHERS = (COPY_SLOT, *SAMPLERS.values())
+STEPS = ("token_generation", "chunked_prefill", "mixed")
 
 
 def instructions(graph: LoweredGraph) -> dict[int, Any]:
@@ -87,8 +82,9 @@ def depending(graph: LoweredGraph, sources: list[Any]) -> Iterator[Any]:
     "name", [pytest.param(name, marks=[] if name == "llama" else [pytest.mark.full]) for name in ARCHITECTURES]
 )
 def test_nothing_of_a_decode_step_waits_for_what_it_writes(name: str, tiny_models: dict[str, nn.Module]) -> None:
-    graphs = {graph.kind: graph for graph in lower_model(tiny_models[name], tiny_config(target="hlo"))}
-    scatters = {kind: written_states(graph) for kind, graph in graphs.items() if kind not in OTHERS}
+    lowered = lower_model(tiny_models[name], tiny_config(target="hlo"), STEPS)
+    graphs = {graph.kind: graph for graph in lowered}
+    scatters = {kind: written_states(graph) for kind, graph in graphs.items()}
     decode = graphs["token_generation"]
     assert len(scatters["token_generation"]) == 4
     assert {each.opcode for each in depending(decode, scatters["token_generation"])} <= {*LAYOUT, "tuple"}
@@ -98,27 +94,15 @@ def test_nothing_of_a_decode_step_waits_for_what_it_writes(name: str, tiny_model
         assert [hlo.module_path(each) for each in following].count("model.model.layers.0.self_attn") == 2
 
 
-@pytest.fixture(scope="module")
-def wide() -> tuple[nn.Module, ModelSpec]:
-    """One layer whose chunks have more scores than fit."""
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    }
-    config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64, max_position_embeddings=8192)
+def lower_wide(kinds: Sequence[str]) -> list[LoweredGraph]:
+    """Graphs of one layer with chunks of more scores than fit."""
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32,
+        num_hidden_layers=1, vocab_size=64, max_position_embeddings=8192,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME).eval()
-    return model, inspect_model(model)
-
-
-def lower_wide(wide: tuple[nn.Module, ModelSpec]) -> list[LoweredGraph]:
-    model, spec = wide
     sizes = {"sequence_length": 8192, "context_buckets": (8192,), "prefill_chunk_size": 512}
-    config = tiny_config(**sizes, ctx_batch_size=2, dtype="bfloat16", target="hlo", mixed_step=False)
-    cache = KVCache(state_specs(config, spec))
-    return [lower_step(model, cache, each, NEURON_OPS, spec.vocab_size) for each in graph_specs(config)]
+    return lower_model(model, tiny_config(**sizes, ctx_batch_size=2, dtype="bfloat16", target="hlo"), kinds)
 
 
 def largest_temporary(graph: LoweredGraph) -> int:
@@ -131,22 +115,17 @@ def largest_temporary(graph: LoweredGraph) -> int:
     )
 
 
-def test_no_temporary_of_attention_exceeds_the_limit(
-    wide: tuple[nn.Module, ModelSpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for graph in lower_wide(wide):
+def test_no_temporary_of_attention_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for graph in lower_wide(("token_generation", "chunked_prefill")):
         assert largest_temporary(graph) <= attention.SCORES_LIMIT
         assert not lint(graph.name, graph.hlo, graph.io, "trn1")
     monkeypatch.setattr(attention, "SCORES_LIMIT", 1 << 40)
-    for graph in lower_wide(wide):
-        found = lint(graph.name, graph.hlo, graph.io, "trn1")
-        if graph.kind != "token_generation":
-            # 2 rows of 512 tokens, 8 heads, 8,192 columns: 256 MiB in float32, half as much in bfloat16
-            assert largest_temporary(graph) == 256 << 20
-            assert {each.rule for each in found} == {"scores"}
-            assert "384.0 MiB of attention scores and weights for 24 MiB" in found[0].problem
-        else:
-            assert not found
+    (graph,) = lower_wide(("chunked_prefill",))
+    found = lint(graph.name, graph.hlo, graph.io, "trn1")
+    # 2 rows of 512 tokens, 8 heads, 8,192 columns: 256 MiB in float32, half as much in bfloat16
+    assert largest_temporary(graph) == 256 << 20
+    assert {each.rule for each in found} == {"scores"}
+    assert "384.0 MiB of attention scores and weights for 24 MiB" in found[0].problem
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -184,35 +163,30 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tupl
 
 
 @examples(60)
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**16), st.sampled_from(DTYPES))
-def test_merged_parts_equal_attention_over_all_keys(first: int, second: int, seed: int, dtype: torch.dtype) -> None:
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 2**16), st.sampled_from(DTYPES), st.booleans())
+def test_merged_parts_equal_attention_over_all_keys(
+    first: int, second: int, seed: int, dtype: torch.dtype, masked: bool
+) -> None:
+    """A part that saw nothing, exactly or as masks leave it, leaves the other to the bit, whatever it holds."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(ROWS, HEADS, DIM, generator=generator) * 3
     keys, values = (torch.randn(first + second, HEADS, DIM, generator=generator) for _ in range(2))
     visible = torch.rand(ROWS, first + second, generator=generator) < 0.6
     in_first = torch.arange(first + second) < first
     parts = [attend(query, keys, values, visible & part) for part in (in_first, ~in_first)]
-    (out_a, lse_a), (out_b, lse_b) = [(out.to(dtype), lse.float()) for out, lse in parts]
-    out, lse = merge_attention_states(out_a, lse_a, out_b, lse_b)
+    nothing = MASKED if masked else -math.inf
+    sides = [(out.to(dtype), lse.float().clamp(min=nothing)) for out, lse in parts]
+    out, lse = merge_attention_states(*sides[0], *sides[1])
     expected, expected_lse = attend(query, keys, values, visible)
-    seen = visible.any(-1)
+    seen, apart = visible.any(-1), [(visible & part).any(-1) for part in (in_first, ~in_first)]
+    for (own, own_lse), alone in zip(sides, (apart[0] & ~apart[1], apart[1] & ~apart[0]), strict=True):
+        assert torch.equal(out[alone], own[alone]) and torch.equal(lse[alone], own_lse[alone])
     assert out.dtype == dtype and lse.dtype == torch.float32
-    assert not out.isnan().any() and not lse.isnan().any()
+    assert not out[seen].isnan().any() and not lse[seen].isnan().any()
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(out[seen].double(), expected[seen], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse[seen].double(), expected_lse[seen], atol=1e-5, rtol=1e-5)
-    assert (out[~seen] == 0).all() and (lse[~seen] == -math.inf).all()
-
-
-@pytest.mark.parametrize("nothing", [-math.inf, MASKED, MASKED + 128.0])  # exactly, and as masks leave it
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_empty_side_leaves_the_other_to_the_bit_whatever_it_holds(nothing: float, dtype: torch.dtype) -> None:
-    out, lse = torch.randn(ROWS, HEADS, DIM).to(dtype), torch.randn(ROWS, HEADS) * 50
-    for garbage in (0.0, math.nan, math.inf):
-        empty = torch.full_like(out, garbage), torch.full_like(lse, nothing)
-        for sides in ((out, lse, *empty), (*empty, out, lse)):
-            merged, merged_lse = merge_attention_states(*sides)
-            assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
+    assert masked or ((out[~seen] == 0).all() and (lse[~seen] == -math.inf).all())
 
 
 def test_a_side_that_saw_what_is_not_finite_stays_so() -> None:

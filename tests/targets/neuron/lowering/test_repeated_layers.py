@@ -33,7 +33,7 @@ from optimum_neuron.targets.neuron.lowering.lower_all import rank_model
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 
 
-LAYERS = 7
+LAYERS = 5
 
 
 def lower_whole(patch: pytest.MonkeyPatch, *args: Any) -> LoweredGraph:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -62,38 +63,25 @@ def test_what_follows_from_sums_token_by_token_is_computed_of_a_part_and_gathere
     assert not lint("function", split.hlo, split.io, "trn2")  # all ranks take part, for one
 
 
-@pytest.mark.parametrize("function", [block, needed_whole_within])
-def test_parts_of_tokens_compute_the_bits_of_all_whatever_rank_a_token_is_at(function: Callable[..., Tensor]) -> None:
-    graphs = {
-        name: lower_function(function, inputs(), RANKS, sums) for name, sums in (("whole", WHOLE), ("split", SPLIT))
-    }
-    assert is_split(graphs["split"].hlo) and not is_split(graphs["whole"].hlo)
-    x, *weights = inputs()
-    runs = [
-        GraphRun(name, dict(zip(graphs[name].io.names("input"), (tokens, *weights), strict=True)))
-        for tokens in (x, x.roll(3, 1))
-        for name in graphs
-    ]
-    modules = {name: LoweredModule(graph.hlo, graph.io) for name, graph in graphs.items()}
-    for rank in execute_ranks(modules, [()] * RANKS, runs):
-        whole, split, _, rolled, *_ = (each.get("y") for each in rank)
-        assert whole is not None and split is not None and rolled is not None
-        assert torch.equal(whole, split) and torch.equal(rolled, split.roll(3, 1))
-
-
-def test_whatever_shape_parts_of_tokens_take_they_compute_the_bits_of_all() -> None:
+def test_parts_of_tokens_compute_the_bits_of_all_whatever_their_shape_and_rank() -> None:
     modules, runs = {}, []
-    for function_name, function in TOKEN_BY_TOKEN.items():
+    rolled = ("block", "needed whole within")
+    for name, function in {"block": block, "needed whole within": needed_whole_within, **TOKEN_BY_TOKEN}.items():
         for form, sums in (("whole", WHOLE), ("split", SPLIT)):
-            graph, name = lower_function(function, inputs(), RANKS, sums), f"{function_name} {form}"
+            graph = lower_function(function, inputs(), RANKS, sums)
             assert is_split(graph.hlo) == (form == "split"), name
-            modules[name] = LoweredModule(graph.hlo, graph.io)
-            given = dict(zip(("x.0", "x.1", "x.2", "x.3"), inputs(), strict=True))
-            runs.append(GraphRun(name, {each: given[each] for each in graph.io.names("input")}))
+            modules[f"{name} {form}"] = LoweredModule(graph.hlo, graph.io)
+            for turn in (0, 3) if name in rolled else (0,):
+                given = {f"x.{place}": each if place else each.roll(turn, 1) for place, each in enumerate(inputs())}
+                runs.append(GraphRun(f"{name} {form}", {each: given[each] for each in graph.io.names("input")}))
     for rank in execute_ranks(modules, [()] * RANKS, runs):
-        for place, function_name in enumerate(TOKEN_BY_TOKEN):
-            whole, split = (rank[2 * place + form]["y"] for form in (0, 1))
-            assert torch.equal(whole, split), function_name
+        found: dict[str, list[Tensor]] = {}
+        for run, outputs in zip(runs, rank[:-1], strict=True):  # the states come last
+            found.setdefault(run.graph, []).append(outputs["y"])
+        for name in (run.graph.removesuffix(" whole") for run in runs if run.graph.endswith(" whole")):
+            whole, split = found[f"{name} whole"], found[f"{name} split"]
+            assert all(map(torch.equal, whole, split)), name
+            assert len(split) == 1 or torch.equal(split[1], split[0].roll(3, 1)), name
 
 
 @pytest.mark.parametrize(
@@ -201,7 +189,8 @@ def test_each_graph_has_the_form_that_takes_less(tmp_path: Path, monkeypatch: py
     TINY_CONFIGS["llama"]().save_pretrained(tmp_path)
     config = tiny_config(target="trn2", tensor_parallel_size=2, batch_size=4, dtype="bfloat16")
     monkeypatch.setattr(split_tokens, "COLLECTIVE_S", 2e-9)
-    found = {(each.kind, is_split(each.hlo)) for each in lower_all(tmp_path, config, {}, trust_remote_code=False)}
+    steps = itertools.islice(lower_all(tmp_path, config, {}, trust_remote_code=False), len(graph_specs(config)))
+    found = {(each.kind, is_split(each.hlo)) for each in steps}
     assert {("token_generation", False), ("mixed", True)} <= found
 
 

@@ -34,12 +34,11 @@ from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.step.state_specs import kept_state_specs, slot_state_specs
-from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, SNAPSHOTS, read_graph_io
+from optimum_neuron.step.state_specs import KEPT, kept_state_specs, slot_state_specs
+from optimum_neuron.targets.neuron.graphs.io import COPY_SLOT, KEEP_STATE, RESTORE_STATE, read_graph_io
 from optimum_neuron.targets.neuron.graphs.state_graphs import copy_graphs
 from optimum_neuron.targets.neuron.lint.lint import lint
-from optimum_neuron.targets.neuron.lowering.graph_modules import StateCopy
-from optimum_neuron.targets.neuron.lowering.lower import lower_state_graph
+from optimum_neuron.targets.neuron.lowering.lower import RowCopy, lower_state_graph
 from optimum_neuron.tools.certify.certify import expect_type
 from optimum_neuron.tools.certify.host_ranks import LoweredModule
 from optimum_neuron.tools.certify.setup import Trial, make_setup
@@ -93,7 +92,7 @@ def test_a_slot_goes_on_behind_a_snapshot_at_any_place(kind: str, recurrent_arti
             logits = prefill_pieces(runner, slot, prompt[length:], [3, CHUNK])
             assert torch.equal(followed(runner, slot, logits), expected)
         for name in runner.executable._states:
-            if name.startswith(SNAPSHOTS) and not name.endswith("scanned"):
+            if name.startswith(KEPT) and not name.endswith("scanned"):
                 assert read_state(runner.executable, name)[[0, 2]].isnan().all()
 
 
@@ -154,10 +153,10 @@ def test_to_run_all_graphs_for_the_first_time_changes_no_snapshot(recurrent_arti
     runner.keep_state(0, 0)
     prefill_pieces(runner, 0, TEXT[5:9], [4])
     names = [each.name for each in slot_state_specs(runner.config, Artifact.open(recurrent_artifact(QUICK)).model)]
-    before = {name: read_state(runner.executable, name) for each in names for name in (each, SNAPSHOTS + each)}
+    before = {name: read_state(runner.executable, name) for each in names for name in (each, KEPT + each)}
     runner.warm_up()
     for name, state in before.items():
-        live = state if name.startswith(SNAPSHOTS) else state[:-1]
+        live = state if name.startswith(KEPT) else state[:-1]
         assert torch.equal(read_state(runner.executable, name)[: len(live)], live), name
 
 
@@ -189,9 +188,7 @@ def test_an_artifact_of_before_computes_prompts_whole(
             file.unlink()
     (path / MANIFEST_NAME).write_text(json.dumps(manifest))
     runner, eager = artifact_runner(path), eager_runner(model(QUICK), tiny_config())
-    assert not len(runner.kept.lengths) and not [
-        name for name in runner.executable._states if name.startswith(SNAPSHOTS)
-    ]
+    assert not len(runner.kept.lengths) and not [name for name in runner.executable._states if name.startswith(KEPT)]
     engine = Engine(runner, vocab_size=Artifact.open(path).model.vocab_size)
     for own in (5, 5, 7):
         prompt = np.concatenate([TEXT[:20], random_tokens(own, seed=own)])
@@ -212,7 +209,7 @@ DEFECTS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
 def test_a_graph_that_copies_wrongly_is_found(
     graph: str, recurrent_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact, forward = Artifact.open(recurrent_artifact(QUICK)), StateCopy.forward
+    artifact, forward = Artifact.open(recurrent_artifact(QUICK)), RowCopy.forward
     config, layers = artifact.config, artifact.model.depth
     trial = Trial(artifact.path, config, config, layers, layers)
     setup = make_setup(artifact.path, trial, artifact.model, artifact.tied_weights, trust_remote_code=False)
@@ -220,6 +217,6 @@ def test_a_graph_that_copies_wrongly_is_found(
     case, copies = Case(setup, expected, scales), {each.name: each for each in copy_graphs(config, artifact.model)}
     assert places(case.compare(setup.modules)) == []
     for name, defect in DEFECTS.items():
-        monkeypatch.setattr(StateCopy, "forward", lambda self, *inputs, defect=defect: forward(self, *defect(*inputs)))
+        monkeypatch.setattr(RowCopy, "forward", lambda self, *inputs, defect=defect: forward(self, *defect(*inputs)))
         lowered = lower_state_graph(copies[graph])
         assert places(case.compare({**setup.modules, graph: LoweredModule(lowered.hlo, lowered.io)})), name

@@ -16,7 +16,7 @@ from optimum_neuron.core import PromptPiece, StepOutput
 from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.sampling.logprobs import Logprobs, logprobs
 from optimum_neuron.step.spec import CHUNK, DECODE, GREEDY, LOGPROBS
-from optimum_neuron.targets.neuron.lowering import graph_modules as score_module
+from optimum_neuron.targets.neuron.lowering import lower as score_module
 
 
 NOISE = 1e-6  # of logits between -1 and 1, by other orders of summation in float32

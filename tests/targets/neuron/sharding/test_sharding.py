@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks, each a process with a file of its own, compute together what one computes; plans without data; rank graphs."""
+"""Ranks, each with a file of its own, compute together what one computes; plans without data; rank graphs."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import mixed_spec, tiny_config
-from safetensors.torch import load_file
-from sharded_ranks import CASES, load_rank, make_model, run_ranks, run_steps, write_case
+from sharded_ranks import CASES, as_ranks, load_rank, make_model, run_steps, write_case
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -40,58 +38,28 @@ def models() -> dict[str, PreTrainedModel]:
     return {name: make_model(name) for name in CASES}
 
 
-@pytest.fixture(scope="module")
-def expected(models: dict[str, PreTrainedModel]) -> dict[str, Outputs]:
-    return {name: run_steps(model) for name, model in models.items()}
-
-
-Run = Callable[[int], dict[str, list[Outputs]]]
-
-
-@pytest.fixture(scope="module")
-def ranks(models: dict[str, PreTrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """What each rank computes, by the number of ranks: all cases in the same processes."""
-
-    done: dict[int, dict[str, list[Outputs]]] = {}
-
-    def run(world_size: int) -> dict[str, list[Outputs]]:
-        if world_size not in done:
-            done[world_size] = {}  # where a rank fails, one test says why, and the others fail at once
-            folder = tmp_path_factory.mktemp("ranks")
-            plans = {name: write_case(model, world_size, folder / name) for name, model in models.items()}
-            run_ranks(world_size, folder, plans)
-            files = {name: [folder / f"{name}.{rank}.safetensors" for rank in range(world_size)] for name in CASES}
-            done[world_size] = {name: [load_file(path) for path in paths] for name, paths in files.items()}
-        return done[world_size]
-
-    return run
-
-
 def distance(left: Outputs, right: Outputs) -> float:
     """The largest difference between logits."""
     return max(float((left[name].double() - right[name].double()).abs().max()) for name in left if "logits" in name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_give_the_logits_and_tokens_of_one(
-    models: dict[str, PreTrainedModel],
-    expected: dict[str, Outputs],
-    ranks: Run,
-    name: str,
-    world_size: int,
+    models: dict[str, PreTrainedModel], name: str, world_size: int, tmp_path: Path
 ) -> None:
-    found, *others = ranks(world_size)[name]
+    model, dtype = models[name], CASES[name][1].get("dtype", "float32")
+    plan, expected = write_case(model, world_size, tmp_path), run_steps(model)
+    found, *others = as_ranks(world_size, lambda rank: run_steps(*load_rank(tmp_path, plan, rank, dtype)))
     assert all(torch.equal(found[key], other[key]) for other in others for key in found)
-    finer = torch.float32 if models[name].dtype == torch.bfloat16 else torch.float64
-    noise = distance(expected[name], run_steps(copy.deepcopy(models[name]).to(finer)))
+    finer = torch.float32 if model.dtype == torch.bfloat16 else torch.float64
+    noise = distance(expected, run_steps(copy.deepcopy(model).to(finer)))
     assert 0 < noise < (0.1 if finer == torch.float32 else 1e-5)
-    assert distance(expected[name], found) < NOISE_FACTOR * noise
-    assert all(torch.equal(expected[name][key], found[key]) for key in found if key.endswith("tokens"))
-    assert set(found["kv_heads"].tolist()) == key_value_heads(models[name], world_size)
-    states = shard_plan(models[name], world_size).recurrences.values()
-    assert set(found["state_heads"].tolist()) == {each.heads // world_size for each in states}
+    assert distance(expected, found) < NOISE_FACTOR * noise
+    assert all(torch.equal(expected[key], found[key]) for key in found if key.endswith("tokens"))
+    assert set(found["kv_heads"].tolist()) == key_value_heads(model, world_size)
+    heads = {each.heads // world_size for each in plan.recurrences.values()}
+    assert set(found["state_heads"].tolist()) == heads
 
 
 def key_value_heads(model: PreTrainedModel, world_size: int) -> set[int]:
@@ -105,7 +73,7 @@ def key_value_heads(model: PreTrainedModel, world_size: int) -> set[int]:
     return {layout.local_key_value}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "padded fused projections", "padded norm over all heads"])
+@pytest.mark.parametrize("name", ["gpt_oss", "padded norm over all heads"])
 def test_a_plan_needs_no_data_and_leaves_the_model_as_it_was(
     models: dict[str, PreTrainedModel], tmp_path: Path, name: str
 ) -> None:

@@ -74,21 +74,11 @@ def unshared(**styles: str) -> PreTrainedModel:
     return model
 
 
-class OwnLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(-1, keepdim=True))
-
-
-class NormPerHead(nn.Module):
+class NormPerHead(nn.ModuleList):
     """One module per head, as many as there are heads to run it on: it would give each rank the first ones."""
 
-    def __init__(self, heads: int, dim: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(dim) for _ in range(heads)])
-
     def forward(self, x: Tensor) -> Tensor:
-        parts = zip(self.norms, x.unbind(-2), strict=False)
-        return torch.stack([norm(part) for norm, part in parts], dim=-2)
+        return torch.stack([norm(part) for norm, part in zip(self, x.unbind(-2), strict=False)], dim=-2)
 
 
 class NormedActivation(nn.Module):
@@ -127,6 +117,7 @@ def selecting() -> PreTrainedModel:
 
 
 ATTENTION, MLP, MAMBA = "model.layers.0.self_attn", "model.layers.1.mlp", "model.layers.0.mamba"
+NORM = f"{ATTENTION}.q_norm"
 
 
 @pytest.mark.parametrize(
@@ -140,13 +131,11 @@ ATTENTION, MLP, MAMBA = "model.layers.0.self_attn", "model.layers.1.mlp", "model
         (lambda: from_config(BitNetConfig(**TINY_SIZES)), "no plan .*, and .*0.mlp.gate_proj is neither attention nor"),
         (lambda: styled("llama", mlp__down_proj="sequence_parallel"), "style sequence_parallel, for which there is no"),
         (lambda: styled("llama", mlp__down_proj=""), "its code does not run on a rank's part of it: .*48"),
-        (lambda: styled("llama", self_attn__o_proj=""), "its code does not run on a rank's part of it"),
         (lambda: styled("qwen3", self_attn__q_norm="colwise"), "colwise, and is a Qwen3RMSNorm instead of a plain"),
         (lambda: styled("llama4", feed_forward__experts=""), "gate_up_proj is cut, and 0 modules of its plan sum its"),
-        (lambda: changed("llama", f"{MLP}.down_proj", OwnLinear(96, 64)), "style rowwise, and is a OwnLinear instead"),
         (lambda: changed("llama", f"{ATTENTION}.o_proj", nn.Linear(60, 64)), "cannot be followed without data: .*60"),
         (lambda: changed("llama", f"{ATTENTION}.q_proj", nn.Sequential(nn.Linear(64, 64))), "and is a Sequential"),
-        (lambda: changed("qwen3", f"{ATTENTION}.q_norm", NormPerHead(4, 16)), "norms.2 runs 0 times instead of 1"),
+        (lambda: changed("qwen3", NORM, NormPerHead(nn.LayerNorm(16) for _ in range(4))), "q_norm.2 runs 0 times instead of 1"),
         (
             lambda: changed("llama", f"{MLP}.act_fn", NormedActivation()),
             r"its code mixes values of several ranks: .*layers.1.mlp.act_fn', name='mean', sizes=\(96,\)\) becomes .*48",
@@ -251,11 +240,10 @@ class InterleavedLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = nn.Linear(64, 192, bias=False), nn.Linear(96, 64, bias=False)
-        self.activation = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
         packed = self.gate_up_proj(x)
-        return self.down_proj(self.activation(packed[..., ::2]) * packed[..., 1::2])
+        return self.down_proj(nn.functional.silu(packed[..., ::2]) * packed[..., 1::2])
 
 
 def test_a_fused_projection_is_cut_in_halves_only_where_it_has_halves() -> None:
@@ -270,18 +258,16 @@ def test_parts_of_codes_of_all_forms_stand_for_the_parts_of_the_weight() -> None
     quantize_mixed(whole, None)
     plan, tensors = shard_plan(whole, 2), named_tensors(whole)
     for name, module in whole.named_modules():
-        if not isinstance(module, QuantizedLinear):
-            continue
-        parts = []
-        for rank in range(2):
-            names = {part: f"model.{name}.{part}" for part in ("codes", "scale", "shift")}
-            own = {
-                part: plan.shard(tensors[each], each, rank) if each in tensors else None
-                for part, each in names.items()
-            }
-            parts.append(values_of(module.kind, **own))
-        of_inputs = name.endswith(("o_proj", "down_proj"))
-        assert torch.equal(torch.cat(parts, int(of_inputs)), module.quantized_weight.dequantize()), name
+        if isinstance(module, QuantizedLinear):
+            own = [f"model.{name}.{part}" for part in ("codes", "scale", "shift")]
+            parts = [
+                values_of(
+                    module.kind, *(plan.shard(tensors[each], each, rank) if each in tensors else None for each in own)
+                )
+                for rank in range(2)
+            ]
+            of_inputs = name.endswith(("o_proj", "down_proj"))
+            assert torch.equal(torch.cat(parts, int(of_inputs)), module.quantized_weight.dequantize()), name
 
 
 def test_heads_that_share_a_group_stay_together() -> None:
