@@ -103,15 +103,15 @@ class Prefix(NamedTuple):
         blocks: full blocks with them, which the request reads together with other requests.
         source: the block with the rest of them, copied or continued in place; None where there is no rest.
         ends: whether `source` has nothing else of use, so that it can be continued in place.
-        state_place: the place of a copy of the state after them, where rows keep state next to keys and values.
-        cut: the place where the prompt parts from tokens that were computed before, where a copy of the state is worth it; 0: nowhere.
+        state: the place of the state after them, where rows keep state next to keys and values.
+        cut: the place where the prompt parts from tokens that were computed before, where kept state is worth a cut; 0: nowhere.
     """
 
     length: int = 0
     blocks: tuple[int, ...] = ()
     source: int | None = None
     ends: bool = False
-    state_place: int | None = None
+    state: int | None = None
     cut: int = 0
 
     def shorten(self, length: int, block_length: int) -> Prefix:
@@ -201,7 +201,7 @@ class BlockCopy(NamedTuple):
 
 
 class KeptState(NamedTuple):
-    """A copy of a row's state, of its first `length` tokens, to a place; `arrival` as in `PromptPiece`."""
+    """A copy of a row's state, of its first `length` tokens, to a place where it is kept; `arrival` as in `PromptPiece`."""
 
     request_id: str
     slot: int
@@ -213,8 +213,8 @@ class KeptState(NamedTuple):
 class Step(NamedTuple):
     """One graph run, and what happens before and after it.
 
-    In this order: preempted requests leave their rows, blocks are assigned, copies made, states of prefixes
-    restored, the graph runs, copies of states are kept. A later copy may overwrite what an earlier one reads.
+    In this order: preempted requests leave their rows, blocks are assigned, copies made, states of prefixes restored, the
+    graph runs, states are kept. A later copy may overwrite what an earlier one reads.
 
     Attributes:
         graph: runs the step. A piece with more tokens than `graph.chunk_size` takes several rows.

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of a cache: how many rows have each, and which tokens it contains. Knows nothing of requests or devices."""
+"""The blocks of a cache: how many rows have each, and which tokens it contains."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..core import Prefix
+from ..core import KeptState, Prefix, PromptPiece, Step
+from .queues import RequestState
 
 
 # The place before the first block of every prompt.
@@ -30,6 +31,8 @@ class BlockPool:
     Args:
         min_reuse: tokens that a part of a block must have to be copied.
     """
+
+    keeps_state = False  # next to blocks
 
     def __init__(self, blocks: int, block_length: int, min_reuse: int) -> None:
         self.block_length = block_length
@@ -58,28 +61,13 @@ class BlockPool:
         """Return how many rows have a block."""
         return self._references[block]
 
-    def count_tokens(self, block: int) -> int:
-        """Return how many tokens a block contains."""
-        return self._counts[block]
-
-    def read_tokens(self, block: int) -> np.ndarray:
-        """Return the tokens that other rows may use, int32 `[length]`."""
-        return self._tokens[block, : self._lengths[block]].copy()
-
     def list_free(self) -> Iterator[int]:
         """Yield blocks that no row has, in the order in which they are given away."""
         yield from self._empty
         yield from self._kept
 
     def acquire_blocks(self, blocks: Sequence[int], *, fresh: bool) -> None:
-        """Give blocks to one more row.
-
-        Args:
-            fresh: the row writes them: no other row has them, and their contents are void. Otherwise it reads them.
-
-        Raises:
-            RuntimeError: another row has a fresh block.
-        """
+        """Give blocks to one more row, which reads them, or writes fresh ones anew: RuntimeError where another row has one of these."""
         for block in blocks:
             if fresh:
                 self.forget_block(block)
@@ -88,11 +76,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release_blocks(self, blocks: Sequence[int]) -> None:
-        """Take back the blocks of a row; the last ones are given away before those that they follow.
-
-        Raises:
-            RuntimeError: no row has one of them.
-        """
+        """Take back the blocks of a row; the last ones are given away before those that they follow."""
         for block in reversed(blocks):
             if not self._references[block]:
                 raise RuntimeError(f"block {block} is free and cannot be released")
@@ -101,11 +85,7 @@ class BlockPool:
                 self._join_free(block)
 
     def forget_block(self, block: int) -> None:
-        """Void the contents of a block that no row has.
-
-        Raises:
-            RuntimeError: a row has it.
-        """
+        """Void the contents of a block; RuntimeError where a row has it."""
         if self._references[block]:
             raise RuntimeError(
                 f"block {block} has {self._references[block]} rows that read it, and cannot be overwritten"
@@ -118,18 +98,10 @@ class BlockPool:
     def forget_all(self) -> None:
         """Void the contents of all blocks."""
         for block in np.flatnonzero(self._lengths).tolist():
-            if self._references[block]:
-                self.void_block(block)
-            else:
-                self.forget_block(block)
+            (self.void_block if self._references[block] else self.forget_block)(block)
 
     def write_tokens(self, row: Sequence[int], start: int, tokens: np.ndarray | Sequence[int]) -> None:
-        """Add tokens to the contents of a row's blocks.
-
-        Args:
-            row: its blocks, in order.
-            start: place of the first token in the row; all before it are there.
-        """
+        """Add tokens to the contents of a row's blocks, from place `start` on; all before it are there."""
         end, place = start + len(tokens), start
         while place < end:
             index, offset = divmod(place, self.block_length)
@@ -151,12 +123,7 @@ class BlockPool:
             self.write_tokens(row, place, (token_id,))
 
     def match_prompt(self, prompt: np.ndarray, exclude: Collection[int] = ()) -> Prefix:
-        """Return what the cache holds of a prompt, without its last token, which chooses the next one.
-
-        Args:
-            prompt: int32 `[n]`.
-            exclude: blocks to leave out.
-        """
+        """Return what the cache holds of a prompt `[n]` int32, without its last token, which chooses the next one, but for some blocks."""
         size, limit = self.block_length, len(prompt) - 1
         full: list[int] = []
         place = _ROOT
@@ -196,6 +163,15 @@ class BlockPool:
         if block in self._kept:
             del self._kept[block]
             self._kept[block] = None
+
+    def plan_states(self, pieces: Sequence[PromptPiece], live: Mapping[str, RequestState]) -> tuple[KeptState, ...]:
+        """Return the state that is kept after a step with these pieces of prompts."""
+        return ()
+
+    def follow_step(self, step: Step, live: Callable[[KeptState], RequestState | None]) -> None:
+        """Note what a step used. `live` returns the request of a copy; None where it was aborted since."""
+        for copy in step.copies:
+            self.touch_block(copy.source)
 
     def _add_tokens(self, block: int, before: int, offset: int, tokens: np.ndarray | Sequence[int]) -> None:
         end = offset + len(tokens)

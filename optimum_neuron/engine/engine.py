@@ -26,7 +26,6 @@ class Engine:
 
     Args:
         runner: the graphs and slots, which nothing else uses while the engine has requests.
-        options: how steps are filled.
         vocab_size: tokens that the model chooses among.
         seed: seeds the requests that bring no seed of their own, in the order of their arrival.
 
@@ -34,7 +33,6 @@ class Engine:
         ValueError: the artifact cannot do what the options ask.
 
     Attributes:
-        options: as they were given.
         scheduler: the requests' progress.
         statistics: what was counted so far.
     """
@@ -47,15 +45,13 @@ class Engine:
         self.options = options or SchedulerOptions()
         # A decode row computes other last bits than a chunk row: only prompts are reused where bits matter.
         used = replace(self.options, reuse_generated=False) if runner.deterministic else self.options
-        snapshots = len(runner.kept.lengths) if runner.kept.needed else None
-        self.scheduler = Scheduler(runner.config, used, runner.family, snapshots=snapshots)
+        places = len(runner.kept.lengths) if runner.kept.needed else None
+        self.scheduler = Scheduler(runner.config, used, runner.family, state_places=places)
         self.statistics = Statistics(graphs={graph.name: GraphUse() for graph in runner.family})
         self._vocab_size = vocab_size
         self._num_embeddings = vocab_size if runner.num_embeddings is None else runner.num_embeddings
         self._seeds = np.random.SeedSequence(seed)
         self._samplers: dict[str, RequestSampler] = {}
-        self._arrived: dict[str, float] = {}
-        self._started: dict[str, float] = {}  # of requests without a token
         self._rows: StepRows[RequestSampler] = StepRows(runner)
         runner.reset_slots()
 
@@ -66,22 +62,6 @@ class Engine:
 
     def check_request(self, request: Request) -> None:
         """Raise ValueError where a request could never be served; change nothing."""
-        self._check_tokens(request)
-        self.scheduler.check_request(request)
-
-    def add_request(self, request: Request) -> None:
-        """Queue a request.
-
-        Raises:
-            ValueError: the request could never be served, with the reason and the remedy.
-        """
-        self._check_tokens(request)
-        self.scheduler.add_request(request)
-        seed = self._seeds.spawn(1)[0] if request.seed is None else np.random.SeedSequence(request.seed)
-        self._samplers[request.request_id] = RequestSampler(request, self.config, self._vocab_size, seed)
-        self._arrived[request.request_id] = time.perf_counter()
-
-    def _check_tokens(self, request: Request) -> None:
         who, size = f"request {request.request_id!r}", self._vocab_size
         check_token_ids(request.prompt_token_ids, self._num_embeddings, f"the prompt of {who}")
         if not all(0 <= token < size for token in request.eos_token_ids):
@@ -90,12 +70,20 @@ class Engine:
                 f"leave out the others"
             )
         check_sampling(request, self.config)
+        self.scheduler.check_request(request)
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; ValueError where it could never be served, with the reason and the remedy."""
+        self.check_request(request)
+        self.scheduler.add_request(request)
+        seed = self._seeds.spawn(1)[0] if request.seed is None else np.random.SeedSequence(request.seed)
+        self._samplers[request.request_id] = RequestSampler(request, self.config, self._vocab_size, seed)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request in any state; return False where no such request is live."""
         if not self.scheduler.abort_request(request_id):
             return False
-        self._forget_request(request_id)
+        del self._samplers[request_id]
         self.statistics.aborted += 1
         return True
 
@@ -131,20 +119,17 @@ class Engine:
         self._prepare_rows(step, start)
         decodes = [self._samplers[decode.request_id] for decode in step.decodes]
         tokens: list[int] = []
-        failures: list[RequestFailure] = []
+        failures: list[Event] = []
         chosen = self._rows.run_rows(decodes, step.pieces, step.graph)
         for kept in step.kept:
             self.runner.keep_state(kept.slot, kept.place)
         for sampler, choice in chosen:
-            token = choice if isinstance(choice, int) else self._choose_token(sampler, choice)
-            if isinstance(token, int) and token >= self._num_embeddings:
-                token = self._refuse_token(sampler.request.request_id, token)
-            if isinstance(token, int):
-                tokens.append(token)
-                continue
-            if self._end_failed(token.request_id):
-                failures.append(token)
-            tokens.append(0)
+            try:
+                tokens.append(self._choose_token(sampler, choice))
+            except RequestFailedError as error:
+                tokens.append(0)
+                if self._end_failed(sampler):  # else it aborted itself before
+                    failures.append(RequestFailure(sampler.request.request_id, error))
         ended = iter(tokens[len(decodes) :])
         piece_tokens = [next(ended) if piece.is_last else 0 for piece in step.pieces]
         seconds = time.perf_counter() - start
@@ -161,8 +146,8 @@ class Engine:
             if piece.is_first:
                 sampler = self._samplers[piece.request_id]
                 if not sampler.began:  # else it was preempted
-                    self.statistics.queue_seconds.add_seconds(now - self._arrived[piece.request_id])
-                    self._started[piece.request_id] = sampler.began = now
+                    self.statistics.queue_seconds.add_seconds(now - sampler.arrived)
+                    sampler.began = now
                 sampler.slot = piece.slot
                 self._rows.start_request(sampler)
         for assignment in step.assignments:
@@ -171,45 +156,44 @@ class Engine:
             runner.copy_block(*copy)
         for piece in step.pieces:
             if piece.prefix is not None:
-                runner.resume_slot(piece.slot, piece.prefix.length, piece.prefix.state_place)
+                runner.resume_slot(piece.slot, piece.prefix.length, piece.prefix.state)
 
-    def _choose_token(self, sampler: RequestSampler, logits: np.ndarray) -> int | RequestFailure:
+    def _choose_token(self, sampler: RequestSampler, choice: int | np.ndarray) -> int:
+        """Return a graph's token, or the host's by a row of logits; RequestFailedError where the request cannot continue with one."""
         request_id = sampler.request.request_id
-        if self._samplers.get(request_id) is not sampler:  # another request's processor aborted it
+        if isinstance(choice, int):
+            token = choice
+        elif self._samplers.get(request_id) is not sampler:  # another request's processor aborted it
             return 0
-        try:
-            return sampler.choose_token(self.scheduler.find_state(request_id).output_token_ids, logits)
-        except BaseException as error:
-            # In the main thread, one that is no Exception comes from a signal's handler and belongs to no request.
-            if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
-                raise
-            return RequestFailure(request_id, RequestFailedError(request_id, "no token could be chosen", error))
+        else:
+            try:
+                token = sampler.choose_token(self.scheduler.queues.live[request_id].output_token_ids, choice)
+            except BaseException as error:
+                # In the main thread, one that is no Exception comes from a signal's handler and belongs to no request.
+                if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                    raise
+                raise RequestFailedError(request_id, "no token could be chosen", error) from error
+        if token >= self._num_embeddings:
+            cause = ValueError(f"the model takes token ids from 0 to {self._num_embeddings - 1}")
+            raise RequestFailedError(request_id, f"it cannot continue after token {token}", cause)
+        return token
 
-    def _refuse_token(self, request_id: str, token_id: int) -> RequestFailure:
-        """Fail a request of a model that has more logits than embeddings, and chose one without an embedding."""
-        cause = ValueError(f"the model takes token ids from 0 to {self._num_embeddings - 1}")
-        return RequestFailure(
-            request_id, RequestFailedError(request_id, f"it cannot continue after token {token_id}", cause)
-        )
-
-    def _end_failed(self, request_id: str) -> bool:
-        """End a request; return False where it aborted itself before it failed."""
-        if not self.scheduler.abort_request(request_id):
-            return False
-        self._forget_request(request_id)
-        self.statistics.failed += 1
-        return True
+    def _end_failed(self, sampler: RequestSampler) -> bool:
+        ended = self.abort_request(sampler.request.request_id)
+        self.statistics.aborted -= ended
+        self.statistics.failed += ended
+        return ended
 
     def _ask_end(self, sampler: RequestSampler, event: TokenEvent, now: float) -> Event:
         """Return the event of a request that may say itself where its text ends."""
         request = sampler.request
         if request.ends is None or event.finish_reason is not None:
             return event
-        tokens = self.scheduler.find_state(request.request_id).output_token_ids
         try:
+            tokens = self.scheduler.queues.live[request.request_id].output_token_ids
             reason = request.ends(tokens, now - sampler.began)
         except Exception as error:
-            self._end_failed(request.request_id)
+            self._end_failed(sampler)
             failed = RequestFailedError(request.request_id, "whether its text ends could not be found", error)
             return RequestFailure(request.request_id, failed)
         if reason is not None:
@@ -226,9 +210,10 @@ class Engine:
         for event in events:
             sampler = self._samplers[event.request_id]
             self._rows.feed_token(sampler.slot, event.token_id)
-            if event.request_id in self._started:  # its first token
-                statistics.first_token_seconds.add_seconds(now - self._arrived[event.request_id])
-                event = event._replace(started=self._started.pop(event.request_id))
+            if not sampler.has_token:
+                sampler.has_token = True
+                statistics.first_token_seconds.add_seconds(now - sampler.arrived)
+                event = event._replace(started=sampler.began)
             if sampler.on_host:
                 event = event._replace(logprob=sampler.logprob, top=sampler.top)
             elif sampler.logprobs:
@@ -238,9 +223,5 @@ class Engine:
             noted.append(self._ask_end(sampler, event, now))
             if isinstance(noted[-1], TokenEvent) and noted[-1].finish_reason is not None:
                 statistics.finished += 1
-                self._forget_request(event.request_id)
+                del self._samplers[event.request_id]
         return noted
-
-    def _forget_request(self, request_id: str) -> None:
-        del self._samplers[request_id], self._arrived[request_id]
-        self._started.pop(request_id, None)

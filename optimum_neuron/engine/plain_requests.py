@@ -7,16 +7,16 @@ rules make the request.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..artifact.artifact import Artifact
 from ..artifact.schema import read_object
-from ..config import NeuronConfig
 from ..core import Request, check_whole_numbers
 from ..runtime.lengths import most_new_tokens
 from ..runtime.refused import warn_once
@@ -27,16 +27,9 @@ DEFAULTS_NAME = "generation_config.json"
 # transformers narrows draws so where neither a file nor a call does.
 _TOP_K = 50
 # Settings that mean nothing here, whatever their value.
-_SILENT = frozenset(
-    (
-        "_from_model_config",
-        "transformers_version",
-        "bos_token_id",
-        "pad_token_id",
-        "decoder_start_token_id",
-        "use_cache",
-    )
-)
+_SILENT = {
+    "_from_model_config", "transformers_version", "bos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache",
+}  # fmt: skip
 # Settings that change no token where they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,), "num_beams": (1,), "num_beam_groups": (1,), "num_return_sequences": (1,), "length_penalty": (1,),
@@ -49,13 +42,30 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 CHOICES = ("do_sample", "temperature", "top_k", "top_p", "min_p")
 
 
-class RequestMaker(Protocol):
-    """A way to make the requests of an artifact."""
+class RequestMaker(ABC):
+    """A way to make the requests of an artifact.
 
-    stop_strings: tuple[str, ...]
+    Attributes:
+        stop_strings: texts that end an answer.
+        eos_token_ids: tokens that end an answer.
+    """
+
+    stop_strings: tuple[str, ...] = ()
     eos_token_ids: frozenset[int]
 
-    def new_tokens(self, prompt: int) -> int | None: ...
+    @abstractmethod
+    def new_tokens(self, prompt: int) -> int | None:
+        """Return how many tokens follow a prompt where no call says it; None where the artifact's file does not either."""
+
+    @abstractmethod
+    def choose_options(
+        self,
+        prompt: np.ndarray,
+        max_new_tokens: int | None,
+        eos_token_ids: frozenset[int],
+        sampling: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return the fields of a request that say how its tokens are chosen."""
 
     def make_request(
         self,
@@ -67,7 +77,27 @@ class RequestMaker(Protocol):
         sampling: Mapping[str, Any] = MappingProxyType({}),
         seed: int | None = None,
         logprobs: bool = False,
-    ) -> Request: ...
+    ) -> Request:
+        """Return a request.
+
+        Args:
+            sampling: keywords of `generate` by which this request chooses otherwise; for others the artifact's file speaks.
+            seed: makes sampling repeatable.
+            logprobs: whether the graphs return log-probabilities of its tokens, before any processor.
+
+        Raises:
+            ValueError, TypeError: no request can be made of them.
+        """
+        prompt = np.asarray(input_ids)
+        if max_new_tokens is None:
+            max_new_tokens = self.new_tokens(prompt.size)
+        check_whole_numbers(() if max_new_tokens is None else (max_new_tokens,), "max_new_tokens")
+        eos_token_ids = self.eos_token_ids if eos_token_ids is None else eos_token_ids
+        fields: dict[str, Any] = {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
+        fields |= self.choose_options(prompt, max_new_tokens, eos_token_ids, sampling)
+        return Request(
+            request_id=request_id, prompt_token_ids=prompt, eos_token_ids=eos_token_ids, seed=seed, **fields
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,19 +154,13 @@ def _are_plain(values: Mapping[str, Any]) -> bool:
     )
 
 
-class PlainRequests:
-    """Makes an artifact's requests.
+class PlainRequests(RequestMaker):
+    """Makes an artifact's requests, but for those that ask for more than the graphs do. Its file names no stop strings.
 
     Args:
-        asked: keywords of `generate` that all requests share: `do_sample`, `temperature`, `top_k`, `top_p`, `min_p`.
+        asked: those of `CHOICES` that all requests share.
         by_transformers: makes the requests that ask for more.
-
-    Attributes:
-        stop_strings: none: a file that names some is for transformers.
-        eos_token_ids: tokens that end an answer.
     """
-
-    stop_strings: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -145,7 +169,7 @@ class PlainRequests:
         asked: Mapping[str, Any],
         by_transformers: Callable[[], RequestMaker],
     ) -> None:
-        self._config: NeuronConfig = artifact.config
+        self._config = artifact.config
         self._defaults = defaults
         given = {name: getattr(defaults, name) for name in CHOICES} | dict(asked)
         self._values = given | {"top_k": _TOP_K if given["top_k"] is None else given["top_k"]}
@@ -153,7 +177,6 @@ class PlainRequests:
         self.eos_token_ids = defaults.eos_token_ids
 
     def new_tokens(self, prompt: int) -> int | None:
-        """Return how many tokens follow a prompt where no call says it; None where the artifact's file does not either."""
         name, wanted = "max_new_tokens", self._defaults.max_new_tokens
         if wanted is None and self._defaults.max_length is not None:
             name, wanted = "max_length", self._defaults.max_length - prompt
@@ -166,64 +189,23 @@ class PlainRequests:
         )
         return most
 
-    def make_request(
+    def choose_options(
         self,
-        request_id: str,
-        input_ids: Sequence[int] | np.ndarray,
+        prompt: np.ndarray,
         max_new_tokens: int | None,
-        eos_token_ids: frozenset[int] | None = None,
-        *,
-        sampling: Mapping[str, Any] = MappingProxyType({}),
-        seed: int | None = None,
-        logprobs: bool = False,
-    ) -> Request:
-        """Return a request.
-
-        Args:
-            sampling: keywords of `generate` by which this request chooses otherwise; for others the artifact's file speaks.
-            seed: makes sampling repeatable.
-            logprobs: whether the graphs return log-probabilities of its tokens.
-
-        Raises:
-            ValueError, TypeError: no request can be made of them.
-        """
+        eos_token_ids: frozenset[int],
+        sampling: Mapping[str, Any],
+    ) -> dict[str, Any]:
         if not sampling.keys() <= set(CHOICES):
-            maker = self._by_transformers()
-            return maker.make_request(
-                request_id, input_ids, max_new_tokens, eos_token_ids, sampling=sampling, seed=seed, logprobs=logprobs
-            )
+            return self._by_transformers().choose_options(prompt, max_new_tokens, eos_token_ids, sampling)
         # What narrows draws by default is for requests that say nothing.
         values = {**self._values, "top_k": self._defaults.top_k, **sampling} if sampling else self._values
-        if max_new_tokens is None:
-            max_new_tokens = self.new_tokens(len(input_ids))
-        check_whole_numbers(() if max_new_tokens is None else (max_new_tokens,), "max_new_tokens")
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=np.asarray(input_ids),
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=self.eos_token_ids if eos_token_ids is None else eos_token_ids,
-            sampling=_choose_sampling(**values),
-            seed=seed,
-            do_sample=bool(values["do_sample"]),
-            logprobs=logprobs,
-        )
-
-
-def _choose_sampling(
-    *, do_sample: bool, temperature: float | None, top_k: int | None, top_p: float | None, min_p: float | None
-) -> SamplingParams:
-    """Return the sampler's parameters for values of `generate`.
-
-    Raises:
-        ValueError: transformers refuses a value.
-    """
-    if not do_sample:
-        return GREEDY
-    temperature = 1.0 if temperature is None else temperature
-    if temperature <= 0:
-        raise ValueError(
-            f"temperature={temperature} must be above 0; leave out do_sample for the best token each time"
-        )
-    return SamplingParams(
-        top_k=top_k or 0, top_p=1.0 if top_p is None else top_p, temperature=temperature, min_p=min_p or 0.0
-    ).in_float32()
+        if not values["do_sample"]:
+            return {"sampling": GREEDY, "do_sample": False}
+        temperature, top_p = (1.0 if values[name] is None else values[name] for name in ("temperature", "top_p"))
+        if temperature <= 0:
+            raise ValueError(
+                f"temperature={temperature} must be above 0; leave out do_sample for the best token each time"
+            )
+        drawn = SamplingParams(values["top_k"] or 0, top_p, temperature, values["min_p"] or 0.0).in_float32()
+        return {"sampling": drawn, "do_sample": True}

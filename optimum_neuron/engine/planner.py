@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ..core import PromptPiece, RequestRow
 from ..step.family import rows_needed
-from .block_draft import NO_PREFIX, BlockDraft
-from .request import RequestState
+from .block_table import NO_PREFIX, BlockDraft
+from .policy import SchedulerOptions
+from .queues import RequestState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,51 +23,36 @@ class PromptLimits:
         largest_chunk: tokens per row that this step may have, one of `chunk_sizes`; only an atomic prompt exceeds it.
         tokens: prompt tokens of the step.
         tokens_per_prompt: tokens by which one prompt may advance; an atomic one may exceed it.
-        alignment: where a piece that is not a prompt's last ends.
-        max_bypass: how often in a row shorter prompts may go before the first.
-        prefix_reuse: whether prompts may reuse what the cache holds.
     """
 
+    options: SchedulerOptions
     rows: int
     chunk_sizes: tuple[int, ...]
     largest_chunk: int
     tokens: int
     tokens_per_prompt: int
-    alignment: int
-    max_bypass: int
-    prefix_reuse: bool
 
 
-class PromptPlan(NamedTuple):
-    """Pieces of a step, and the prompt that was due if it got nothing."""
+def plan_prompts(
+    candidates: Sequence[RequestState], cache: BlockDraft, limits: PromptLimits
+) -> tuple[tuple[PromptPiece, ...], RequestRow | None]:
+    """Give out the rows, tokens and blocks of one step. Return its pieces, and the prompt that was due if it got nothing.
 
-    pieces: tuple[PromptPiece, ...]
-    passed_over: RequestRow | None
-
-
-def plan_prompts(candidates: Sequence[RequestState], cache: BlockDraft, limits: PromptLimits) -> PromptPlan:
-    """Give out the rows, tokens and blocks of one step.
-
-    The first candidate is due. Where it does not end in this step, prompts that do may go before it, unless it was
-    passed over too often. Then all candidates take in order what is left.
-
-    Args:
-        candidates: prompts in the order in which they are due, at least one; the first has a row or finds a free one.
-        cache: the part of it that the step may use.
+    The first candidate is due, and has a row or finds a free one. Where it does not end in this step, prompts that do may go before
+    it, unless it was passed over too often. Then all candidates take in order what is left.
     """
     due = candidates[0]
     draft = _PromptDraft(cache, limits, due)
-    if due.bypassed < limits.max_bypass:
+    if due.bypassed < limits.options.max_bypass:
         piece = draft.place_prompt(due)
         if piece is None or not draft.may_finish(due, piece):
             _let_others_pass(due, candidates[1:], draft)
     has_passed = bool(draft.pieces)
     _fill_in_order(candidates, draft)
-    is_passed = has_passed and due.arrival not in draft.pieces
-    passed_over = (
-        RequestRow(due.request.request_id, -1 if due.slot is None else due.slot, due.arrival) if is_passed else None
-    )
-    return PromptPlan(tuple(draft.pieces.values()), passed_over)
+    passed_over = None
+    if has_passed and due.arrival not in draft.pieces:
+        passed_over = RequestRow(due.request.request_id, -1 if due.slot is None else due.slot, due.arrival)
+    return tuple(draft.pieces.values()), passed_over
 
 
 def _let_others_pass(due: RequestState, others: Sequence[RequestState], draft: _PromptDraft) -> None:
@@ -104,7 +89,7 @@ def _fill_in_order(candidates: Sequence[RequestState], draft: _PromptDraft) -> N
             continue
         piece = draft.place_prompt(state)
         if piece is None:
-            draft.cache.close_starts()
+            draft.cache.is_closed = True
         elif draft.fits(state, piece) or not (state.atomic_tokens or (starts and atomic_waits)):
             draft.take_piece(state, piece)
         atomic_waits |= state.atomic_tokens > 0 and state.arrival not in draft.pieces
@@ -125,9 +110,9 @@ class _PromptDraft:
         self._rows = limits.rows
         self._tokens = limits.tokens
         self._chunk_size = limits.largest_chunk
-        if due.atomic_tokens:
-            fitting = (size for size in limits.chunk_sizes if rows_needed([due.atomic_tokens], size) <= limits.rows)
-            self._chunk_size = max(self._chunk_size, next(fitting))
+        if whole := due.atomic_tokens:
+            fitting = next(size for size in limits.chunk_sizes if rows_needed([whole], size) <= limits.rows)
+            self._chunk_size = max(self._chunk_size, fitting)
 
     @property
     def is_full(self) -> bool:
@@ -158,7 +143,7 @@ class _PromptDraft:
         excess = state.remaining - self._count_room(state)
         if excess <= 0:
             return True
-        return self._may_reuse(state) and self.cache.may_share(state, excess)
+        return self._may_reuse(state) and self.cache.find_prefix(state.tokens).length >= excess
 
     def fits(self, state: RequestState, piece: PromptPiece) -> bool:
         """Return whether what has to be taken at once, or else the rest of the prompt, fits into what is left."""
@@ -175,7 +160,7 @@ class _PromptDraft:
         if not count:
             return
         if count < piece.count and not state.atomic_tokens:
-            beyond = (piece.start + count) % self._limits.alignment
+            beyond = (piece.start + count) % self._limits.options.chunk_alignment
             count -= beyond if beyond < count else 0
         self._rows -= rows_needed([count], self._chunk_size)
         self._tokens -= count
@@ -189,7 +174,7 @@ class _PromptDraft:
 
     def _may_reuse(self, state: RequestState) -> bool:
         # Rows of an atomic prompt depend on later tokens, so no prefix of it stands alone.
-        return self._limits.prefix_reuse and state.slot is None and not state.request.atomic
+        return self._limits.options.prefix_reuse and state.slot is None and not state.request.atomic
 
     def _count_left(self, state: RequestState, piece: PromptPiece) -> int:
         """Return by how many tokens the rows, the budget and the blocks that are left let a prompt advance."""

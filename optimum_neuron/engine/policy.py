@@ -15,6 +15,7 @@ from ..step.spec import GraphKind, GraphSpec
 Policy = Literal["auto", "mixed", "alternate", "prefill_first", "all_chunks"]
 # Policies under which the size of a chunk decides how long decoding pauses.
 _BOUNDED_PAUSE: tuple[Policy, ...] = ("auto", "mixed", "alternate")
+_LEAST = {"max_step_tokens": 1, "long_prefill_token_threshold": 0, "max_bypass": 0, "chunk_alignment": 1}
 # Enough times for a median that one hiccup does not move, few enough to follow longer contexts.
 _TIMES_KEPT = 7
 # A size that was slow for a while would otherwise never be tried again.
@@ -37,7 +38,7 @@ class SchedulerOptions:
             one. "all_chunks" never lets them.
         chunk_alignment: a piece that is not a prompt's last ends at a multiple of this, unless nothing would be left.
         prefix_reuse: whether a prompt reuses what the cache holds of an earlier request that starts alike; where a model's rows
-            keep state too, as far as there is a snapshot of it.
+            keep state too, as far as that was kept.
         reuse_generated: whether prompts reuse generated tokens too, not only prompts.
 
     Raises:
@@ -57,40 +58,29 @@ class SchedulerOptions:
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
             raise ValueError(f"policy={self.policy!r} is not known; choose one of {', '.join(get_args(Policy))}")
-        if self.max_step_tokens is not None:
-            _check_number("max_step_tokens", self.max_step_tokens, 1)
-        _check_number("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _check_number("max_bypass", self.max_bypass, 0)
-        _check_number("chunk_alignment", self.chunk_alignment, 1)
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if name == "max_step_tokens" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be a whole number, not {value!r}")
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}; raise it or leave it out")
         for name in ("prefix_reuse", "reuse_generated"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, not {getattr(self, name)!r}")
-        if self.itl_target_ms is not None:
-            self._check_target(self.itl_target_ms)
-
-    def _check_target(self, target_ms: float) -> None:
-        if not target_ms > 0:
-            raise ValueError(f"itl_target_ms={target_ms} must be above 0; leave it out for no target")
-        if self.policy not in _BOUNDED_PAUSE:
+        target = self.itl_target_ms
+        if target is not None and not target > 0:
+            raise ValueError(f"itl_target_ms={target} must be above 0; leave it out for no target")
+        if target is not None and self.policy not in _BOUNDED_PAUSE:
             raise ValueError(
-                f"itl_target_ms={target_ms} cannot be kept with policy={self.policy!r}, which decodes after any number of "
+                f"itl_target_ms={target} cannot be kept with policy={self.policy!r}, which decodes after any number of "
                 f"chunks; choose policy 'mixed' or 'alternate', or leave itl_target_ms out"
             )
 
 
-def _check_number(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, not {value!r}")
-    if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}; raise it or leave it out")
-
-
 def resolve_policy(policy: Policy, mixed_step: bool) -> Policy:
-    """Return the policy that "auto" stands for, and any other as it is.
-
-    Raises:
-        ValueError: the policy needs graphs that the artifact lacks.
-    """
+    """Return the policy that "auto" stands for, and any other as it is; ValueError where it needs graphs that the artifact lacks."""
     if policy == "auto":
         return "mixed" if mixed_step else "alternate"
     if policy == "mixed" and not mixed_step:
@@ -104,11 +94,9 @@ def resolve_policy(policy: Policy, mixed_step: bool) -> Policy:
 def next_kind(
     policy: Policy, *, decodes: bool, prompts: bool, after_chunks: bool, unfinished: bool
 ) -> GraphKind | None:
-    """Return the kind of the next step, or None where nothing can be advanced.
+    """Return the kind of the next step by a resolved policy, or None where nothing can be advanced.
 
     Args:
-        policy: a resolved one, not "auto".
-        decodes: whether a request generates.
         prompts: whether a prompt can be advanced.
         after_chunks: whether the last step took in prompts.
         unfinished: whether a prompt is only partly taken in.
@@ -134,54 +122,33 @@ class StepCosts:
 
     def record_time(self, graph: GraphSpec, seconds: float | None) -> None:
         """Note the time of a step; None where it was not measured."""
-        key = graph.kind, graph.chunk_size
-        if seconds is not None and (key not in self._times or self._is_old(key)):
-            self._times[key] = deque(maxlen=_TIMES_KEPT)
         self._commits += 1
         if seconds is not None:
-            self._times[key].append(seconds)
+            key = graph.kind, graph.chunk_size
+            self._times.setdefault(key, deque(maxlen=_TIMES_KEPT)).append(seconds)
             self._last_commit[key] = self._commits
-
-    def _is_old(self, key: tuple[GraphKind, int]) -> bool:
-        """Return whether times are forgotten; those of decode steps, to which all others are compared, never are."""
-        return bool(key[1]) and self._commits - self._last_commit[key] > _COMMITS_UNTIL_FORGOTTEN
+        for key, last in list(self._last_commit.items()):
+            # Those of decode steps, to which all others are compared, never go.
+            if key[1] and self._commits - last > _COMMITS_UNTIL_FORGOTTEN:
+                del self._times[key], self._last_commit[key]
 
     def largest_within(self, target: float, chunk_sizes: Sequence[int], kind: GraphKind) -> int:
         """Return the largest chunk size with which decoding pauses for at most `target` seconds.
 
-        It is the smallest where none does, or where no step of the kind was measured.
-
-        Args:
-            chunk_sizes: ascending.
-            kind: "mixed", or "chunked_prefill" where a decode step follows each chunk step.
+        It is the smallest where none does, or where no step of the kind was measured. The time of a size that was not measured
+        lies on the line from the decode step's time through the nearest one that was. A decode step follows each step of chunks alone.
         """
-        pauses = {size: self._estimate_pause(kind, size) for size in chunk_sizes}
-        fitting = [size for size, pause in pauses.items() if pause is not None and pause <= target]
+        known = {size: median(times) for (other, size), times in self._times.items() if other == kind}
+        # An unknown time of 0 makes larger sizes look slower than they are: the safe side.
+        decode = median(self._times.get(("token_generation", 0), (0.0,)))
+
+        def pause(size: int) -> float:
+            step = known.get(size)
+            if step is None:
+                nearest = min(known, key=lambda other: abs(other - size))
+                base = min(decode, known[nearest])
+                step = base + (known[nearest] - base) * size / nearest
+            return step if kind == "mixed" else step + decode
+
+        fitting = [size for size in chunk_sizes if known and pause(size) <= target]
         return fitting[-1] if fitting else chunk_sizes[0]
-
-    def _estimate_pause(self, kind: GraphKind, chunk_size: int) -> float | None:
-        step = self.estimate_time(kind, chunk_size)
-        if step is None or kind == "mixed":
-            return step
-        return step + self._decode_time()
-
-    def estimate_time(self, kind: GraphKind, chunk_size: int) -> float | None:
-        """Return the time of a step; None where no size of the kind was measured.
-
-        Where this size was not, it lies on the line from the decode step's time through the nearest measured size.
-        """
-        known = {
-            size: median(times)
-            for (other, size), times in self._times.items()
-            if other == kind and not self._is_old((other, size))
-        }
-        if chunk_size in known or not known:
-            return known.get(chunk_size)
-        nearest = min(known, key=lambda size: abs(size - chunk_size))
-        base = min(self._decode_time(), known[nearest])
-        return base + (known[nearest] - base) * chunk_size / nearest
-
-    def _decode_time(self) -> float:
-        """Return 0 where unknown, which makes larger sizes look slower than they are: the safe side."""
-        times = self._times.get(("token_generation", 0))
-        return median(times) if times else 0.0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,11 @@ def check_sampling(request: Request, config: NeuronConfig) -> None:
         )
     if request.seed is not None and (not isinstance(request.seed, int) or request.seed < 0):
         raise ValueError(f"{who} has seed={request.seed!r}; give a whole number of at least 0, or leave it out")
-    reason = _host_reason(request, config)
+    reason = None
+    if request.processors is not None:
+        reason = "brings logits processors, which run on the host"
+    elif not config.on_device_sampling:
+        reason = "needs the host, since the artifact was exported without on-device sampling"
     if request.logprobs and reason is None and config.top_logprobs is None:
         raise ValueError(
             f"{who} has logprobs=True, and this artifact returns none; export it with --top-logprobs (top_logprobs=0)"
@@ -42,34 +47,26 @@ def check_sampling(request: Request, config: NeuronConfig) -> None:
         )
 
 
-def _host_reason(request: Request, config: NeuronConfig) -> str | None:
-    """Return why the host chooses the request's tokens, or None where the graphs do."""
-    if request.processors is not None:
-        return "brings logits processors, which run on the host"
-    if not config.on_device_sampling:
-        return "needs the host, since the artifact was exported without on-device sampling"
-    return None
-
-
 class RequestSampler:
     """The choice of one request's tokens.
 
     Attributes:
         slot: its row of the cache, from its first chunk on.
-        began: `time.perf_counter()` when the step of that began; 0 before.
+        arrived, began: `time.perf_counter()` when it came, and when the step of its first chunk began; 0 before.
+        has_token: whether it has a token.
         on_host: whether `choose_token` chooses, instead of the graphs.
         sampling: how the graphs choose.
         uniforms: its random numbers, where the graphs draw with them.
         logprobs: whether the graphs return the log-probabilities of its tokens.
-        logprob: log-probability of the last token that the host chose, among what the processors left; where the request asks for
-            log-probabilities, among all tokens.
-        top: then, the most likely tokens with theirs.
+        logprob, top: log-probability of the last token that the host chose, among what the processors left; where the request asks
+            for log-probabilities, among all tokens, and the most likely ones with theirs.
     """
 
     def __init__(self, request: Request, config: NeuronConfig, vocab_size: int, seed: np.random.SeedSequence) -> None:
         self.request = request
-        self.slot, self.began = -1, 0.0
-        self.on_host = _host_reason(request, config) is not None
+        self.slot, self.arrived, self.began = -1, time.perf_counter(), 0.0
+        self.has_token = False
+        self.on_host = request.processors is not None or not config.on_device_sampling
         self.logprobs = request.logprobs and not self.on_host
         # Where nothing is drawn, top_k and top_p have no meaning, and need not be numbers that a graph can take.
         draws = not self.on_host and request.sampling.temperature > 0
@@ -90,11 +87,7 @@ class RequestSampler:
             self._choice = HostChoice(processors, do_sample, scores=[], generator=generator)
 
     def choose_token(self, output_token_ids: Sequence[int], logits: np.ndarray) -> int:
-        """Return the next token from `logits [vocab]` float32, by the processors.
-
-        Raises:
-            ValueError: the processors left no score per token, or none to choose by. What a processor raises comes out, too.
-        """
+        """Return the next token from `logits [vocab]` float32, by the processors; ValueError where they leave none to choose."""
         import torch
 
         tokens = np.concatenate([self.request.prompt_token_ids, np.asarray(output_token_ids, dtype=np.int32)])
@@ -114,21 +107,15 @@ class RequestSampler:
 
 def _make_warpers(sampling: SamplingParams, vocab_size: int) -> Any:
     """Return the warpers that do what the on-device sampler does, in its order."""
-    from transformers import (
-        LogitsProcessorList,
-        MinPLogitsWarper,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
+    import transformers
 
-    warpers = LogitsProcessorList()
+    warpers = transformers.LogitsProcessorList()
     if sampling.temperature > 0:
-        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        warpers.append(transformers.TemperatureLogitsWarper(float(sampling.temperature)))
         if 0 < sampling.top_k < vocab_size:
-            warpers.append(TopKLogitsWarper(int(sampling.top_k)))
+            warpers.append(transformers.TopKLogitsWarper(int(sampling.top_k)))
         if sampling.top_p < 1:
-            warpers.append(TopPLogitsWarper(float(sampling.top_p)))
+            warpers.append(transformers.TopPLogitsWarper(float(sampling.top_p)))
         if sampling.min_p > 0:
-            warpers.append(MinPLogitsWarper(float(sampling.min_p)))
+            warpers.append(transformers.MinPLogitsWarper(float(sampling.min_p)))
     return warpers

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from ..core import Request
 from ..errors import first_line
@@ -70,6 +69,7 @@ class EngineService:
         self._process = engine.runner.process
         self._on_close = on_close
         self._live: dict[str, _LiveRequest] = {}
+        # Requests, and whether they begin or end; None ends a wait.
         self._inbox: queue.SimpleQueue[tuple[_LiveRequest, bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -92,15 +92,14 @@ class EngineService:
         return "it was closed" if self.failure is None else first_line(self.failure)
 
     def submit(self, request: Request) -> TokenStream:
-        """Queue a request and returns its tokens to come.
+        """Queue a request and return its tokens to come.
 
         Raises:
             ValueError: the request could never be served, or one with its id is not finished.
-            EngineStoppedError: the service is closed, or its engine failed.
-            RuntimeError: this process was forked from the one where the engine runs.
+            RuntimeError: the service is closed, its engine failed, or this process was forked from the one where it runs.
         """
         entry = _LiveRequest(request)
-        mailbox = Mailbox(partial(self._request_end, entry))
+        mailbox = Mailbox(lambda: self._inbox.put((entry, False)))
         entry.put = mailbox.put_item
         self._enter_request(entry)
         return TokenStream(request.request_id, mailbox, self._process)
@@ -115,9 +114,8 @@ class EngineService:
     def abort_request(self, request_id: str) -> None:
         """End a request soon; one that is unknown or finished is left as it is."""
         self._process.check_fork()
-        entry = self._live.get(request_id)
-        if entry is not None:
-            self._request_end(entry)
+        if (entry := self._live.get(request_id)) is not None:
+            self._inbox.put((entry, False))
 
     def _enter_request(self, entry: _LiveRequest) -> None:
         self._process.check_fork()
@@ -142,12 +140,8 @@ class EngineService:
             threading.Thread(target=self._watch_steps, name="optimum-neuron-watch", daemon=True).start()
         atexit.register(self._close_at_exit)
 
-    def _request_end(self, entry: _LiveRequest) -> None:
-        self._inbox.put((entry, False))
-
     def close(self, *, finish: bool = False, timeout: float | None = None) -> None:
-        """Take no more requests, ends those that are there, and waits for the thread. In a forked process, where there is
-        no thread, it does nothing.
+        """Take no more requests, end those that are there, and wait for the thread; do nothing in a forked process.
 
         Args:
             finish: let the requests finish first, instead of aborting them.
@@ -167,7 +161,7 @@ class EngineService:
             self._closed = True
         if not finish:
             for entry in list(self._live.values()):
-                self._request_end(entry)
+                self._inbox.put((entry, False))
         self._inbox.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             if not self._over.wait(timeout):
@@ -229,19 +223,17 @@ class EngineService:
             if item is None:
                 continue
             entry, is_new = item
+            request_id = entry.request.request_id
             if is_new:
-                self._add_request(entry)
-            elif self._live.get(entry.request.request_id) is entry:
-                self.engine.abort_request(entry.request.request_id)
-                del self._live[entry.request.request_id]
+                try:
+                    self.engine.add_request(entry.request)
+                except Exception as error:  # what `check_request` could not foresee ends no other request
+                    del self._live[request_id]
+                    self._call_back(entry, RequestFailedError(request_id, "it could not be added", error))
+            elif self._live.get(request_id) is entry:
+                self.engine.abort_request(request_id)
+                del self._live[request_id]
                 self._call_back(entry, "abort")
-
-    def _add_request(self, entry: _LiveRequest) -> None:
-        try:
-            self.engine.add_request(entry.request)
-        except Exception as error:  # what `check` could not foresee ends no other request
-            del self._live[entry.request.request_id]
-            self._call_back(entry, RequestFailedError(entry.request.request_id, "it could not be added", error))
 
     def _deliver_event(self, event: Event) -> None:
         entry = self._live.get(event.request_id)

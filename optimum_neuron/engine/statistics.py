@@ -44,13 +44,9 @@ class Statistics:
         prompt_tokens, padded_prompt_tokens: tokens of chunk rows that were computed, and their padding.
         prefix_hit_tokens: prompt tokens that were reused instead of computed.
         preemptions: how often a request gave its blocks back because there were too few.
-        recomputed_tokens: of `prompt_tokens`, those that were computed before it did.
+        recomputed_tokens: of `prompt_tokens`, those that were computed before a preemption.
         blocks_in_use: of the cache, that requests have now; slots, where it has no blocks.
-        generated_tokens: tokens that requests got.
-        finished, aborted, failed: requests that ended.
-        queue_seconds: from a request's arrival to its first step.
-        first_token_seconds: from a request's arrival to its first token (TTFT).
-        graphs: the use of each graph, by its name.
+        queue_seconds, first_token_seconds: from a request's arrival to its first step, and to its first token (TTFT).
         step_tokens: how many steps computed so many tokens of requests, by that number.
     """
 

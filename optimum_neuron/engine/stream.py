@@ -18,11 +18,9 @@ Item = TokenEvent | FinishReason | BaseException
 
 
 class Mailbox:
-    """Tokens that the engine's thread left. It knows nothing of the stream that reads them, so that the stream is gone
-    when its reader drops it.
+    """Tokens that the engine's thread left. It knows no stream, so that one is gone when its reader drops it.
 
-    Args:
-        abort: ends the request; from any thread, and even where nothing may wait.
+    `abort` ends the request; from any thread, and even where nothing may wait.
     """
 
     def __init__(self, abort: Callable[[], None]) -> None:
@@ -51,8 +49,7 @@ class TokenStream:
 
     Raises:
         RequestFailedError: reading; the request ended by a fault of its own.
-        EngineStoppedError: reading; the engine ended before the request did.
-        RuntimeError: reading; this process was forked from the one where the engine runs.
+        RuntimeError: reading; the engine ended before the request did, or this process was forked from the one where it runs.
     """
 
     def __init__(self, request_id: str, mailbox: Mailbox, process: OwnProcess) -> None:

@@ -7,7 +7,7 @@ row, of its prompt or of what a preemption left to rebuild, takes a piece of any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,8 +25,7 @@ from ..runtime.prefill import cut_pieces, find_scoring_graph
 from ..runtime.runner import GraphRunner
 from ..runtime.step_rows import StepRows
 from ..step.model_spec import ModelSpec
-from .host_sampler import HostSampler
-from .logprobs import join_logprobs
+from .host_sampler import HostSampler, join_logprobs
 from .prefixes import StepPlan
 from .requests import NO_ROW, CacheRows, RequestTable, RowState
 from .sampling import RAW_LOGPROBS
@@ -39,7 +38,7 @@ class _ComputedStep:
     Attributes:
         on_device: requests that got a token from the graphs, with it and its log-probabilities.
         on_host: requests that get one from vLLM's sampler, with their logits `[vocab]`.
-        started: waits for runs that have not ended, and gives their requests' tokens.
+        started: each waits for a run to end, and gives its requests' tokens.
         prompts: by request, log-probabilities of prompts that are all in the cache now.
     """
 
@@ -87,12 +86,13 @@ class ModelRunner:
         self._computed = _ComputedStep(scheduler_output)
         decodes, pieces = self._list_rows(scheduler_output)
         scored = [piece for piece in pieces if self._wants_scores(piece)]
-        groups = list(self._cut_pieces(piece for piece in pieces if not self._wants_scores(piece)))
+        sizes = self._sizes.ctx_batch_size, self._sizes.prefill_chunk_size
+        groups = list(cut_pieces((piece for piece in pieces if not self._wants_scores(piece)), *sizes))
         if decodes:
             self._run_graph(decodes, groups.pop(0) if groups and self.runner.family.has_mixed else ())
         for group in groups:
             self._run_graph((), group)
-        for group in self._cut_pieces(scored):
+        for group in cut_pieces(scored, *sizes):
             self._run_graph((), group, scores=True)
         for request_id, place in _find_plan(scheduler_output).keep.items():
             self.runner.keep_state(self._requests[request_id].slot, place)
@@ -124,7 +124,14 @@ class ModelRunner:
         )
 
     def _follow_requests(self, scheduler_output: Any) -> None:
-        self._release_rows(scheduler_output)
+        for request_id in scheduler_output.finished_req_ids:
+            ended = self._requests.pop(request_id, None)
+            if ended is not None:  # it got here
+                self._sampler.remove_request(request_id)
+                self._cache.release_row(ended)
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if request_id in self._requests:
+                self._cache.release_row(self._requests[request_id])
         starting: dict[str, tuple[RowState, list[int], int]] = {}
         for new in scheduler_output.scheduled_new_reqs:
             self._sampler.remove_request(new.req_id)
@@ -149,16 +156,6 @@ class ModelRunner:
                     blocks = [plan.slots[request_id] + 1]
                 self._cache.start_request(state, blocks, computed, plan.prefixes.get(request_id))
                 self._check_length(state, computed)
-
-    def _release_rows(self, scheduler_output: Any) -> None:
-        for request_id in scheduler_output.finished_req_ids:
-            ended = self._requests.pop(request_id, None)
-            if ended is not None:  # it got here
-                self._sampler.remove_request(request_id)
-                self._cache.release_row(ended)
-        for request_id in scheduler_output.preempted_req_ids or ():
-            if request_id in self._requests:
-                self._cache.release_row(self._requests[request_id])
 
     def _check_length(self, state: RowState, computed: int) -> None:
         if self.runner.lengths[state.slot] != computed:
@@ -191,12 +188,9 @@ class ModelRunner:
                 decodes.append(state)
         return decodes, pieces
 
-    def _cut_pieces(self, pieces: Iterable[PromptPiece]) -> Iterator[list[PromptPiece]]:
-        return cut_pieces(pieces, self._sizes.ctx_batch_size, self._sizes.prefill_chunk_size)
-
     def _wants_scores(self, piece: PromptPiece) -> bool:
         scores = self._requests[piece.request_id].prompt_scores
-        return scores is not None and scores.is_open_at(piece.start)
+        return scores is not None and piece.start < scores.last
 
     def _run_graph(self, decodes: Sequence[RowState], pieces: Sequence[PromptPiece], *, scores: bool = False) -> None:
         """Run one graph once, one that scores pieces where asked; keep what it gives to requests with prompts that are all in the cache."""
@@ -224,7 +218,7 @@ class ModelRunner:
         for piece in pieces:
             state = self._requests[piece.request_id]
             scores = state.prompt_scores
-            if scores is not None and scores.is_whole_at(piece.end):
+            if scores is not None and piece.end > scores.last:
                 self._computed.prompts[state.request_id] = scores.table
                 state.prompt_scores = None
 

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 from vllm.config import CacheConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -61,6 +62,9 @@ _REFUSED: dict[str, dict[str, Any]] = {
         "model_config.code_revision": None,
     },
     "weights are fixed at export": {"model_config.quantization_config": None, "weight_transfer_config": None},
+    "weights are fixed at export; merge the adapter before the export": {"lora_config": None},
+    "graphs advance one token per request and step": {"speculative_config": None},
+    "an artifact generates text; use --runner generate": {"model_config.runner_type": "generate"},
     "graphs take token ids": {"model_config.enable_prompt_embeds": False},
     "steps keep no such record": {
         "model_config.return_sampling_mask": False,
@@ -81,47 +85,37 @@ _WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     },
 }
 # Where users write an option in another way than by its field's name.
-_NAMES = {"attention_config.backend": "--attention-backend", "watermark_config": "watermarking"}
+_NAMES = {
+    "attention_config.backend": "--attention-backend", "watermark_config": "watermarking", "lora_config": "--enable-lora",
+    "speculative_config": "speculative decoding", "model_config.runner_type": "--runner",
+}  # fmt: skip
 
 
-class GivenArguments(NamedTuple):
-    """The values that are a user's own. A configuration that is not made of arguments has no others."""
-
-    max_num_seqs: bool = True
-    max_num_batched_tokens: bool = True
-    dtype: bool = True
-    cache_dtype: bool = True
-    prefix_caching: bool | None = None  # whether it was asked for
-
-
-_given: ContextVar[GivenArguments | None] = ContextVar("given", default=None)
-
-
-def find_given() -> GivenArguments:
-    """Return which values of the configuration that vLLM is making were given."""
-    return _given.get() or GivenArguments()
+# Values that a user gave, of the configuration that vLLM is making. One that is not made of arguments has no others.
+_ALL_GIVEN = MappingProxyType(dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "dtype", "kv_cache_dtype")))
+GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("given", default=_ALL_GIVEN)
+_LEFT_OUT = {
+    "max_num_seqs": None,
+    "max_num_batched_tokens": None,
+    "dtype": "auto",
+    "kv_cache_dtype": "auto",
+    "enable_prefix_caching": None,
+}
 
 
 def watch_arguments(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `EngineArgs.create_engine_config` as one that notes what it was given, and refuses what vLLM would refuse with another
-    remedy than ours."""
+    """Wrap `EngineArgs.create_engine_config`: note what it was given, and refuse what vLLM would refuse with another remedy."""
 
     @functools.wraps(make)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         _refuse_arguments(self)
         # Kept with the arguments: vLLM writes its defaults into them, and may be asked again.
-        found = GivenArguments(
-            self.max_num_seqs is not None,
-            self.max_num_batched_tokens is not None,
-            self.dtype != "auto",
-            self.kv_cache_dtype != "auto",
-            self.enable_prefix_caching,
-        )
-        before = _given.set(vars(self).setdefault("given", found))
+        found = {name: value for name, left in _LEFT_OUT.items() if (value := getattr(self, name)) != left}
+        before = GIVEN.set(vars(self).setdefault("given", found))
         try:
             return make(self, *args, **kwargs)
         finally:
-            _given.reset(before)
+            GIVEN.reset(before)
 
     return create_engine_config
 
@@ -147,22 +141,8 @@ def find_source(vllm_config: VllmConfig) -> tuple[str, ExportOptions]:
 
 
 def refuse_options(vllm_config: VllmConfig, *, fitted: bool) -> None:
-    """Raise ValueError for an option that is set and that compiled graphs cannot honour.
-
-    Args:
-        fitted: the plugin has already fitted the configuration to the artifact, and warned of what has no effect.
-    """
+    """Raise ValueError for an option that is set and that compiled graphs cannot honour; warn of those without effect, once."""
     _refuse_tensor_parallel(vllm_config.parallel_config.tensor_parallel_size)
-    if vllm_config.speculative_config is not None:
-        raise ValueError(
-            "speculative decoding is not supported: graphs advance one token per request and step; leave it out"
-        )
-    if vllm_config.lora_config is not None:
-        raise ValueError(
-            "--enable-lora is not supported: weights are fixed at export; merge the adapter before the export"
-        )
-    if (runner := vllm_config.model_config.runner_type) != "generate":
-        raise ValueError(f"--runner {runner} is not supported: an artifact generates text; use --runner generate")
     for table in (_REFUSED,) if fitted else (_REFUSED, _REFUSED_AT_FIRST):
         for path, value, reason in _list_set(vllm_config, table):
             raise ValueError(_refusal(path, value, reason))
@@ -196,7 +176,8 @@ def _option_name(path: str) -> str:
 
 def _refusal(path: str, value: Any, reason: str) -> str:
     shown = f" {value}" if isinstance(value, int | float | str) and not isinstance(value, bool) else ""
-    return f"{_option_name(path)}{shown} is not supported: {reason}; leave it out"
+    remedy = "" if ";" in reason else "; leave it out"
+    return f"{_option_name(path)}{shown} is not supported: {reason}{remedy}"
 
 
 def _list_set(vllm_config: VllmConfig, table: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any, str]]:

@@ -56,12 +56,13 @@ class NeuronPlatform(Platform):
         return float(int(pages) * os.sysconf("SC_PAGE_SIZE"))
 
     @classmethod
-    def set_device(cls, device: torch.device) -> None:
-        """Nothing to choose: the worker takes its devices."""
+    def _do_nothing(cls, *_: Any, **__: Any) -> None:
+        pass
 
-    @classmethod
-    def manual_seed_all(cls, seed: int) -> None:
-        """Nothing to seed: random numbers are drawn on the host."""
+    set_device = _do_nothing  # the worker takes its devices
+    manual_seed_all = _do_nothing  # random numbers are drawn on the host
+    import_kernels = _do_nothing  # none of vLLM's are used
+    update_block_size_for_backend = _do_nothing  # a block is what was compiled, whatever vLLM would choose
 
     def is_sleep_mode_available(self) -> bool:
         return True
@@ -73,10 +74,6 @@ class NeuronPlatform(Platform):
     @classmethod
     def inference_mode(cls) -> Any:
         return torch.inference_mode()
-
-    @classmethod
-    def import_kernels(cls) -> None:
-        """None of vLLM's kernels are used."""
 
     @classmethod
     def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
@@ -96,10 +93,6 @@ class NeuronPlatform(Platform):
 
         configure(vllm_config)
         _served_artifact()  # read while it is there: requests are checked against it
-
-    @classmethod
-    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        """Do nothing: a block is what was compiled, whatever vLLM would choose."""
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:

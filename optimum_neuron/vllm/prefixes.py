@@ -6,7 +6,7 @@ The scheduler may live in another process than the only worker: what it decides 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,10 @@ from vllm.v1.request import Request, RequestStatus
 from ..artifact.artifact import Artifact
 from ..config import NeuronConfig
 from ..core import Prefix
-from ..engine.block_draft import BlockDraft
 from ..engine.block_pool import MIN_REUSE
-from ..engine.block_table import BlockTable
-from ..engine.snapshots import SnapshotTable
-from .options import find_given, find_served
+from ..engine.block_table import BlockDraft, BlockTable
+from ..engine.snapshots import SnapshotTable, StatePool, needed_places
+from .options import GIVEN, find_served
 
 
 @dataclass
@@ -37,7 +36,7 @@ class StepPlan(KVConnectorMetadata):
     Attributes:
         slots: the slot of each request that starts, where the cache has slots and prompts reuse them.
         prefixes: what a request that starts need not compute, where its row or a snapshot has to be made ready for it.
-        keep: the place of a snapshot of what a request's row keeps of all its tokens after the step.
+        keep: the place of a snapshot that is taken after the step.
     """
 
     slots: dict[str, int] = field(default_factory=dict)
@@ -46,15 +45,12 @@ class StepPlan(KVConnectorMetadata):
 
 
 def fit_prefix_caching(vllm_config: VllmConfig, artifact: Artifact) -> None:
-    """Turn prefix caching on where the model allows it and the user did not turn it off.
+    """Turn prefix caching on where the model allows it and the user did not turn it off; ValueError where the user asks in vain.
 
     Over blocks it is vLLM's own. That looks for whole blocks, and no prompt fills a slot: over slots the connector reuses prefixes
     of any length. Where rows keep state, prefixes end where snapshots of it are, and another scheduler would not look for them.
-
-    Raises:
-        ValueError: the user asks for it, and the artifact or the scheduler has none.
     """
-    config, cache, wanted = artifact.config, vllm_config.cache_config, find_given().prefix_caching
+    config, cache, wanted = artifact.config, vllm_config.cache_config, GIVEN.get().get("enable_prefix_caching")
     has_blocks, keeps_state = config.kv_block_size is not None, not artifact.model.reuses_prefixes
     scheduler = vllm_config.scheduler_config.scheduler_cls
     is_foreign = has_blocks and scheduler is not None
@@ -79,26 +75,37 @@ def fit_prefix_caching(vllm_config: VllmConfig, artifact: Artifact) -> None:
         )
 
 
-def _list_advances(scheduler_output: Any) -> Iterator[tuple[str, int, int]]:
-    """Yield each request of a step of vLLM's scheduler with the places where its tokens start and end."""
+def _keep_states(
+    table: SnapshotTable,
+    prompts: Mapping[str, tuple[int, Prefix]],
+    requests: Mapping[str, Request],
+    scheduler_output: Any,
+    used: Collection[int],
+    border: int = 1,
+) -> dict[str, int]:
+    """Return the place of each snapshot that a step keeps, by request. Call it once for each step, in their order.
+
+    Args:
+        prompts: of each request, tokens that no decode adds, and what of them is reused.
+        border: only a piece that ends at a multiple of it leaves a snapshot.
+    """
     cached = scheduler_output.scheduled_cached_reqs
     starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     starts |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-    for request_id, start in starts.items():
-        yield request_id, start, start + scheduler_output.num_scheduled_tokens[request_id]
+    texts: dict[str, np.ndarray] = {}
+    for name, start in starts.items():
+        (length, prefix), end = prompts[name], start + scheduler_output.num_scheduled_tokens[name]
+        if end <= length and end % border == 0 and table.is_worth(start, end, length - end, prefix.cut):
+            texts[name] = np.asarray(requests[name].all_token_ids[:end], np.int32)
+    return table.keep_texts(texts, used)
 
 
 class BlockPrefixes:
     """Prefix reuse over vLLM's blocks by a model with state next to them: snapshots of that state, at borders of blocks.
 
     vLLM finds whole blocks of a prefix, and what it finds is cut to where a snapshot is: a hit has both, its blocks by reference
-    and its state by a copy. A snapshot is kept where a piece of a prompt ends, and prompts are cut there
-
-    - at the last border of a block within a prompt, and where the prompt ends at one;
-    - where a prompt parts from blocks that are cached, if no snapshot of them exists: the next one that starts alike uses it;
-    - at every multiple of `state_snapshot_interval`, rounded up to whole blocks.
-
-    After a preemption a request's prompt is all that it had.
+    and its state by a copy. Prompts are cut, and a snapshot is kept, at the last border within a prompt; where one parts from
+    cached blocks without a snapshot; and at multiples of `state_snapshot_interval`, rounded up to whole blocks.
     """
 
     def __init__(self, config: NeuronConfig) -> None:
@@ -133,31 +140,22 @@ class BlockPrefixes:
         self._table.forget_all()
 
     def plan_step(self, scheduler_output: Any, requests: Mapping[str, Request]) -> StepPlan:
-        """Return what a step restores and keeps. Call it once for each step, in their order: the next one finds what this one keeps."""
+        """Return what a step restores and keeps. Call it once for each step, in their order."""
         for ended in scheduler_output.finished_req_ids - scheduler_output.num_scheduled_tokens.keys():
             self._prompts.pop(ended, None)
-        plan = StepPlan()
         starting = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         starting |= scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        kept: dict[str, np.ndarray] = {}
-        used: list[int] = []
-        for request_id, start, end in _list_advances(scheduler_output):
-            length, prefix = self._prompts[request_id]
-            if request_id in starting and prefix.state_place is not None:
-                plan.prefixes[request_id] = prefix
-                used.append(prefix.state_place)
-            at_border = end % self._size == 0 and end <= length
-            if at_border and self._table.is_worth(start, end, length - end, prefix.cut):
-                kept[request_id] = np.asarray(requests[request_id].all_token_ids[:end], np.int32)
-        plan.keep = self._table.keep_texts(kept, used)
+        found = {name: self._prompts[name][1] for name in scheduler_output.num_scheduled_tokens if name in starting}
+        plan = StepPlan(prefixes={name: prefix for name, prefix in found.items() if prefix.state is not None})
+        used = needed_places(plan.prefixes.values())
+        plan.keep = _keep_states(self._table, self._prompts, requests, scheduler_output, used, self._size)
         return plan
 
 
 class SlotConnector(KVConnectorBase_V1, SupportsHMA):
     """Prefix reuse between slots: the scheduler's side, which is all there is.
 
-    vLLM counts blocks, each of which stands for some slot: which one a request gets is decided here, by what slots hold. A slot's
-    contents outlive their request. A prompt that starts like them is scheduled from where they end, and the worker copies them.
+    vLLM counts blocks, each of which stands for some slot: which one a request gets is decided here, by what slots hold.
     """
 
     reuses = True
@@ -166,16 +164,12 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         served = find_served(vllm_config)
         assert served is not None, "the platform exports a checkpoint before an engine starts"
-        config = served.artifact.config
-        snapshots = None
-        if not served.artifact.model.reuses_prefixes:
-            largest, interval = config.prompt_capacity, config.state_snapshot_interval
-            snapshots = SnapshotTable(config.state_places, MIN_REUSE, largest, interval)
-        self._slots = BlockTable(config, snapshots=snapshots)
+        config, keeps_state = served.artifact.config, not served.artifact.model.reuses_prefixes
+        self._slots = BlockTable(config, state_places=config.state_places if keeps_state else None)
         self._requests: dict[str, Any] = {}  # of vLLM, those that hold a slot: they know what is computed
         self._slot_of: dict[str, int] = {}
         self._placed: dict[str, tuple[int, Prefix]] = {}  # prompts that this step may admit
-        self._prompts: dict[str, tuple[int, int]] = {}  # tokens that no decode adds, and where a piece is cut
+        self._prompts: dict[str, tuple[int, Prefix]] = {}  # tokens that no decode adds, and what of them is reused
         self._plan = StepPlan()
 
     @property
@@ -184,24 +178,24 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
 
     def find_admissible(self, waiting: Sequence[Any]) -> Mapping[str, int]:
         self._follow_requests()
-        return dict.fromkeys((request.request_id for request in waiting), 0) if self._slots.free_count else {}
+        return dict.fromkeys((request.request_id for request in waiting), 0) if self._slots.free_rows else {}
 
     def draft_starts(self, starts: int) -> BlockDraft:
         self._follow_requests()
-        return self._slots.draft_step(most_starts=starts)
+        return BlockDraft(self._slots, most_starts=starts)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._follow_requests()
-        if not self._slots.free_count:
+        if not self._slots.free_rows:
             return 0, False  # vLLM asks before it looks for a block
         prompt = np.asarray(request.all_token_ids, dtype=np.int32)
-        placed = self._slots.draft_step().place_prompt(prompt, not request.skip_reading_prefix_cache)
+        placed = BlockDraft(self._slots).place_prompt(prompt, not request.skip_reading_prefix_cache)
         assert placed is not None
         self._placed[request.request_id] = placed
         return placed[1].length, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        name, cut = request.request_id, 0
+        name, prefix = request.request_id, Prefix()
         if name in self._slot_of:  # a session has its own
             self._slots.void_row(self._slot_of[name])
         else:
@@ -210,7 +204,7 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
                 self._slots.pool.touch_block(prefix.source)
             self._slots.hold_row(slot, name)
             self._slots.give_blocks(slot, [slot])
-            self._slot_of[name], cut = slot, prefix.cut
+            self._slot_of[name] = slot
             if prefix.length:
                 assert prefix.length == num_external_tokens, "vLLM takes all of a prefix that it is offered"
                 self._plan.prefixes[name] = prefix
@@ -218,22 +212,15 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
                     stats.num_local_cached_tokens, stats.num_external_cached_tokens = stats.num_cached_tokens, 0
         slot = self._plan.slots[name] = self._slot_of[name]
         self._requests[name] = request
-        self._prompts[name] = request.num_tokens, cut
+        self._prompts[name] = request.num_tokens, prefix
         self._slots.write_tokens(slot, 0, np.asarray(request.all_token_ids[:num_external_tokens], dtype=np.int32))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
-        """Return a step's plan. Steps run in the order in which they are made: the next one finds what this one keeps."""
         plan, self._plan = self._plan, StepPlan()
         self._placed.clear()
-        snapshots = self._slots.snapshots
-        if snapshots is not None:
-            texts: dict[str, np.ndarray] = {}
-            for request_id, start, end in _list_advances(scheduler_output):
-                prompt, cut = self._prompts[request_id]
-                if end <= prompt and snapshots.is_worth(start, end, prompt - end, cut):
-                    texts[request_id] = np.asarray(self._requests[request_id].all_token_ids[:end], dtype=np.int32)
-            used = [prefix.state_place for prefix in plan.prefixes.values() if prefix.state_place is not None]
-            plan.keep = snapshots.keep_texts(texts, used)
+        if isinstance(self._slots.pool, StatePool):
+            table, used = self._slots.pool.snapshots, needed_places(plan.prefixes.values())
+            plan.keep = _keep_states(table, self._prompts, self._requests, scheduler_output, used)
         return plan
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -265,22 +252,14 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
                 self._release_slot(name)
                 continue
             slot = self._slot_of[name]
-            have = self._slots.count_known(slot)
+            have = self._slots.known[slot]
             # A token that is still being sampled is counted as computed, and not known yet.
             end = min(request.num_computed_tokens, request.num_tokens)
             if end > have >= 0:
                 self._slots.write_tokens(slot, have, np.asarray(request.all_token_ids[have:end], dtype=np.int32))
 
-    # The worker's side: the runner makes copies before it computes a step.
+    def _refuse_work(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("the runner copies slots itself, before it computes a step")
 
-    def start_load_kv(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError("the worker copies slots itself")
-
-    def wait_for_layer_load(self, *_: Any) -> None:
-        raise RuntimeError("the worker copies slots itself")
-
-    def save_kv_layer(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError("slots are kept as they are")
-
-    def wait_for_save(self) -> None:
-        raise RuntimeError("slots are kept as they are")
+    # The worker's side.
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _refuse_work

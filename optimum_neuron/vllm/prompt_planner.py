@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,10 +15,10 @@ from vllm.v1.request import Request as VllmRequest
 
 from ..config import NeuronConfig
 from ..core import Request
-from ..engine.block_draft import BlockDraft
-from ..engine.block_table import BlockTable
+from ..engine.block_table import BlockDraft, BlockTable
 from ..engine.planner import PromptLimits, plan_prompts
-from ..engine.request import RequestState
+from ..engine.policy import SchedulerOptions
+from ..engine.queues import RequestState
 from .prefixes import BlockPrefixes
 
 
@@ -31,22 +31,18 @@ _NO_TOKEN = np.iinfo(np.int32).max
 class PromptPlanner:
     """Gives vLLM's requests to the planner, and remembers which were passed over.
 
-    Args:
-        by_priority: whether vLLM's policy is by priority; otherwise all are equal.
-        reuse: whether prompts reuse what slots hold, rather than vLLM's blocks.
+    All are equal but `by_priority`; with `reuse`, prompts reuse what slots hold, rather than vLLM's blocks.
     """
 
     def __init__(self, config: NeuronConfig, *, by_priority: bool, reuse: bool) -> None:
         self._by_priority = by_priority
         self._limits = PromptLimits(
+            options=SchedulerOptions(max_bypass=MAX_BYPASS, prefix_reuse=reuse),
             rows=config.ctx_batch_size,
             chunk_sizes=config.chunk_sizes,
             largest_chunk=config.prefill_chunk_size,
             tokens=config.prompt_capacity,
             tokens_per_prompt=config.sequence_length,
-            alignment=1,
-            max_bypass=MAX_BYPASS,
-            prefix_reuse=reuse,
         )
         self._arrivals = itertools.count()
         self._states: WeakKeyDictionary[VllmRequest, RequestState] = WeakKeyDictionary()
@@ -65,9 +61,8 @@ class PromptPlanner:
         """Return how many tokens of which prompt the next step takes in. Call it once for each step.
 
         Args:
-            requests: those with prompt tokens to compute, at least one, in vLLM's order. The first has a slot or finds one.
+            requests: those with prompt tokens to compute, in vLLM's order. The first has a slot or finds one.
             cached: of those that have not begun, tokens that vLLM's prefix cache holds.
-            slots: what slots hold, and which are free for those that have none.
             tokens, tokens_per_prompt: prompt tokens that the step has room for, and that one prompt may take of it.
             cuts: where in requests pieces are to end, further to those that `slots` finds; 0: nowhere.
             decodes_first: no prompt gets a token where none would end in the step or come to a cut, as often as one may be passed over.
@@ -80,16 +75,16 @@ class PromptPlanner:
             states.sort(key=lambda state: state.request.priority)
         most = min(tokens, self._limits.tokens)
         limits = replace(self._limits, tokens=most, tokens_per_prompt=tokens_per_prompt)
-        plan = plan_prompts(states, slots, limits)
-        ends = any(piece.is_last or piece.end == piece.cut for piece in plan.pieces)
+        planned, passed_over = plan_prompts(states, slots, limits)
+        ends = any(piece.is_last or piece.end == piece.cut for piece in planned)
         if decodes_first and states[0].bypassed < MAX_BYPASS and not ends:
             states[0].bypassed += 1
             return {}
-        pieces = {piece.request_id: piece for piece in plan.pieces}
+        pieces = {piece.request_id: piece for piece in planned}
         for state in states:
             if (piece := pieces.get(state.request.request_id)) is not None:
                 state.bypassed, state.cut = 0, piece.cut
-        if plan.passed_over is not None:
+        if passed_over is not None:
             states[0].bypassed += 1
         return {name: piece.count for name, piece in pieces.items()}
 
@@ -118,18 +113,6 @@ class PromptPlanner:
         return state
 
 
-class CacheRoom(Protocol):
-    """The cache as a step's planner needs it; `reuses` says whether the draft finds prefixes of prompts."""
-
-    reuses: bool
-
-    def find_admissible(self, waiting: Sequence[VllmRequest]) -> Mapping[str, int]:
-        """Return the first requests, as far as there is cache for them, with how many tokens of each vLLM's prefix cache holds."""
-
-    def draft_starts(self, starts: int) -> BlockDraft:
-        """Return what requests that start can have; at most `starts` may."""
-
-
 class BlockRoom:
     """The room of vLLM's own block manager: no chunk row is kept for a request that it would refuse."""
 
@@ -143,6 +126,7 @@ class BlockRoom:
         self._rows = BlockTable(replace(config, kv_block_size=None, kv_cache_tokens=None))
 
     def find_admissible(self, waiting: Sequence[VllmRequest]) -> Mapping[str, int]:
+        """Return the first requests, as far as there is cache for them, with how many tokens of each vLLM's prefix cache holds."""
         scheduler, size = self._scheduler, self._scheduler.block_size
         found: dict[str, int] = {}
         room = self._count_room() if waiting else 0
@@ -157,7 +141,8 @@ class BlockRoom:
         return found
 
     def draft_starts(self, starts: int) -> BlockDraft:
-        return self._rows.draft_step(most_starts=starts)
+        """Return what requests that start can have; at most `starts` may."""
+        return BlockDraft(self._rows, most_starts=starts)
 
     def _count_room(self) -> int:
         """Return the blocks beyond those that running requests take in this step, or need for what is left of their prompts."""

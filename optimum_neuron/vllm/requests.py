@@ -22,8 +22,7 @@ from ..runtime.runner import GraphRunner
 from ..runtime.step_rows import StepRows, UniformStream
 from ..step.spec import GREEDY
 from ..step.spec import SamplingParams as OnDeviceParams
-from .host_sampler import HostRequest
-from .logprobs import PromptScores
+from .host_sampler import HostRequest, PromptScores
 from .sampling import host_reason, on_device_params
 
 
@@ -36,12 +35,10 @@ class RowState:
 
     Attributes:
         slot: its row of a step; NO_ROW while it has none.
-        prefill_token_ids: int32 `[n]`, what its row must hold before it decodes: the prompt and, after a preemption,
-            the tokens that it had generated.
+        prefill_token_ids: int32 `[n]`, what its row must hold before it decodes: the prompt, and what it had when it was preempted.
         sampling, uniforms: how the graphs choose, greedy where the host samples, and their random numbers.
         host: its part in vLLM's sampler where the graphs cannot sample for it.
-        logprobs: whether it wants log-probabilities.
-        prompt_scores: those of its prompt, until vLLM has them; None where it wants none.
+        prompt_scores: log-probabilities of its prompt, until vLLM has them; None where it wants none.
     """
 
     request_id: str
@@ -88,15 +85,11 @@ class RequestTable(dict[str, RowState]):
         if known is not None and known.prompt_token_ids == new.prompt_token_ids:
             known.restart_from(new.prefill_token_ids or new.prompt_token_ids)
             return known
-        state = self[new.req_id] = self._make_state(new)
-        if known is not None:
-            state.slot = known.slot
-        return state
-
-    def _make_state(self, new: Any) -> RowState:
         params: SamplingParams = new.sampling_params
         prompt = list(new.prompt_token_ids)
-        state = RowState(new.req_id, prompt, np.asarray(prompt, dtype=np.int32))
+        state = self[new.req_id] = RowState(new.req_id, prompt, np.asarray(prompt, dtype=np.int32))
+        if known is not None:
+            state.slot = known.slot
         if params.prompt_logprobs is not None:
             state.prompt_scores = PromptScores(prompt, params.prompt_logprobs, self._mode, self._vocab_size)
         if self._all_on_host or host_reason(params, self._config) is not None:
@@ -141,7 +134,7 @@ class CacheRows:
             for piece in cut_prompt(state.slot, state.prefill_token_ids[:computed], runner.config.prefill_chunk_size):
                 runner.run_step([piece], outputs=False)
         elif computed and (prefix is not None or not self._has_slots or held == state.slot):
-            runner.resume_slot(state.slot, computed, None if prefix is None else prefix.state_place)
+            runner.resume_slot(state.slot, computed, None if prefix is None else prefix.state)
 
     def extend_row(self, state: RowState, blocks: Sequence[int]) -> None:
         """Give a request that has a row more of vLLM's blocks."""

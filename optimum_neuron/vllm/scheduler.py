@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from ..engine.scheduler import WAITING_WINDOW
 from .options import find_served
 from .prefixes import BlockPrefixes, SlotConnector
-from .prompt_planner import BlockRoom, CacheRoom, PromptPlanner
+from .prompt_planner import BlockRoom, PromptPlanner
 
 
 class OfferedQueue(RequestQueue):
@@ -121,11 +121,7 @@ class SlotScheduler(Scheduler):
         return stats
 
     def _get_local_prefix_cache_hit(self, request: Request, *limits: Any) -> tuple[Any, int, Any, bool]:
-        """Cut a hit to where state of its rows was kept: vLLM has groups for such state only where its own kernels keep it.
-
-        Args:
-            limits: from vLLM 0.33 on, the longest hit that is allowed.
-        """
+        """Cut a hit to where state of its rows was kept. From vLLM 0.33 on, `limits` has the longest hit that is allowed."""
         blocks, cached, boundary, diverged = super()._get_local_prefix_cache_hit(request, *limits)
         tokens = cached if self._prefixes is None else self._prefixes.find_start(request, cached)
         if tokens != cached:
@@ -154,8 +150,11 @@ class StepScheduler(SlotScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        over_slots = isinstance(self.connector, SlotConnector)
-        self._room: CacheRoom = self.connector if over_slots else BlockRoom(self, self._sizes, self._prefixes)
+        self._room: SlotConnector | BlockRoom
+        if isinstance(self.connector, SlotConnector):
+            self._room = self.connector
+        else:
+            self._room = BlockRoom(self, self._sizes, self._prefixes)
         by_priority = self.policy == SchedulingPolicy.PRIORITY
         self._planner = PromptPlanner(self._sizes, by_priority=by_priority, reuse=self._room.reuses)
         self._most = self.max_num_scheduled_tokens
@@ -206,8 +205,7 @@ class StepScheduler(SlotScheduler):
         return {name: planned[name] for request in prompts if (name := request.request_id) in planned}
 
     def _list_ready(self) -> tuple[list[Request], Mapping[str, int]]:
-        """Return the first waiting requests in vLLM's order, sessions with a part of the cache before all others, and how many
-        tokens of them vLLM has cached."""
+        """Return the first waiting requests, sessions with a part of the cache before all others, and how much vLLM has cached."""
         sessions = [request for request in self.kv_holding_waiting if self._may_start(request)]
         if sessions or self.pause_state != PauseState.UNPAUSED:
             return sessions, {}
@@ -216,8 +214,8 @@ class StepScheduler(SlotScheduler):
         return ready[: len(cached)], cached
 
     def _may_start(self, request: Request) -> bool:
-        """Return whether vLLM would start a waiting request. vLLM promotes requests with a finished grammar by the same
-        check, and makes it for offered requests alone; pending output comes before a request starts again."""
+        """Return whether vLLM would start a waiting request. Its own check, which also promotes one with a finished grammar, sees
+        offered requests alone; pending output comes before a request starts again."""
         stale = request.num_stale_output_tokens and not request.drop_stale_output
         return self._handle_blocked_waiting_request(request) and not stale
 

@@ -15,7 +15,7 @@ from ..artifact.skeleton import read_generation_config
 from ..config import NeuronConfig
 from ..export.first_use import export_once
 from ..runtime.defaults import left_to_requests, settings_of_host, usable, vllm_sampling
-from .options import FITTED, find_given, find_served, find_source, refuse_options
+from .options import FITTED, GIVEN, find_served, find_source, refuse_options
 from .prefixes import fit_prefix_caching
 from .sampling import RAW_LOGPROBS
 
@@ -34,11 +34,7 @@ ARTIFACT_VARIABLE = "OPTIMUM_NEURON_VLLM_ARTIFACT"
 
 
 def configure(vllm_config: VllmConfig) -> None:
-    """Make a configuration one of an artifact's. May be called again with the result.
-
-    Raises:
-        ValueError: an option asks for what compiled graphs cannot do, or differs from what was compiled.
-    """
+    """Make a configuration one of an artifact's; ValueError where an option differs from it. May be called again with the result."""
     vllm_config.compilation_config.mode = CompilationMode.NONE
     if vllm_config.parallel_config.worker_cls == "auto":
         vllm_config.parallel_config.worker_cls = WORKER
@@ -81,18 +77,18 @@ def _export_config(vllm_config: VllmConfig) -> NeuronConfig:
     options = dict(vllm_config.additional_config or {})
     sizes: dict[str, Any] = {
         "sequence_length": model.max_model_len,
-        "batch_size": scheduler.max_num_seqs if find_given().max_num_seqs else DEFAULT_SLOTS,
+        "batch_size": scheduler.max_num_seqs if "max_num_seqs" in GIVEN.get() else DEFAULT_SLOTS,
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_block_size": _given_block_size(vllm_config.cache_config),
         # vLLM's requests sample from the whole vocabulary unless they say otherwise, and may ask for logprobs.
         "output_logits": True,
     }
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if find_given().cache_dtype and cache_dtype in _CODES_OF_CACHES:
+    if "kv_cache_dtype" in GIVEN.get() and cache_dtype in _CODES_OF_CACHES:
         sizes["kv_cache_dtype"] = _CODES_OF_CACHES[cache_dtype]
     budget = scheduler.max_num_batched_tokens
     config = NeuronConfig.from_dict(sizes | options)
-    smaller = find_given().max_num_batched_tokens and budget < config.prefill_chunk_size
+    smaller = "max_num_batched_tokens" in GIVEN.get() and budget < config.prefill_chunk_size
     if smaller and "prefill_chunk_size" not in options:
         config = NeuronConfig.from_dict(sizes | options | {"prefill_chunk_size": budget})
     _check_cache_dtype(cache_dtype, config)
@@ -110,7 +106,7 @@ def _fit_model(model: ModelConfig, config: NeuronConfig) -> None:
     compiled = getattr(torch, config.dtype)
     if model.dtype != compiled:
         asked_dtype = str(model.dtype).removeprefix("torch.")
-        if find_given().dtype:
+        if "dtype" in GIVEN.get():
             raise ValueError(
                 f"--dtype {asked_dtype} differs from the {config.dtype} that the artifact was exported with; leave it out, or "
                 f"export with --dtype {asked_dtype}"
@@ -140,14 +136,14 @@ def _fit_defaults(model: ModelConfig, artifact: Artifact, *, warn: bool) -> None
 def _fit_scheduler(vllm_config: VllmConfig, artifact: Artifact) -> None:
     scheduler, config = vllm_config.scheduler_config, artifact.config
     if scheduler.max_num_seqs > config.batch_size:
-        if find_given().max_num_seqs:
+        if "max_num_seqs" in GIVEN.get():
             text = "max_num_seqs=%d: the artifact has batch_size=%d rows, so that many requests run at once and the others wait"
             logger.warning(text, scheduler.max_num_seqs, config.batch_size)
         scheduler.max_num_seqs = config.batch_size
     if scheduler.max_num_active_seqs is not None:
         scheduler.max_num_active_seqs = min(scheduler.max_num_active_seqs, scheduler.max_num_seqs)
     budget = config.step_capacity
-    if not find_given().max_num_batched_tokens and scheduler.enable_chunked_prefill:
+    if "max_num_batched_tokens" not in GIVEN.get() and scheduler.enable_chunked_prefill:
         logger.info("max_num_batched_tokens=%d: what one step of the artifact's graphs holds", budget)
         scheduler.max_num_batched_tokens = budget
     if scheduler.max_num_batched_tokens > budget:
@@ -191,7 +187,7 @@ def _check_cache_dtype(asked: str, config: NeuronConfig) -> None:
     compiled = config.kv_cache_dtype or config.dtype
     if asked == "auto" or _CODES_OF_CACHES.get(asked, asked) == compiled:
         return
-    if not find_given().cache_dtype:
+    if "kv_cache_dtype" not in GIVEN.get():
         logger.warning("the checkpoint asks for a cache of %s, and the artifact's is of %s", asked, compiled)
         return
     kind = _CODES_OF_CACHES.get(asked)

@@ -34,7 +34,7 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what is below its o
 _WEIGHTS = "weights are fixed at export; export the other weights, and serve that artifact"
 _ADAPTERS = "weights are fixed at export; merge the adapter before the export"
 _ONE_WORKER = "an artifact is one worker; leave it out"
-_SNAPSHOT = "an image of the process holds no devices; start the server from the artifact"
+_IMAGE = "an image of the process holds no devices; start the server from the artifact"
 _NO_ENCODER = "there is no encoder; leave it out"
 REFUSED_CALLS = {
     "add_lora": _ADAPTERS,
@@ -50,8 +50,8 @@ REFUSED_CALLS = {
     "compute_weight_checksums": "the compiled graphs hold the weights in their own layout; compare artifacts by neuron inspect",
     "save_sharded_state": "the artifact is what is saved; copy its folder",
     "save_tensorized_model": "the artifact is what is saved; copy its folder",
-    "checkpoint_prepare": _SNAPSHOT,
-    "checkpoint_restore": _SNAPSHOT,
+    "checkpoint_prepare": _IMAGE,
+    "checkpoint_restore": _IMAGE,
     "take_draft_token_ids": "graphs advance one token per request and step; leave speculative decoding out",
     "get_encoder_timing_stats": _NO_ENCODER,
     "elastic_ep_execute": _ONE_WORKER,
@@ -141,11 +141,16 @@ class NeuronWorker(WorkerBase):
         pages: int = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
         return pages * (self._artifact.config.kv_blocks + 1)
 
-    def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Do nothing: the cache came with the graphs."""
+    def _do_nothing(self, *_: Any, **__: Any) -> None:
+        pass
 
-    def get_kv_connector_handshake_metadata(self) -> None:
-        """Return nothing: the connector has no side here."""
+    initialize_from_config = _do_nothing  # the cache came with the graphs
+    get_kv_connector_handshake_metadata = _do_nothing  # the connector has no side here
+    execute_dummy_batch = (
+        _do_nothing  # replicas of a model with experts compute alone: none waits for the others' steps
+    )
+    reset_encoder_cache = _do_nothing  # there is no encoder
+    reload_weights = _do_nothing  # an artifact's weights do not change, and `wake_up` has read them
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         assert self.model_runner is not None
@@ -192,9 +197,6 @@ class NeuronWorker(WorkerBase):
         assert self.model_runner is not None
         return self.model_runner.sample_step(grammar_output)
 
-    def execute_dummy_batch(self) -> None:
-        """Do nothing: replicas of a model with experts compute alone, so none waits for the others' steps."""
-
     def update_max_model_len(self, max_model_len: int) -> None:
         self.model_config.max_model_len = max_model_len
 
@@ -206,13 +208,10 @@ class NeuronWorker(WorkerBase):
         if self._thread is not None:
             self._thread.submit(lambda: None).result()  # runs when all before it has ended
 
-    def reset_encoder_cache(self) -> None:
-        """Do nothing: there is no encoder."""
-
     def sleep(self, level: int = 1) -> None:
-        """Release weights, cache and devices. Loading brings the same weights back, so that both levels of vLLM are one.
+        """Release weights, cache and devices, unless the artifact is gone. Loading brings the same back: both levels are one.
 
-        vLLM has preempted or ended all requests before. Without its artifact the worker keeps all, and sleeps no less.
+        vLLM has preempted or ended all requests before.
         """
         self.synchronize_device()
         assert self.model_runner is not None
@@ -236,9 +235,6 @@ class NeuronWorker(WorkerBase):
     def discard(self, tags: tuple[str, ...]) -> None:
         """Release the cache, and the graphs with it."""
         self.sleep()
-
-    def reload_weights(self) -> None:
-        """Do nothing: an artifact's weights do not change, and `wake_up` has read them."""
 
     def shutdown(self) -> None:
         """End the step that runs, and release graphs, weights and devices."""

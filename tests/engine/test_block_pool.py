@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from invariants import check_pool
-from scheduling import TOKEN, add, advance, commit, next_step, request
+from scheduling import add, advance, commit, next_step, request
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.core import BlockCopy, Prefix
@@ -101,21 +101,6 @@ def test_a_full_block_is_shared_and_part_of_the_next_copied() -> None:
     assert scheduler.cache.used_blocks == 3
 
 
-@pytest.mark.parametrize(("young", "last"), [(0, "young"), (1, "young"), (-1, "old")])
-def test_the_last_by_priority_and_arrival_gives_its_blocks_back_and_goes_on_where_it_was(
-    young: int, last: str
-) -> None:
-    scheduler = make()
-    add(scheduler, request("old", 60, new=190), request("young", 60, new=190, priority=young))
-    preempted, tokens = [], []
-    while scheduler.has_work:
-        step = next_step(scheduler)
-        preempted += [gone.request_id for gone in step.preempted]
-        tokens += [name for name, token, _ in commit(scheduler, step) if token == TOKEN]
-    assert preempted == [last]
-    assert tokens.count("old") == tokens.count("young") == 190 and scheduler.cache.used_blocks == 0
-
-
 def test_an_abort_of_a_preempted_request_while_the_step_runs_loses_no_block() -> None:
     scheduler = make(rows=2)
     add(scheduler, request("old", 60, new=190), request("young", 62, new=150))
@@ -148,12 +133,12 @@ def test_a_long_request_waits_no_longer_than_those_that_have_rows_among_short_on
         add(scheduler, request("other", other, new=40))
     add(scheduler, request("long", 200, new=57))
     steps = 0
-    while scheduler.find_state("long").slot is None:
+    while scheduler.queues.live["long"].slot is None:
         keep_waiting()
         advance(scheduler)
         steps += 1
         assert steps <= 40 * (ahead + bool(other))
-    tokens = len(scheduler.find_state("long").output_token_ids)
+    tokens = len(scheduler.queues.live["long"].output_token_ids)
     while tokens < 57:
         keep_waiting()
         step = next_step(scheduler)

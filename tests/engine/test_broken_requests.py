@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import VOCAB, eager_runner, generate, random_tokens, tiny_config
+from helpers import VOCAB, eager_runner, random_tokens, tiny_config
 from torch import nn
 
 from optimum_neuron.core import Request
@@ -66,12 +66,3 @@ def test_a_broken_request_costs_the_others_nothing(runner: GraphRunner, sampling
     assert together["2"] == together["4"] == [0] * 9  # as the argmax of NaN alone is
     assert len({tuple(tokens) for tokens in together.values()}) == 5
     assert engine.statistics.prefix_hit_tokens > 0
-
-
-def test_a_slot_that_a_broken_request_left_serves_the_next_one_to_the_bit(runner: GraphRunner) -> None:
-    prompt = clean_tokens(21, seed=3)
-    expected = generate(runner, prompt, 6)
-    broken = generate(runner, np.append(prompt, BROKEN).astype(np.int32), 6)
-    again = generate(runner, prompt, 6)
-    assert broken[1].isnan().all() and broken[0] == [0] * 6
-    assert again[0] == expected[0] and torch.equal(again[1], expected[1])

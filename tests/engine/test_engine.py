@@ -18,18 +18,20 @@ from helpers import (
     eager_runner,
     examples,
     fill_rows,
+    generate,
     random_tokens,
     read_states,
     tiny_config,
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from invariants import check_cache
+from invariants import check_cache, held_tokens
 from torch import nn
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from optimum_neuron.core import Request
 from optimum_neuron.engine.engine import Engine
+from optimum_neuron.engine.events import TokenEvent
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.model_spec import ModelSpec
@@ -168,9 +170,9 @@ def test_a_prefix_hit_changes_no_bit(tiny_models: dict[str, nn.Module], tiny_spe
         states = read_states(runner, spec)
         found = {}
         for slot in range(3):
-            prompt = engine.scheduler.cache.pool.read_tokens(slot)[:33]
+            prompt = held_tokens(engine.scheduler.cache, slot)[:33]
             rows = [state[slot, :, : len(prompt)].flatten().view(torch.int32).tolist() for state in states.values()]
-            found[f"slot of {prompt.tolist()}"] = [value for row in rows for value in row]
+            found[f"slot of {prompt}"] = [value for row in rows for value in row]
         return found
 
     tokens, hits = run(reuse=True)
@@ -194,6 +196,13 @@ def test_every_kind_of_step_runs_in_its_own_graph(open_runner: Opener) -> None:
         f"token_generation_{context}": 5,
     }
     counted = engine.statistics
+    uses = counted.graphs
+    assert {name: use.runs for name, use in uses.items()} == {
+        g.name: runner.graph_calls[g.name] for g in runner.family
+    }
+    rooms = {graph.name: graph.tokens for graph in runner.family}
+    assert all(use.tokens + use.padding == use.runs * rooms[name] for name, use in uses.items())
+    assert sum(use.tokens for use in uses.values()) == 4 + 20 + 7 + 2
     assert (counted.steps, counted.prompt_tokens, counted.padded_prompt_tokens) == (8, 24, 3 * 16 - 24)
     assert (counted.decode_tokens, counted.idle_decode_rows) == (7 + 2, 7 * 3 - 9)
     assert counted.queue_seconds.count == counted.first_token_seconds.count == counted.finished == 2
@@ -215,6 +224,25 @@ def test_unseeded_requests_draw_from_the_engines_seed(open_runner: Opener) -> No
     assert first != second
     assert [first, second] == run(1) != run(2)
     assert run(None) != run(None)
+
+
+def test_a_request_may_ask_for_the_most_likely_tokens_of_chunks_and_decodes(open_runner: Opener) -> None:
+    runner = open_runner("llama", top_logprobs=3)
+    prompt = random_tokens(11)
+    wants = Request(request_id="wants", prompt_token_ids=prompt, max_new_tokens=5, logprobs=True)
+    other = Request(request_id="other", prompt_token_ids=random_tokens(9), max_new_tokens=5)
+    tokens, logits = generate(runner, prompt, 5)
+    engine = engine_over(runner)
+    engine.add_request(wants)
+    engine.add_request(other)
+    events = [event for event in engine.run_requests() if isinstance(event, TokenEvent)]
+    assert all(event.top == () for event in events if event.request_id == "other")
+    found = [event for event in events if event.request_id == "wants"]
+    assert [event.token_id for event in found] == tokens
+    for event, row in zip(found, logits.log_softmax(-1), strict=True):
+        best = row.topk(3)
+        assert [token for token, _ in event.top] == best.indices.tolist()
+        torch.testing.assert_close(torch.tensor([each for _, each in event.top]), best.values, rtol=0, atol=1e-4)
 
 
 def test_the_host_chooses_what_the_sampler_cannot(open_runner: Opener) -> None:
@@ -314,7 +342,7 @@ def test_a_step_that_fails_ends_all_requests_and_voids_what_the_slots_held(
         with pytest.raises(RuntimeError, match="device lost"):
             engine.step()
     assert not engine.has_work and engine.statistics.aborted == 1
-    assert not any(len(engine.scheduler.cache.pool.read_tokens(slot)) for slot in range(3))
+    assert not any(held_tokens(engine.scheduler.cache, slot) for slot in range(3))
     engine.add_request(long)
     assert finish(engine)["long"] == expected
 

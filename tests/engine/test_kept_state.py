@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose slots keep state beside keys and values: each request gets what it gets alone, whoever comes, goes or is preempted."""
+"""Models with rows that keep state next to keys and values: each request gets the bits that it gets alone, also after a snapshot."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import compressing
 import numpy as np
 import pytest
+import selecting
 import torch
-from helpers import VOCAB, eager_runner, examples, export_tiny, random_tokens, tiny_config
+from helpers import (
+    VOCAB,
+    decode_tokens,
+    eager_runner,
+    examples,
+    export_tiny,
+    load_model,
+    prefill_pieces,
+    random_tokens,
+    reuse_prefix,
+    tiny_config,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from invariants import check_cache
@@ -28,172 +41,285 @@ from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.runtime.runner import GraphRunner
 
 
-SHARED = random_tokens(40, seed=7)
-BROKEN = 77  # the token whose row of the embedding is NaN
+CHUNK = 8
+SHARED = random_tokens(60, seed=7)
+BROKEN = 77  # the token with a row of the embedding that is NaN
 # Four blocks for three rows that could use three each.
 BLOCKS: dict[str, Any] = {
-    "sequence_length": 192,
-    "context_buckets": (192,),
-    "kv_block_size": 64,
-    "kv_cache_tokens": 256,
-}
+    "sequence_length": 192, "context_buckets": (192,), "kv_block_size": 64, "kv_cache_tokens": 256,
+}  # fmt: skip
 KINDS = [pytest.param(kind, marks=[pytest.mark.full] * (kind != "nemotron_h")) for kind in SERVED]
 
 
-class Noted:
-    """A logits processor that keeps what it is given."""
+@pytest.fixture(scope="module")
+def open_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., GraphRunner]:
+    """Runners by kind of model, where nothing else is said of one graph, so that a row's bits do not follow the shape of the step."""
 
-    def __init__(self) -> None:
-        self.logits: list[Tensor] = []
+    @cache
+    def make(kind: str) -> Any:
+        if kind == "deepseek_v4":
+            return compressing.cached()
+        if kind in selecting.CONFIGS:
+            return load_model(selecting.make_checkpoint(kind, tmp_path_factory.mktemp(kind)))
+        return model(kind)
 
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        self.logits.append(scores[0].clone())
-        return scores
+    @cache
+    def runner(kind: str, deterministic: bool = True, **changes: Any) -> GraphRunner:
+        sizes = {"ctx_batch_size": 1, "state_snapshots": 3}
+        return eager_runner(make(kind), tiny_config(**sizes | changes), deterministic=deterministic)
+
+    return runner
+
+
+def overwrite(steps: GraphRunner, *, rows: bool = False, slot: int | None = None) -> None:
+    """Leave NaN, and indices beyond all, in the states that slots keep as a whole, or in rows of tokens, too."""
+    executable: Any = steps.executable
+    for state in executable._states.values() if rows else [state for state, _ in executable._kept]:
+        to_torch(state)[slice(None) if slot is None else slot] = np.nan if state.dtype.kind == "f" else 7
+
+
+class Served:
+    """An engine that notes the tokens and logits of each request."""
+
+    def __init__(self, steps: GraphRunner, **options: Any) -> None:
+        self.engine = Engine(steps, SchedulerOptions(**options), vocab_size=VOCAB)
+        self.tokens: dict[str, list[int]] = {}
+        self.logits: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, prompt: Sequence[int] | np.ndarray, new: int = 3) -> None:
+        self.tokens[name], self.logits[name] = [], []
+
+        def note(ids: Tensor, scores: Tensor) -> Tensor:
+            self.logits[name].append(scores[0].clone())
+            return scores
+
+        noted = LogitsProcessorList([note])
+        self.engine.add_request(
+            Request(request_id=name, prompt_token_ids=prompt, max_new_tokens=new, processors=noted)
+        )
+
+    def step(self) -> None:
+        for event in self.engine.step():
+            self.tokens[event.request_id].append(event.token_id)
+        check_cache(self.engine.scheduler.cache)
+
+    def finish(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
+    def serve(self, name: str, prompt: Sequence[int] | np.ndarray, new: int = 3) -> int:
+        """Serve a request to its end, whatever was left in slots; return how many tokens of its prompt were not computed."""
+        overwrite(self.engine.runner)
+        before = self.engine.statistics.prefix_hit_tokens
+        self.add(name, prompt, new)
+        self.finish()
+        return self.engine.statistics.prefix_hit_tokens - before
+
+    def check(
+        self, name: str, prompt: Sequence[int] | np.ndarray, new: int = 3, *, whole: bool = True, bits: bool = True
+    ) -> None:
+        """Compare with what a request gets alone, as far as it got; also the bits of its logits."""
+        tokens, logits = alone(self.engine.runner, tuple(map(int, prompt)), new)
+        count = len(self.tokens[name])
+        assert self.tokens[name] == tokens[:count] and (count == new or not whole)
+        assert not bits or all(map(torch.equal, self.logits[name], logits))
 
 
 @cache
-def runner(kind: str, *, deterministic: bool, blocks: bool) -> GraphRunner:
-    return eager_runner(model(kind), tiny_config(**BLOCKS if blocks else {}), deterministic=deterministic)
-
-
-Arrival = tuple[int, tuple[int, int, int], int | None]
+def alone(steps: GraphRunner, prompt: tuple[int, ...], new: int) -> tuple[list[int], list[Tensor]]:
+    served = Served(steps, prefix_reuse=False)
+    served.serve("alone", prompt, new)
+    return served.tokens["alone"], served.logits["alone"]
 
 
 def prompt_of(number: int, shared: int, own: int) -> np.ndarray:
     return np.concatenate([SHARED[:shared], random_tokens(own, seed=number)])
 
 
-@cache
-def alone(steps: GraphRunner, number: int, shared: int, own: int, new: int) -> tuple[list[int], list[Tensor]]:
-    """Tokens and logits of a request that nobody is served beside."""
-    noted = Noted()
-    engine = Engine(steps, SchedulerOptions(prefix_reuse=False), vocab_size=VOCAB)
-    engine.add_request(
-        Request(
-            request_id="alone",
-            prompt_token_ids=prompt_of(number, shared, own),
-            max_new_tokens=new,
-            processors=LogitsProcessorList([noted]),
-        )
-    )
-    return [event.token_id for event in engine.run_requests()], noted.logits
+# The step before which a request arrives, its shared, own and new tokens, and the steps after which it is aborted.
+Arrival = tuple[int, tuple[int, int, int], int | None]
 
 
-def overwrite(steps: GraphRunner, *, rows: bool) -> None:
-    """Leaves what a broken request would: in the states that slots keep as a whole, or in rows of tokens, too."""
-    executable: Any = steps.executable
-    states = executable._states.values() if rows else [state for state, _ in executable._kept]
-    for state in map(to_torch, states):
-        state.fill_(torch.nan if state.is_floating_point() else 7)
-
-
-def serve(engine: Engine, arrivals: Sequence[Arrival]) -> list[tuple[list[int], list[Tensor]]]:
-    """Each request: the step before which it arrives, its prompt and new tokens, and the steps after which it is aborted."""
-    overwrite(engine.runner, rows=True)
-    tokens: list[list[int]] = [[] for _ in arrivals]
-    noted = [Noted() for _ in arrivals]
+def play(served: Served, arrivals: Sequence[Arrival]) -> None:
+    overwrite(served.engine.runner, rows=True)
     step = 0
-    while engine.has_work or step <= max(at for at, _, _ in arrivals):
-        if not engine.has_work:
-            overwrite(engine.runner, rows=False)
+    while served.engine.has_work or step <= max(at for at, _, _ in arrivals):
+        if not served.engine.has_work:
+            overwrite(served.engine.runner)
         for number, (at, (shared, own, new), aborted) in enumerate(arrivals):
             if at == step:
-                engine.add_request(
-                    Request(
-                        request_id=str(number),
-                        prompt_token_ids=prompt_of(number, shared, own),
-                        max_new_tokens=new,
-                        processors=LogitsProcessorList([noted[number]]),
-                    )
-                )
+                served.add(str(number), prompt_of(number, shared, own), new)
             if aborted is not None and at + aborted == step:
-                engine.abort_request(str(number))
-        for event in engine.step():
-            tokens[int(event.request_id)].append(event.token_id)
-        check_cache(engine.scheduler.cache)
+                served.engine.abort_request(str(number))
+        served.step()
         step += 1
         assert step < 1000
-    return [(each, note.logits) for each, note in zip(tokens, noted, strict=True)]
 
 
-def arrivals() -> st.SearchStrategy[list[Arrival]]:
+def check_all(served: Served, arrivals: Sequence[Arrival], *, bits: bool = True) -> None:
+    for number, (_, (shared, own, new), aborted) in enumerate(arrivals):
+        served.check(str(number), prompt_of(number, shared, own), new, whole=aborted is None, bits=bits)
+
+
+def workloads() -> st.SearchStrategy[list[Arrival]]:
     sizes = st.tuples(st.sampled_from([0, 17, 25, 32]), st.integers(1, 20), st.integers(1, 5))
     when, aborted = st.integers(0, 9), st.none() | st.none() | st.integers(0, 9)
     return st.lists(st.tuples(when, sizes, aborted), min_size=2, max_size=6)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", *KINDS[1:]])
-def test_in_one_graph_no_neighbor_slot_or_abort_changes_a_bit(kind: str) -> None:
+def test_in_one_graph_no_neighbor_slot_or_abort_changes_a_bit(
+    open_steps: Callable[..., GraphRunner], kind: str
+) -> None:
     """Prompts of several rows, more requests than slots, in steps that mix them with decodes."""
-    steps = runner(kind, deterministic=True, blocks=False)
+    steps = open_steps(kind, ctx_batch_size=2)
 
     @examples(20)
-    @given(arrivals())
-    def check(workload: list[Arrival]) -> None:
-        engine = Engine(steps, vocab_size=VOCAB)
-        for number, (tokens, logits) in enumerate(serve(engine, workload)):
-            _, sizes, aborted = workload[number]
-            expected = alone(steps, number, *sizes)
-            assert tokens == expected[0][: len(tokens)] and (aborted is not None or len(tokens) == sizes[2])
-            assert all(torch.equal(*each) for each in zip(logits, expected[1], strict=False))
+    @given(workloads())
+    def check(arrivals: list[Arrival]) -> None:
+        served = Served(steps)
+        play(served, arrivals)
+        check_all(served, arrivals)
 
     check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_is_preempted_goes_on_with_the_same_tokens(kind: str) -> None:
+def test_a_preempted_request_continues_with_the_same_tokens(open_steps: Callable[..., GraphRunner], kind: str) -> None:
     """Two of them need six blocks in the end, and there are four; another is aborted while it decodes."""
-    steps = runner(kind, deterministic=False, blocks=True)
     sizes = [(40, 20, 75), (40, 19, 75), (17, 5, 20), (0, 9, 4)]
     crowd: list[Arrival] = [(0, sizes[0], None), (0, sizes[1], None), (100, sizes[2], 12), (110, sizes[3], None)]
-    engine = Engine(steps, vocab_size=VOCAB)
-    for number, (tokens, _) in enumerate(serve(engine, crowd)):
-        assert tokens == alone(steps, number, *sizes[number])[0][: len(tokens)]
-        assert len(tokens) == sizes[number][2] or number == 2
-    assert engine.statistics.preemptions and engine.statistics.aborted == 1
-    assert engine.statistics.prefix_hit_tokens > 0
+    served = Served(open_steps(kind, deterministic=False, ctx_batch_size=2, **BLOCKS))
+    play(served, crowd)
+    check_all(served, crowd, bits=False)  # what was generated is computed again as a prompt
+    counted = served.engine.statistics
+    assert counted.preemptions and counted.aborted == 1 and counted.prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hit_changes_no_bit_whatever_the_slots_were_left_with(kind: str) -> None:
+def test_a_hit_changes_no_bit_whatever_the_slots_were_left_with(
+    open_steps: Callable[..., GraphRunner], kind: str
+) -> None:
     """One after another: each finds what those before it left, in two snapshots alone. Then many at once, in blocks, too."""
     requests = [(0, 12), (32, 5), (32, 7), (32, 9), (40, 3), (0, 12), (40, 8), (32, 6), (40, 9)]
-    sizes = {"state_snapshots": 2, "ctx_batch_size": 1}
-    for changes, crowds in ((sizes, 2), (sizes | BLOCKS, 1)):
-        steps = eager_runner(model(kind), tiny_config(**changes), deterministic=True)
-        engine = Engine(steps, vocab_size=VOCAB)
-        apart: list[Arrival] = [(12 * number, (*prompt, 2), None) for number, prompt in enumerate(requests)]
-        together: list[Arrival] = [(number, (*prompt, 3), None) for number, prompt in enumerate(requests)]
-        for workload, least in [(apart, 6 * 32), (together, 32)][:crowds]:
-            for number, (tokens, logits) in enumerate(serve(engine, workload)):
-                expected = alone(steps, number, *workload[number][1])
-                assert tokens == expected[0] and all(
-                    torch.equal(*each) for each in zip(logits, expected[1], strict=True)
-                )
-            assert engine.statistics.prefix_hit_tokens >= least
-            engine = Engine(steps, vocab_size=VOCAB)
+    apart: list[Arrival] = [(12 * number, (*prompt, 2), None) for number, prompt in enumerate(requests)]
+    together: list[Arrival] = [(number, (*prompt, 3), None) for number, prompt in enumerate(requests)]
+    for changes, arrivals, least in (({}, apart, 6 * 32), ({}, together, 32), (BLOCKS, apart, 6 * 32)):
+        served = Served(open_steps(kind, state_snapshots=2, **changes))
+        play(served, arrivals)
+        check_all(served, arrivals)
+        assert served.engine.statistics.prefix_hit_tokens >= least
 
 
-def test_nobody_goes_on_behind_what_a_broken_request_left() -> None:
+def test_no_request_continues_after_what_a_broken_one_left() -> None:
     """It is kept, as of any request; who starts like it, but for the broken token, finds the snapshot before that alone."""
     made = copy.deepcopy(model("nemotron_h"))
     made.get_input_embeddings().weight.data[BROKEN] = torch.nan
     steps = eager_runner(made, tiny_config(ctx_batch_size=1), deterministic=True)
-    clean = SHARED[SHARED != BROKEN][:32]
+    clean = SHARED[SHARED != BROKEN][:32].tolist()
     prompts = [[*clean, 5, 6, 7], [*clean, BROKEN, 8, 9], [*clean, BROKEN, 8, 9, 10], [*clean, 8, 9, 5]]
     requests = [
         Request(request_id=str(number), prompt_token_ids=prompt, max_new_tokens=4)
         for number, prompt in enumerate(prompts)
     ]
-    alone = [[event.token_id for event in run(Engine(steps, vocab_size=VOCAB), request)] for request in requests]
+    alone = [run(Engine(steps, vocab_size=VOCAB), request) for request in requests]
     engine = Engine(steps, vocab_size=VOCAB)
-    assert [[event.token_id for event in run(engine, request)] for request in requests] == alone
+    assert [run(engine, request) for request in requests] == alone
     assert alone[1] == [0] * 4 != alone[3] and engine.statistics.prefix_hit_tokens == 32 + 35 + 32
 
 
-def run(engine: Engine, request: Request) -> list[Any]:
+def run(engine: Engine, request: Request) -> list[int]:
     engine.add_request(request)
-    return list(engine.run_requests())
+    return [event.token_id for event in engine.run_requests()]
+
+
+def follow(steps: GraphRunner, slot: int, logits: Tensor) -> Tensor:
+    return torch.stack([logits, *(decode_tokens(steps, {slot: token})[1][slot] for token in (5, 6, 7))])
+
+
+# Compressed keys; a recurrence next to keys by which a layer selects; a recurrence next to a convolution; selected keys alone.
+STATES = ["deepseek_v4", "qwen4_exp_text", "nemotron_h", "deepseek_v32"]
+
+
+@pytest.mark.parametrize("blocks", [False, pytest.param(True, marks=pytest.mark.full)], ids=["slots", "blocks"])
+@pytest.mark.parametrize("kind", [*STATES[:2], *(pytest.param(kind, marks=pytest.mark.full) for kind in STATES[2:])])
+def test_a_slot_continues_after_a_snapshot_at_any_place(
+    open_steps: Callable[..., GraphRunner], kind: str, blocks: bool
+) -> None:
+    """Of a model that selects keys and keeps no state, its rows are copied alone."""
+    steps = open_steps(kind, **{"kv_block_size": 64, "kv_cache_tokens": 192} if blocks else {})
+    has_state = steps.kept.needed
+    assert has_state == (kind != "deepseek_v32")
+    for length in (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3):
+        steps.reset_slots()
+        overwrite(steps, rows=True)
+        for slot in range(3) if blocks else ():
+            steps.assign_blocks(slot, 0, [slot])
+        prompt = prompt_of(length, length, 11)
+        sizes = [min(CHUNK, len(prompt) - at) for at in range(0, len(prompt), CHUNK)]
+        expected = follow(steps, 2, prefill_pieces(steps, 2, prompt, sizes))
+        prefill_pieces(steps, 0, prompt[:length], [min(CHUNK, length - at) for at in range(0, length, CHUNK)])
+        if has_state:
+            steps.keep_state(0, 1)
+        prefill_pieces(steps, 0, prompt[length : length + 5], [5])
+        for slot in (1, 0):  # a copy of what went on meanwhile, and in its place
+            if slot:
+                overwrite(steps, rows=True, slot=slot)
+            reuse_prefix(steps, slot, 0, length, 1 if has_state else None)
+            logits = prefill_pieces(steps, slot, prompt[length:], [3, CHUNK])
+            assert torch.equal(follow(steps, slot, logits), expected)
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", *(pytest.param(kind, marks=pytest.mark.full) for kind in STATES[:2])])
+def test_the_third_that_starts_alike_continues_where_the_second_parted(
+    open_steps: Callable[..., GraphRunner], kind: str
+) -> None:
+    """From 16 tokens on, whether that is in a chunk, at its end or after it."""
+    for length, has in ((0, 0), (1, 0), (15, 0), (16, 16), (17, 17), (23, 23), (24, 24), (25, 25)):
+        served = Served(open_steps(kind))
+        prompts = [prompt_of(number, length, 20 - number) for number in range(3)]
+        assert [served.serve(str(number), prompt) for number, prompt in enumerate(prompts)] == [0, 0, has], length
+        for number, prompt in enumerate(prompts):
+            served.check(str(number), prompt)
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "deepseek_v4"])
+def test_a_prompt_that_is_aborted_leaves_what_its_whole_chunks_left(
+    open_steps: Callable[..., GraphRunner], kind: str
+) -> None:
+    """Of 40 tokens it takes in 24; each 16 a snapshot is kept, so one of 16 tokens, and not of what its slot goes on to have."""
+    for interval, has in ((None, 0), (16, 16)):
+        served, prompt = Served(open_steps(kind, state_snapshot_interval=interval)), prompt_of(2, 24, 9)
+        served.add("a", SHARED[:40])
+        for _ in range(3):
+            served.step()
+        served.engine.abort_request("a")
+        assert served.serve("b", prompt) == has
+        served.check("b", prompt)
+
+
+def test_snapshots_are_void_where_a_step_failed(
+    open_steps: Callable[..., GraphRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had overwritten one, which was not noted: no later row of the same tokens continues after it."""
+    steps = open_steps("nemotron_h", state_snapshots=2)
+    served, prompt, keep = Served(steps), prompt_of(3, 16, 5), steps.keep_state
+
+    def fail(slot: int, snapshot: int) -> None:
+        keep(slot, snapshot)
+        raise RuntimeError("no device")
+
+    served.serve("a", SHARED[:24])
+    served.add("b", random_tokens(16, seed=2))
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="no device"):
+        broken.setattr(steps, "keep_state", fail)
+        served.finish()
+    served.add("c", SHARED[:40], new=9)
+    served.step()
+    served.step()
+    served.add("d", prompt)
+    served.finish()
+    served.check("d", prompt)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ import pytest
 from scheduling import TOKEN, add, advance, counts, make, next_step, request, with_decodes
 
 from optimum_neuron.engine.events import TokenEvent
-from optimum_neuron.engine.request import RequestState
+from optimum_neuron.engine.queues import RequestState
 
 
 def test_an_unfinished_prompt_cannot_take_a_token() -> None:
@@ -15,15 +15,6 @@ def test_an_unfinished_prompt_cannot_take_a_token() -> None:
     state.computed = 2
     with pytest.raises(RuntimeError, match="1 prompt tokens left"):
         state.append_token(TOKEN)
-
-
-def test_pure_decode_is_token_generation_and_never_mixed() -> None:
-    scheduler = with_decodes(2)
-    step = next_step(scheduler)
-    assert (step.graph.kind, step.graph.chunk_size, step.pieces) == ("token_generation", 0, ())
-    assert [decode.slot for decode in step.decodes] == sorted(decode.slot for decode in step.decodes)
-    add(scheduler, request("a", 3))
-    assert next_step(scheduler).graph.kind == "mixed"
 
 
 def test_the_decodes_are_built_again_only_when_the_running_requests_change() -> None:
@@ -35,21 +26,9 @@ def test_the_decodes_are_built_again_only_when_the_running_requests_change() -> 
     assert [decode.request_id for decode in next_step(scheduler).decodes] == ["d1"]
 
 
-def test_requests_under_way_never_exceed_the_slots() -> None:
-    scheduler = make(slots=2, chunk=4, max_bypass=9)
-    add(scheduler, request("a", 100), request("b", 2, new=50), request("c", 2), request("d", 2))
-    for _ in range(20):
-        assert len(scheduler.queues.prefilling) + len(scheduler.queues.running) <= 2
-        advance(scheduler)
-    assert len(scheduler.queues.waiting) == 2
-
-
-@pytest.mark.parametrize("prompt", [1, 7, 8, 9, 15, 16, 17, 64])
-@pytest.mark.parametrize("new", [1, 2])
+@pytest.mark.parametrize(("prompt", "new"), [(1, 2), (8, 1), (9, 2), (16, 2), (64, 1)])
 def test_a_prompt_of_any_length_ends_after_as_many_steps_as_it_has_chunks(prompt: int, new: int) -> None:
     scheduler = make(chunk=8, length=64)
-    if prompt + new - 1 > 64:
-        new = 1
     add(scheduler, request("a", prompt, new=new))
     chunks = -(-prompt // 8)
     for _ in range(chunks - 1):
@@ -71,7 +50,7 @@ def test_an_end_token_finishes_in_the_final_chunk_and_in_a_decode() -> None:
 def test_without_a_limit_a_request_generates_what_its_slot_holds() -> None:
     scheduler = make(chunk=8, length=32)
     add(scheduler, request("a", 30, new=None))
-    assert scheduler.find_state("a").max_new_tokens == 3
+    assert scheduler.queues.live["a"].max_new_tokens == 3
     advance(scheduler, 5)
     assert advance(scheduler) == [("a", TOKEN, "length")]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -67,48 +66,57 @@ def alone(request: Request, max_new_tokens: int) -> list[int]:
     return tokens
 
 
-def snapshot(value: Any) -> Any:
+def frozen(value: Any) -> Any:
     """Everything that an object holds, as plain data that can be compared."""
-    if isinstance(value, np.ndarray):
-        return (str(value.dtype), value.shape, value.tobytes())
-    if isinstance(value, memoryview):
-        return (value.format, value.shape, value.tobytes())
-    if isinstance(value, (str, int, float, type(None), Enum, frozenset)):
+    if isinstance(value, np.ndarray | memoryview):
+        return (value.shape, value.tobytes())
+    if isinstance(value, str | int | float | None | frozenset):
         return value
     if is_dataclass(value):
-        return [snapshot(getattr(value, item.name)) for item in fields(value)]
+        return [frozen(getattr(value, item.name)) for item in fields(value)]
     if isinstance(value, dict):
-        return [(key, snapshot(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple)) or not hasattr(value, "__dict__"):
-        return [snapshot(item) for item in value]
-    return snapshot(vars(value))
+        return [(key, frozen(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple) or not hasattr(value, "__dict__"):
+        return [frozen(item) for item in value]
+    return frozen(vars(value))
 
 
-@dataclass
+@dataclass(frozen=True)
+class Workload:
+    """Requests by the step at which each arrives; aborts by step, with whether they happen while it runs.
+
+    `snapshots` are places for state of rows; None: a token follows from the row before it alone.
+    """
+
+    config: NeuronConfig
+    options: SchedulerOptions
+    arrivals: list[tuple[int, Request]]
+    aborts: list[tuple[int, str, bool]]
+    seed: int = 0
+    deterministic: bool = False
+    snapshots: int | None = None
+
+
 class Harness:
     """Runs a scheduler with a model made of sums, and checks every step."""
 
-    scheduler: Scheduler
-    config: NeuronConfig
-    options: SchedulerOptions
-    check_purity: bool = True
-    deterministic: bool = False
-    calls: int = 0
-    requests: dict[str, Request] = field(default_factory=dict)
-    limits: dict[str, int] = field(default_factory=dict)
-    outputs: dict[str, list[int]] = field(default_factory=dict)
-    finished: dict[str, str] = field(default_factory=dict)
-    aborted: set[str] = field(default_factory=set)
-    streaks: dict[str, int] = field(default_factory=dict)
-    slot_of: dict[str, int] = field(default_factory=dict)
-    steps: int = 0
-    last_start: int = -(10**9)
-    starts: dict[str, int] = field(default_factory=dict)
-    preempted: Counter[str] = field(default_factory=Counter)
-    hits: int = 0
-    snapshots: int | None = None  # of state that rows keep; None: a token follows from the row before it alone
-
-    def __post_init__(self) -> None:
+    def __init__(self, workload: Workload, *, check_purity: bool) -> None:
+        self.config, self.options, self.snapshots = workload.config, workload.options, workload.snapshots
+        self.deterministic, self.check_purity = workload.deterministic, check_purity
+        family = GraphFamily(graph_specs(self.config), deterministic=self.deterministic)
+        self.scheduler = Scheduler(self.config, self.options, family, min_reuse=2, state_places=self.snapshots)
+        self.table = getattr(self.scheduler.cache.pool, "snapshots", None)
+        self.requests: dict[str, Request] = {}
+        self.limits: dict[str, int] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        self.aborted: set[str] = set()
+        self.streaks: dict[str, int] = {}
+        self.slot_of: dict[str, int] = {}
+        self.starts: dict[str, int] = {}
+        self.preempted: Counter[str] = Counter()
+        self.calls = self.steps = self.hits = 0
+        self.last_start = -(10**9)
         self.size = self.config.block_length
         self.cache = [[-1] * self.size for _ in range(self.config.kv_blocks)]
         self.has_blocks = self.config.kv_block_size is not None
@@ -144,7 +152,7 @@ class Harness:
             return False
         name = request.request_id
         self.requests[name], self.outputs[name] = request, []
-        self.limits[name] = self.scheduler.find_state(name).max_new_tokens
+        self.limits[name] = self.scheduler.queues.live[name].max_new_tokens
         return True
 
     def abort(self, name: str) -> None:
@@ -161,12 +169,12 @@ class Harness:
 
     def schedule(self) -> Step | None:
         self.calls += 1
-        if not self.check_purity or self.calls % 3:  # a snapshot costs more than the step
+        if not self.check_purity or self.calls % 3:  # to freeze it costs more than the step
             return self.scheduler.schedule()
-        before = snapshot(self.scheduler)
+        before = frozen(self.scheduler)
         step = self.scheduler.schedule()
         assert step == self.scheduler.schedule()
-        assert snapshot(self.scheduler) == before
+        assert frozen(self.scheduler) == before
         return step
 
     def change_blocks(self, step: Step) -> None:
@@ -195,8 +203,8 @@ class Harness:
                 self.last_start = self.steps
             if chunk.prefix:
                 self.hits += 1
-            if chunk.prefix and chunk.prefix.state_place is not None:
-                self.state[chunk.slot], length = self.kept[chunk.prefix.state_place]
+            if chunk.prefix and chunk.prefix.state is not None:
+                self.state[chunk.slot], length = self.kept[chunk.prefix.state]
                 assert length == chunk.prefix.length
         tokens = self.advance(step)
         for kept in step.kept:
@@ -231,11 +239,14 @@ class Harness:
                 self.finished[name] = event.finish_reason
                 self.end(name)
         check_cache(self.scheduler.cache)
-        table = self.scheduler.cache.snapshots
-        for place, kept in enumerate(self.kept if table is not None else ()):
-            tokens = table.read_tokens(place)
-            if tokens is not None:
-                assert kept == (state_of(tokens.tolist()), len(tokens)), f"snapshot {place} is of other tokens"
+        for place, text in enumerate(self.texts()):
+            assert text is None or self.kept[place] == (state_of(text), len(text)), (
+                f"snapshot {place} is of other tokens"
+            )
+
+    def texts(self) -> list[list[int] | None]:
+        """The tokens of each snapshot."""
+        return [] if self.table is None else [each if each is None else each.tolist() for each in self.table._tokens]
 
     def check_step(self, step: Step) -> None:
         scheduler, config, options = self.scheduler, self.config, self.options
@@ -266,7 +277,7 @@ class Harness:
     def check_snapshots(self, step: Step) -> None:
         """Who takes over a prefix has a snapshot of it, which is not written to meanwhile; what is kept is where a chunk ends, and
         where it reaches a multiple of the interval something is, while there are places."""
-        needed = {chunk.prefix.state_place for chunk in step.pieces if chunk.prefix}
+        needed = {chunk.prefix.state for chunk in step.pieces if chunk.prefix}
         assert self.snapshots is None or None not in needed
         places = [kept.place for kept in step.kept]
         assert len(set(places)) == len(places) and set(places) <= set(range(self.snapshots or 0)) - needed
@@ -275,12 +286,10 @@ class Harness:
             assert kept.length == ends[kept.request_id] and not self.requests[kept.request_id].atomic
         for chunk in step.pieces:
             assert not chunk.start < chunk.cut < chunk.start + chunk.count
-        table, interval = self.scheduler.cache.snapshots, self.config.state_snapshot_interval
-        if table is None or interval is None or len(places) + len(needed) == self.snapshots:
+        interval = self.config.state_snapshot_interval
+        if self.table is None or interval is None or len(places) + len(needed) == self.snapshots:
             return
-        texts = [table.read_tokens(place) for place in range(self.snapshots or 0)]
-        have = [self.tokens(kept.request_id)[: kept.length] for kept in step.kept]
-        have += [text.tolist() for text in texts if text is not None]
+        have = [*(self.tokens(kept.request_id)[: kept.length] for kept in step.kept), *self.texts()]
         for chunk in step.pieces:
             end = ends[chunk.request_id]
             due = end // interval > chunk.start // interval and end >= 2 and not self.requests[chunk.request_id].atomic
@@ -332,7 +341,7 @@ class Harness:
         return [decode.request_id for decode in step.decodes]
 
     def check_chunk(self, chunk: PromptPiece) -> None:
-        state, options = self.scheduler.find_state(chunk.request_id), self.options
+        state, options = self.scheduler.queues.live[chunk.request_id], self.options
         prompt, total = len(state.request.prompt_token_ids), len(self.tokens(chunk.request_id))
         end, again = chunk.start + chunk.count, self.preempted[chunk.request_id]
         assert chunk.recomputed <= (chunk.count if again else 0)
@@ -343,8 +352,7 @@ class Harness:
         if state.request.atomic and chunk.is_first:
             assert (chunk.start, end) == (0, prompt)
             return
-        else:
-            assert chunk.count <= (options.long_prefill_token_threshold or total)
+        assert chunk.count <= (options.long_prefill_token_threshold or total)
         if not chunk.is_last:
             unit = options.chunk_alignment
             assert end % unit == 0 or end // unit * unit <= chunk.start
@@ -355,7 +363,7 @@ class Harness:
         gone = {each.request_id for each in step.preempted}
         states = [state for state in self.scheduler.queues.live.values() if state.request.request_id not in gone]
         states = [state for state in states if state.slot is None or state.remaining]
-        if gone or not self.scheduler.cache.free_count:
+        if gone or not len(self.scheduler.cache.free_rows):
             states = [state for state in states if state.slot is not None]
         due = min(states, key=lambda state: (state.request.priority, state.slot is None, state.arrival))
         name, passing = due.request.request_id, step.pieces
@@ -369,13 +377,13 @@ class Harness:
         ):
             is_cut = [due.slot is not None and chunk.start + chunk.count == chunk.cut for chunk in passing]
             assert all(chunk.is_last or cut for chunk, cut in zip(passing, is_cut, strict=True))
-            others = [self.scheduler.find_state(chunk.request_id).request for chunk in passing]
+            others = [self.scheduler.queues.live[chunk.request_id].request for chunk in passing]
             assert all(other.priority == due.request.priority for other in others)
             self.streaks[name] = self.streaks.get(name, 0) + 1
             assert self.streaks[name] <= self.options.max_bypass
 
     def check_end(self) -> None:
-        assert self.scheduler.cache.free_count == self.config.batch_size and not self.scheduler.has_work
+        assert len(self.scheduler.cache.free_rows) == self.config.batch_size and not self.scheduler.has_work
         assert self.scheduler.cache.used_blocks == 0
         for name, times in self.preempted.items():
             assert times <= (self.steps - self.starts[name]) // self.size, f"{name} was preempted {times} times"
@@ -389,31 +397,9 @@ class Harness:
             assert self.outputs[name] == expected, f"request {name}"
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Requests with the step at which each arrives and, for some, the step at which it is aborted, and whether that
-    happens while the step runs."""
-
-    config: NeuronConfig
-    options: SchedulerOptions
-    arrivals: list[tuple[int, Request]]
-    aborts: list[tuple[int, str, bool]]
-    seed: int
-    deterministic: bool = False
-    snapshots: int | None = None
-
-
 def play(workload: Workload, check_purity: bool = True) -> Harness:
-    family = GraphFamily(graph_specs(workload.config), deterministic=workload.deterministic)
-    scheduler = Scheduler(workload.config, workload.options, family, min_reuse=2, snapshots=workload.snapshots)
-    harness = Harness(
-        scheduler,
-        workload.config,
-        workload.options,
-        check_purity,
-        workload.deterministic,
-        snapshots=workload.snapshots,
-    )
+    harness = Harness(workload, check_purity=check_purity)
+    scheduler = harness.scheduler
     work = sum(len(request.prompt_token_ids) + workload.config.sequence_length for _, request in workload.arrivals)
     work *= 1 if workload.config.kv_block_size is None else 4  # tokens that were preempted are computed again
     clock = random.Random(workload.seed)
@@ -512,22 +498,16 @@ def workloads(draw: st.DrawFn, blocks: bool = False) -> Workload:
     return Workload(config, options, arrivals, aborts, seed, deterministic, snapshots)
 
 
-@examples(
-    400,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-)
-@given(workloads())
-def test_each_request_gets_the_tokens_it_would_get_alone(workload: Workload) -> None:
-    play(workload)
+@pytest.mark.parametrize("blocks", [False, True], ids=["slots", "blocks that run out"])
+def test_each_request_gets_the_tokens_it_would_get_alone(blocks: bool) -> None:
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
+    @examples(400, suppress_health_check=slow)
+    @given(workloads(blocks))
+    def check(workload: Workload) -> None:
+        play(workload)
 
-@examples(
-    400,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-)
-@given(workloads(blocks=True))
-def test_each_request_gets_these_tokens_when_blocks_run_out(workload: Workload) -> None:
-    play(workload)
+    check()
 
 
 def crowd(policy: Any, count: int, config: NeuronConfig, new: int, snapshots: int | None = None) -> Workload:
@@ -549,42 +529,32 @@ def crowd(policy: Any, count: int, config: NeuronConfig, new: int, snapshots: in
         if rng.random() < 0.05:
             aborts.append((at + rng.randrange(8), request.request_id, rng.random() < 0.5))
     options = SchedulerOptions(policy=policy, max_step_tokens=22, long_prefill_token_threshold=12, max_bypass=2)
-    return Workload(config, options, arrivals, aborts, 0, snapshots=snapshots)
+    return Workload(config, options, arrivals, aborts, snapshots=snapshots)
 
 
-def crowd_config(policy: str, slots: int = 8) -> NeuronConfig:
-    return NeuronConfig(
-        batch_size=slots,
-        sequence_length=64,
-        prefill_chunk_size=8,
-        prefill_chunk_buckets=(4,),
-        ctx_batch_size=2,
-        mixed_step=policy == "mixed",
-    )
+MANY = pytest.mark.parametrize("count", [300, pytest.param(2500, marks=pytest.mark.full)])
+POLICIES = pytest.mark.parametrize("policy", ["mixed", "alternate", "prefill_first", "all_chunks"])
 
 
-@pytest.mark.parametrize("count", [600, pytest.param(2500, marks=pytest.mark.full)])
-@pytest.mark.parametrize("policy", ["mixed", "alternate", "prefill_first", "all_chunks"])
-def test_of_many_requests_none_is_lost_and_none_is_served_twice(policy: Any, count: int) -> None:
-    """Many more wait in one scheduler than run."""
-    harness = play(crowd(policy, count, crowd_config(policy), new=5), check_purity=False)
-    assert len(harness.requests) == count
-    assert not harness.scheduler.queues.live and not harness.scheduler.queues.waiting
-
-
-@pytest.mark.parametrize("count", [300, pytest.param(2500, marks=pytest.mark.full)])
-@pytest.mark.parametrize("policy", ["mixed", "alternate", "prefill_first", "all_chunks"])
-def test_of_many_requests_none_is_lost_when_blocks_run_out(policy: Any, count: int) -> None:
-    """12 rows share what 3 of the longest requests take; 10,000 requests in all."""
-    config = with_blocks(crowd_config(policy, slots=12), size=4, blocks=48)
-    harness = play(crowd(policy, count, config, new=40), check_purity=False)
-    assert len(harness.requests) == count and harness.hits > count // 10
-    assert sum(harness.preempted.values()) > count // 30
+@MANY
+@POLICIES
+@pytest.mark.parametrize("blocks", [False, True], ids=["slots", "blocks"])
+def test_of_many_requests_none_is_lost_and_none_is_served_twice(policy: Any, count: int, blocks: bool) -> None:
+    """Many more wait in one scheduler than run. With blocks, 12 rows share what 3 of the longest requests take."""
+    config = crowd_config(policy == "mixed", slots=12 if blocks else 8)
+    config = with_blocks(config, size=4, blocks=48) if blocks else config
+    harness = play(crowd(policy, count, config, new=40 if blocks else 5), check_purity=False)
+    assert len(harness.requests) == count and not harness.scheduler.queues.live
+    assert not blocks or (harness.hits > count // 10 and sum(harness.preempted.values()) > count // 30)
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["slots", "blocks"])
-def test_of_many_requests_some_go_on_behind_the_few_snapshots(blocks: bool) -> None:
-    config = crowd_config("mixed")
-    config = with_blocks(config, size=4, blocks=64) if blocks else config
+def test_of_many_requests_some_continue_after_the_few_snapshots(blocks: bool) -> None:
+    config = with_blocks(crowd_config(), size=4, blocks=64) if blocks else crowd_config()
     harness = play(crowd("mixed", 300, config, new=5, snapshots=4), check_purity=False)
     assert len(harness.requests) == 300 and harness.hits > 30
+
+
+def crowd_config(mixed: bool = True, slots: int = 8) -> NeuronConfig:
+    sizes: dict[str, Any] = {"batch_size": slots, "sequence_length": 64, "prefill_chunk_size": 8, "ctx_batch_size": 2}
+    return NeuronConfig(**sizes, prefill_chunk_buckets=(4,), mixed_step=mixed)

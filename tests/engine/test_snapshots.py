@@ -35,7 +35,7 @@ def make(
         state_snapshot_interval=interval,
         **{"kv_block_size": 64, "kv_cache_tokens": 64 * blocks} if blocks else {},
     )
-    return Scheduler(config, SchedulerOptions(**options), min_reuse=2, snapshots=places)
+    return Scheduler(config, SchedulerOptions(**options), min_reuse=2, state_places=places)
 
 
 def kept(step: Step) -> list[tuple[str, int, int]]:
@@ -53,19 +53,14 @@ def table(*texts: list[int], places: int = 3) -> SnapshotTable:
 @pytest.mark.parametrize(
     ("prompt", "common", "has", "expected"),
     [
-        ([1, 2, 3, 4, 5, 6], 5, 5, Prefix(4, state_place=1)),  # the longest that it has
-        (
-            [1, 2, 3, 4],
-            4,
-            9,
-            Prefix(2, state_place=0),
-        ),  # the last token is computed: one token is not worth another snapshot
-        ([1, 2, 3, 4], 4, 4, Prefix(2, state_place=0)),
-        ([1, 2, 3, 9, 9], 3, 9, Prefix(2, state_place=0)),
-        ([1, 2, 8, 8, 8, 8], 5, 9, Prefix(2, state_place=0, cut=5)),  # parts from others far behind it
-        ([1, 2, 8, 8, 8, 8], 5, 5, Prefix(2, state_place=0)),  # nobody goes on behind these: nothing to part from
+        ([1, 2, 3, 4, 5, 6], 5, 5, Prefix(4, state=1)),  # the longest that it has
+        ([1, 2, 3, 4], 4, 9, Prefix(2, state=0)),  # the last token is computed: one is not worth another snapshot
+        ([1, 2, 3, 4], 4, 4, Prefix(2, state=0)),
+        ([1, 2, 3, 9, 9], 3, 9, Prefix(2, state=0)),
+        ([1, 2, 8, 8, 8, 8], 5, 9, Prefix(2, state=0, cut=5)),  # parts from others far behind it
+        ([1, 2, 8, 8, 8, 8], 5, 5, Prefix(2, state=0)),  # nobody goes on behind these: nothing to part from
         ([1, 2, 3, 4, 5, 6], 1, 9, Prefix()),  # a snapshot without its rows is of no use
-        ([7, 7, 7, 7], 3, 9, Prefix(0, state_place=None, cut=3)),
+        ([7, 7, 7, 7], 3, 9, Prefix(0, state=None, cut=3)),
     ],
 )
 def test_a_prompt_goes_on_behind_the_longest_snapshot(
@@ -75,58 +70,52 @@ def test_a_prompt_goes_on_behind_the_longest_snapshot(
     assert made.resume_prompt(np.array(prompt, np.int32), common, has=has) == expected
 
 
+def pick(made: SnapshotTable, *texts: list[int], needed: tuple[int, ...] = ()) -> list[int | None]:
+    check_snapshots(made)
+    named = {str(number): np.array(text, np.int32) for number, text in enumerate(texts)}
+    found = made.pick_places(named, needed)
+    return [found.get(name) for name in named]
+
+
 def test_empty_places_go_first_then_the_least_recently_used_and_none_that_is_needed() -> None:
     made = table([1, 2], [3, 4], places=4)
-    texts = [np.array(text, np.int32) for text in ([5, 6], [1, 2], [5, 6], [7, 8], [9, 9], [8, 8])]
-    assert made.pick_places(texts, needed=[1]) == [2, None, None, 3, 0, None]
-    made.set_place(2, texts[0])
-    made.set_place(3, texts[3])
+    texts = [[5, 6], [1, 2], [5, 6], [7, 8], [9, 9], [8, 8]]
+    assert pick(made, *texts, needed=(1,)) == [2, None, None, 3, 0, None]
+    for place, text in ((2, [5, 6]), (3, [7, 8])):
+        made.set_place(place, np.array(text, np.int32))
     made.touch_place(0)
-    check_snapshots(made)
-    assert made.pick_places(texts[4:], needed=[]) == [1, 2]
+    assert pick(made, *texts[4:]) == [1, 2]
     made.set_place(0, None)  # of a request that was aborted meanwhile
-    check_snapshots(made)
-    assert made.pick_places(texts[4:], needed=[]) == [0, 1] and made.read_tokens(0) is None
+    assert pick(made, *texts[4:]) == [0, 1]
 
 
-def test_what_somebody_went_on_behind_stays_longer_but_not_more_than_half_of_all() -> None:
+def test_what_a_prompt_continued_after_stays_longer_but_not_more_than_half_of_all() -> None:
     made = table([1, 2], [3, 4], [5, 6], [7, 8], places=4)
-    news = [np.array([9, number], np.int32) for number in range(4)]
-    for place in (0, 2):
-        made.touch_place(place)
-    check_snapshots(made)
-    assert made.pick_places(news, needed=[]) == [1, 3, 0, 2]
+    news = [[9, number] for number in range(4)]
+    made.touch_place(0)
+    made.touch_place(2)
+    assert pick(made, *news) == [1, 3, 0, 2]
     made.touch_place(3)
-    check_snapshots(made)
-    assert made.pick_places(news, needed=[]) == [1, 0, 2, 3]
-    made.set_place(2, news[0])
-    check_snapshots(made)
-    assert made.pick_places(news[1:], needed=[]) == [1, 0, 2]
-
-
-def test_snapshots_are_taken_at_the_end_of_a_prompt_and_where_its_rest_fits_a_step() -> None:
-    scheduler = make()
-    add(scheduler, request("a", TEXT[:30], new=2), request("b", 3, new=1))
-    steps = []
-    while scheduler.has_work:
-        steps.append(next_step(scheduler))
-        commit(scheduler, steps[-1])
-    assert [each for step in steps for each in kept(step)] == [("b", 3, 0), ("a", 24, 1), ("a", 30, 2)]
+    assert pick(made, *news) == [1, 0, 2, 3]
+    made.set_place(2, np.array(news[0], np.int32))
+    assert pick(made, *news[1:]) == [1, 0, 2]
 
 
 @pytest.mark.parametrize(
     ("interval", "lengths"),
     [(None, [32, 38]), (1, [8, 16, 24, 32, 38]), (10, [16, 24, 32, 38]), (16, [16, 32, 38]), (17, [24, 32, 38])],
 )
-def test_every_so_many_tokens_one_is_taken_where_a_chunk_ends(interval: int | None, lengths: list[int]) -> None:
+def test_one_is_taken_at_the_end_of_a_prompt_where_its_rest_fits_a_step_and_every_so_many_tokens(
+    interval: int | None, lengths: list[int]
+) -> None:
     scheduler = make(places=8, interval=interval)
-    add(scheduler, request("a", TEXT[:38], new=2))
+    add(scheduler, request("a", TEXT[:38], new=2), request("b", 3, new=1))
     found = []
     while scheduler.has_work:
         step = next_step(scheduler)
-        found += [length for _, length, _ in kept(step)]
+        found += kept(step)
         commit(scheduler, step)
-    assert found == lengths
+    assert found[0] == ("b", 3, 0) and [length for name, length, _ in found if name == "a"] == lengths
 
 
 @pytest.mark.parametrize("blocks", [0, 12], ids=["slots", "blocks"])
@@ -143,30 +132,13 @@ def test_who_starts_alike_a_second_time_is_cut_where_it_parts_and_the_third_goes
     advance(scheduler)
     add(scheduler, request("c", [*TEXT[:20], 70], new=1), request("again", [*TEXT[:20], 80, 81], new=1))
     first = next_step(scheduler)
-    assert first.pieces[0].prefix is not None and (
-        first.pieces[0].prefix.length,
-        first.pieces[0].prefix.state_place,
-    ) == (
-        20,
-        1,
-    )
+    assert first.pieces[0].prefix._replace(blocks=(), source=None, ends=False) == Prefix(20, state=1)
     assert counts(first) == {"c": 1} and kept(first) == [("c", 21, 3)]
     commit(scheduler, first)
     second = next_step(scheduler)  # one token more than the snapshot is not worth another
-    assert counts(second) == {"again": 2} and second.pieces[0].prefix is not None
-    assert (second.pieces[0].prefix.length, second.pieces[0].prefix.state_place) == (20, 1) and kept(second) == []
+    assert counts(second) == {"again": 2} and kept(second) == []
+    assert second.pieces[0].prefix._replace(blocks=(), source=None, ends=False) == Prefix(20, state=1)
     commit(scheduler, second)
-
-
-def test_a_conversation_goes_on_behind_its_last_prompt_without_a_cut() -> None:
-    scheduler = make(chunk=32)
-    add(scheduler, request("a", TEXT[:20], new=6))
-    while scheduler.has_work:
-        advance(scheduler)
-    add(scheduler, request("b", [*TEXT[:20], *[1] * 6, 50, 51], new=6))
-    step = next_step(scheduler)
-    assert step.pieces[0].prefix == Prefix(20, (), 0, True, 0) and step.pieces[0].slot == 0
-    assert counts(step) == {"b": 8} and step.pieces[0].is_last and kept(step) == [("b", 28, 1)]
 
 
 def test_full_blocks_are_shared_up_to_the_snapshot_and_part_of_the_next_is_copied() -> None:
@@ -176,7 +148,7 @@ def test_full_blocks_are_shared_up_to_the_snapshot_and_part_of_the_next_is_copie
     advance(scheduler, 2)
     add(scheduler, request("b", [*prompt[:100], 7, 8], new=10))
     step = next_step(scheduler)
-    assert step.pieces[0].prefix == Prefix(100, (0,), 1, state_place=0) and step.copies == (BlockCopy(1, 2, 36),)
+    assert step.pieces[0].prefix == Prefix(100, (0,), 1, state=0) and step.copies == (BlockCopy(1, 2, 36),)
     assert [(each.blocks, each.shared) for each in step.assignments] == [((0, 2), 1)]
 
 
@@ -189,18 +161,6 @@ def test_rows_without_a_snapshot_are_not_reused_and_none_are_kept_where_nothing_
             commit(scheduler, step)
 
 
-def test_one_place_is_given_to_the_last_and_never_away_while_it_is_needed() -> None:
-    scheduler = make(places=1, chunk=32)
-    add(scheduler, request("a", TEXT[:20], new=1))
-    advance(scheduler)
-    add(scheduler, request("b", [*TEXT[:20], 60, 61, 62], new=1))
-    step = next_step(scheduler)
-    assert step.pieces[0].prefix == Prefix(20, (), 0, True, 0) and not step.kept
-    commit(scheduler, step)
-    add(scheduler, request("c", 9, new=1))
-    assert kept(next_step(scheduler)) == [("c", 9, 0)]
-
-
 def test_what_a_step_keeps_of_a_request_that_is_aborted_meanwhile_is_not_reused() -> None:
     scheduler = make(places=1, chunk=32)
     add(scheduler, request("a", TEXT[:20], new=1))
@@ -209,7 +169,7 @@ def test_what_a_step_keeps_of_a_request_that_is_aborted_meanwhile_is_not_reused(
     step = next_step(scheduler)
     assert kept(step) == [("other", 10, 0)] and scheduler.abort_request("other")
     commit(scheduler, step)
-    assert scheduler.cache.snapshots is not None and scheduler.cache.snapshots.read_tokens(0) is None
+    assert scheduler.cache.pool.snapshots._tokens[0] is None
     add(scheduler, request("b", [*TEXT[:20], 60], new=5))
     assert next_step(scheduler).pieces[0].prefix is None
     scheduler.cache.forget_all()
@@ -223,7 +183,7 @@ def test_a_prompt_that_is_cut_passes_one_that_has_begun_and_no_other() -> None:
     add(scheduler, request("long", 70, new=1), request("b", [*TEXT[:20], 80, 81], new=1), request("short", 5, new=1))
     assert counts(next_step(scheduler)) == {"short": 5}
     advance(scheduler, 2)
-    assert scheduler.find_state("long").computed == 32
+    assert scheduler.queues.live["long"].computed == 32
     order = []
     for _ in range(3):
         order.append(counts(next_step(scheduler)))

@@ -7,13 +7,18 @@ import numpy as np
 
 from optimum_neuron.engine.block_pool import BlockPool
 from optimum_neuron.engine.block_table import BlockTable
-from optimum_neuron.engine.snapshots import SnapshotTable
+from optimum_neuron.engine.snapshots import SnapshotTable, StatePool
+
+
+def held_tokens(table: BlockTable, block: int) -> list[int]:
+    """The tokens of a block that other rows may use."""
+    return table.pool._tokens[block, : table.pool._lengths[block]].tolist()
 
 
 def check_cache(table: BlockTable) -> None:
     """Check a table, its blocks and its snapshots."""
-    if table.snapshots is not None:
-        check_snapshots(table.snapshots)
+    if isinstance(table.pool, StatePool):
+        check_snapshots(table.pool.snapshots)
     check_pool(table.pool)
     _check_rows(table)
 
@@ -45,11 +50,11 @@ def check_snapshots(table: SnapshotTable) -> None:
 def _check_rows(table: BlockTable) -> None:
     free = [slot for slot, holder in enumerate(table._holders) if holder is None]
     assert table.free_rows == free, f"free rows {table.free_rows} beside {table._holders}"
-    assert not any(table._blocks[slot] for slot in free), "a free row has blocks"
-    counted = np.bincount([block for row in table._blocks for block in row], minlength=table._size)
+    assert not any(table.blocks[slot] for slot in free), "a free row has blocks"
+    counted = np.bincount([block for row in table.blocks for block in row], minlength=table._size)
     references = [table.pool.count_rows(block) for block in range(table._size)]
     assert counted.tolist() == references, f"rows have {counted.tolist()}, counted are {references}"
-    for slot, row in enumerate(table._blocks):
-        assert not table._has_slots or row in ([], [slot]), f"slot {slot} has blocks {row}"
-        own = table._known[slot] // table.pool.block_length  # blocks from here on are written to
+    for slot, row in enumerate(table.blocks):
+        assert not table.has_slots or row in ([], [slot]), f"slot {slot} has blocks {row}"
+        own = table.known[slot] // table.pool.block_length  # blocks from here on are written to
         assert len(set(row)) == len(row) and all(references[block] == 1 for block in row[max(own, 0) :])

@@ -68,7 +68,7 @@ def _scheduler(rng: random.Random, *, has_blocks: bool, reuses: bool, policy: st
         prefix_reuse=reuses,
         reuse_generated=rng.random() < 0.5,
     )
-    return Scheduler(config, options, min_reuse=2, snapshots=rng.choice([None, None, 4]))
+    return Scheduler(config, options, min_reuse=2, state_places=rng.choice([None, None, 4]))
 
 
 def _play(rng: random.Random, scheduler: Scheduler, *, has_slots: bool) -> Iterator[str]:
@@ -127,5 +127,5 @@ def describe(step: Step, *, has_slots: bool) -> str:
 
 
 def _describe_piece(piece: PromptPiece) -> tuple[object, ...]:
-    prefix = piece.prefix and (piece.prefix.length, piece.prefix.state_place)
+    prefix = piece.prefix and (piece.prefix.length, piece.prefix.state)
     return (piece.request_id, piece.slot, piece.start, piece.count, piece.is_first, piece.is_last, prefix)

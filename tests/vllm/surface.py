@@ -206,7 +206,7 @@ class Surface:
         for each in classes:
             foreign, own = each.foreign(), list(each.own())
             if each.name not in inner:
-                made = {name for base in each.lineage() for name in base.methods.keys() - base.abstract}
+                made = {name for base in each.lineage() for name in base.names - base.abstract}
                 for name in {name for base in foreign for name in base.abstract} - made:
                     yield f"{each.name} lacks the abstract method {name}"
             for name, method in each.methods.items():
@@ -249,7 +249,7 @@ class Surface:
         """Names that vLLM calls of its workers."""
         worker = self.find(WORKER)
         assert worker is not None
-        done = {name for base in worker.lineage() for name in base.methods.keys() - base.idle}
+        done = {name for base in worker.lineage() for name in base.names - base.idle}
         done |= {name for each in WRAPPERS if (wrapper := self.find(each)) is not None for name in wrapper.methods}
         refused = self._plugin.module("optimum_neuron.vllm.worker")
         assert refused is not None
@@ -285,9 +285,10 @@ def _described(made: Class) -> Class:
         if is_stored and ast.unparse(inner.value) == "self":
             made.names.add(inner.attr)
     fields = [
-        node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        target
         for node in made.node.body
         if isinstance(node, ast.AnnAssign | ast.Assign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
     ]
     made.names |= made.methods.keys() | {node.id for node in fields if isinstance(node, ast.Name)}
     return made
@@ -346,17 +347,8 @@ def supported() -> str:
 
 def _fetched(requirement: str, folder: Path) -> Path | None:
     """A wheel of vLLM; None where none can be had here."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        str(folder),
-    ]
+    options = ["-q", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options]
     done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.stdout.write(f"{requirement} cannot be had here: {done.stderr.strip().splitlines()[-1:]}\n")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers import examples
 from hypothesis import HealthCheck, given
-from real_schedules import HOST, SEEDED, Served, check_all_is_free, play, workloads
+from real_schedules import Served, check_all_is_free, play, workloads
 from scheduler_outputs import random_prompt
 from vllm.config import VllmConfig
 
@@ -76,18 +76,6 @@ def test_a_prompt_of_the_same_step_shares_what_that_step_writes(configure: Calla
     assert engine.reused[0] == {"b": BLOCK} and set(engine.steps[0]) == {"a", "b"}
 
 
-@ASYNC
-def test_where_blocks_run_out_the_last_one_waits_and_all_get_their_tokens(
-    serve: Callable[..., Served], asynchronous: bool
-) -> None:
-    engine = serve(tokens=LENGTH, async_scheduling=asynchronous)
-    for index, params in enumerate(({}, SEEDED, HOST, SEEDED | {"seed": 7})):
-        engine.add(f"r{index}", random_prompt(50 + index, index), 40, **params)
-    engine.finish()
-    assert preemptions(engine) > 0 and not engine.requests["r0"].num_preemptions
-    check_all_is_free(engine)
-
-
 def test_a_preempted_request_begins_with_the_blocks_that_nobody_took(serve: Callable[..., Served]) -> None:
     engine = serve(tokens=LENGTH)
     engine.add("first", random_prompt(110, 1), 40)
@@ -111,22 +99,6 @@ def test_blocks_that_a_prompt_under_way_needs_are_given_to_no_other_prompt(
     chunks = [number for number, step in enumerate(engine.steps) if step.get("long", 0) > 1]
     assert min(number for number, step in enumerate(engine.steps) if "other" in step) > chunks[-1]
     assert list(engine.first_steps()) == ["long", "other", "short"] and preemptions(engine) == 0
-
-
-@ASYNC
-def test_a_long_prompt_never_stalls_decodes(serve: Callable[..., Served], asynchronous: bool) -> None:
-    engine = serve(async_scheduling=asynchronous)
-    for index in range(3):
-        engine.add(f"r{index}", random_prompt(10, index), 40)
-    while not all(request.output_token_ids for request in engine.requests.values()):
-        engine.step()
-    before = len(engine.steps)
-    engine.add("long", random_prompt(200, 9), 3)
-    engine.finish()
-    chunks = [step for step in engine.steps[before:] if step.get("long", 0) > 1]
-    assert len(chunks) == 7
-    assert all({"r0", "r1", "r2"} <= set(step) for step in chunks)
-    assert all(len(runs) == 1 for runs in engine.runs)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["waits", "ahead"])

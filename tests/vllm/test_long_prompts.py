@@ -124,7 +124,7 @@ def test_where_a_request_ends_in_every_step_a_long_prompt_still_goes_on_in_every
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(24, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90), st.integers(1, 5)), min_size=1, max_size=14))
 def test_whoever_is_first_goes_on_in_every_third_step_and_all_decode_in_every_step(
     serve: Callable[..., Served], name: str, arrivals: list[tuple[int, int, int]]
@@ -218,27 +218,6 @@ def test_a_prompt_that_needs_more_rows_than_are_left_waits_and_a_shorter_one_goe
     # c leaves a one of the two rows; after a's tail of 4 tokens there is one row for b, whatever number of tokens is left.
     assert engine.steps[:3] == [{"a": 8, "c": 7}, {"a": 12, "c": 1}, {"a": 1, "c": 1, "b": 16}]
     assert all(len(runs) <= 1 for runs in engine.runs)
-
-
-def test_nobody_passes_where_all_slots_are_taken_or_priorities_forbid(serve: Callable[..., Served]) -> None:
-    for options in ({"max_num_seqs": 1}, {"scheduling_policy": "priority"}):
-        engine = serve(**options)
-        engine.add("long", random_prompt(60, 1), 2)
-        engine.step()
-        engine.add("short", random_prompt(3, 2), 2, priority=1)
-        engine.finish()
-        steps = [step for step in engine.steps if step.get("long", 0) > 1]
-        assert len(steps) == 8 and all("short" not in step for step in steps), options
-
-
-def test_a_larger_budget_holds_no_prompt_back(serve: Callable[..., Served]) -> None:
-    engine = serve(max_num_batched_tokens=64)
-    for index in range(4):
-        engine.add(f"r{index}", random_prompt(12, index), 2)
-    engine.step()
-    assert engine.steps == [{f"r{index}": 12 for index in range(4)}]
-    assert len(engine.runs[0]) == 8
-    engine.finish()
 
 
 def test_a_more_urgent_long_prompt_takes_the_rows_of_one_that_has_begun(serve: Callable[..., Served]) -> None:

@@ -23,7 +23,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.runtime.logprobs import TokenLogprobs
-from optimum_neuron.vllm.logprobs import join_logprobs
+from optimum_neuron.vllm.host_sampler import join_logprobs
 from optimum_neuron.vllm.platform import NeuronPlatform
 from optimum_neuron.vllm.sampling import check_request, host_reason
 from optimum_neuron.vllm.settings import ARTIFACT_VARIABLE, _fit_model

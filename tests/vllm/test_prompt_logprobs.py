@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.vllm.logprobs import PromptScores
+from optimum_neuron.vllm.host_sampler import PromptScores
 from optimum_neuron.vllm.sampling import check_request
 
 
@@ -88,7 +88,7 @@ def test_a_prompt_of_one_token_has_an_empty_table(vllm_config: VllmConfig) -> No
 def test_a_table_has_what_vllm_calls_its_mode(mode: str, is_raw: bool) -> None:
     logits = torch.randn(3, 6)
     scores = PromptScores([1, 2, 5], -1, mode, 6)
-    assert scores.is_open_at(1) and not scores.is_open_at(2) and scores.is_whole_at(3) and not scores.is_whole_at(2)
+    assert scores.last == 2
     scores.add_logits(0, logits)
     expected = (logits if is_raw else logits.log_softmax(-1))[:2]
     assert scores.table.logprobs.shape == (2, 7)

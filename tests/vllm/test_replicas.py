@@ -28,14 +28,14 @@ def test_two_replicas_share_the_requests_and_answer_alike(
         def ask(prompt: list[int]) -> list[int]:
             extra = {"return_token_ids": True, "ignore_eos": True}
             answer = server.client.completions.create(
-                model=server.model, prompt=prompt, max_tokens=24, temperature=0, extra_body=extra
+                model=server.model, prompt=prompt, max_tokens=8, temperature=0, extra_body=extra
             )
             return answer.choices[0].token_ids
 
-        prompts = [[100 + index, *range(200, 200 + 3 * index)] for index in range(24)]
+        prompts = [[100 + index, *range(200, 200 + 3 * index)] for index in range(12)]
         with ThreadPoolExecutor(12) as threads:
             answers = list(threads.map(ask, prompts))
-        assert answers == [greedy(prompt, 24) for prompt in prompts]
+        assert answers == [greedy(prompt, 8) for prompt in prompts]
         shares = [server.metric("request_success_total", engine=str(engine)) for engine in range(REPLICAS)]
         assert sum(shares) == len(prompts)
         assert all(shares)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 class ContinuousBatchingManager:
     """Takes requests from any thread while others run. Made by `NeuronModelForCausalLM.init_continuous_batching`.
 
-    Its methods are those of the manager in transformers. Between `start` and `stop` the model's slots are the manager's:
-    `generate` refuses to run.
+    Its methods are those of the manager in transformers. Between `start` and `stop` `generate` refuses to run.
     """
 
     def __init__(self, factory: RequestFactory, serve: Callable[[], EngineService]) -> None:
@@ -43,25 +42,25 @@ class ContinuousBatchingManager:
         self._process = OwnProcess()
 
     def start(self) -> None:
-        """Take over the model's slots and lets requests in.
-
-        Raises:
-            RuntimeError: another manager or service runs.
-        """
+        """Take over the model's slots and let requests in; RuntimeError where another manager or service runs."""
         if self._service is None:
             self._service = self._serve()
 
     def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False) -> None:
-        """Let the requests finish, unless `hard_stop`, and gives the slots back. Outputs can be read afterwards.
+        """Let the requests finish, unless `hard_stop`, and give the slots back; wait for that where `block` says so.
 
-        Args:
-            block: wait for that; otherwise the slots are given back when the last request finished.
-            timeout: seconds after which requests that still run are aborted.
+        Requests that still run after `timeout` seconds are aborted. Outputs can be read afterwards.
         """
         service, self._service = self._service, None
         if service is None or not self._process.is_here:
             return
-        closing = threading.Thread(target=self._close_service, args=(service, hard_stop), daemon=True)
+
+        def close() -> None:
+            service.close(finish=not hard_stop)
+            with self._arrived:
+                self._arrived.notify_all()
+
+        closing = threading.Thread(target=close, daemon=True)
         closing.start()
         if block:
             closing.join(timeout)
@@ -69,11 +68,6 @@ class ContinuousBatchingManager:
                 logger.warning("requests were aborted: they did not finish in %s s", timeout)
                 service.close()
                 closing.join()
-
-    def _close_service(self, service: EngineService, hard_stop: bool) -> None:
-        service.close(finish=not hard_stop)
-        with self._arrived:
-            self._arrived.notify_all()
 
     def is_running(self) -> bool:
         """Return whether requests are taken."""
@@ -106,10 +100,10 @@ class ContinuousBatchingManager:
 
         Args:
             streaming: deliver an output per token; otherwise only the finished one.
+            processor_options: none is supported; they would need processors of each request's own.
 
         Raises:
             RuntimeError: the manager is not started, or this process was forked from the one where it is.
-            TypeError: `processor_options`; they would need processors of each request's own.
         """
         if processor_options:
             raise TypeError(
@@ -145,11 +139,7 @@ class ContinuousBatchingManager:
             self._service.abort_request(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """Return the next output, of one request where that is named; None after `timeout` seconds, or where none can come.
-
-        Raises:
-            RuntimeError: this process was forked from the one where the manager is.
-        """
+        """Return the next output, of one request where that is named; None after `timeout` seconds, or where none can come."""
         self._process.check_fork()
         with self._arrived:
             self._arrived.wait_for(
@@ -176,15 +166,13 @@ class ContinuousBatchingManager:
 
     def _deliver_item(self, outcome: RequestOutcome, streaming: bool, item: Item) -> None:
         """Called by the engine's thread."""
-        if isinstance(item, TokenEvent):
-            if not outcome.add_event(item):
-                if streaming:
-                    snapshot = copy(outcome.output)
-                    snapshot.generated_tokens = list(snapshot.generated_tokens)
-                    self._put_output(snapshot, ended=False)
-                return
-        else:
+        if not isinstance(item, TokenEvent):
             outcome.end_failed("the request was cancelled" if isinstance(item, str) else str(item))
+        elif not outcome.add_event(item):
+            if streaming:
+                tokens = list(outcome.output.generated_tokens)
+                self._put_output(replace(outcome.output, generated_tokens=tokens), ended=False)
+            return
         self._put_output(outcome.output)
 
     def _put_output(self, output: GenerationOutput, *, ended: bool = True) -> None:

@@ -9,24 +9,24 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList, StopStringCriteria
+from transformers import ContinuousBatchingConfig, GenerationConfig, StopStringCriteria
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from ...artifact.artifact import Artifact
 from ...config import NeuronConfig
-from ...core import FinishReason, Request, check_whole_numbers
+from ...core import FinishReason
 from ...runtime.arguments import check_options, refuse_unsupported
 from ...runtime.defaults import OF_GENERATE, processors_of, stop_strings
 from ...runtime.lengths import most_new_tokens
 from ...runtime.token_choice import OnDeviceChoice, choose_how
 from ...step.spec import GREEDY, SamplingParams
 from ..events import Event, RequestFailure
+from ..plain_requests import RequestMaker
 from ..policy import Policy, SchedulerOptions
 
 
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Fields of transformers' config that mean something here; the others size memory and CUDA graphs that do not exist.
 _HONOURED = {"max_batch_tokens", "scheduler_type", "allow_block_sharing", "return_logprobs", "seed"}
+_OF_LOGITS = (GREEDY, SamplingParams(temperature=1.0))
 _POLICIES: dict[str, Policy] = {"fifo": "auto", "prefill_first": "prefill_first"}
 
 
@@ -50,26 +51,11 @@ class RequestModel(Protocol):
     def own_tokenizer(self) -> Any: ...
 
 
-def end_token_ids(config: GenerationConfig, model: RequestModel) -> frozenset[int]:
-    """Return the tokens that end a text: those of a generation config, else of the model's own.
-
-    One that cannot be chosen ends nothing, and is left out: -1 is a custom for none, and configs of cut-down models name others.
-    """
-    eos = config.eos_token_id
-    if eos is None:
-        eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
-    ids = [eos] if isinstance(eos, int) else list(eos or ())
-    return frozenset(token for token in ids if 0 <= token < model.artifact.model.vocab_size)
-
-
-class RequestFactory:
+class RequestFactory(RequestMaker):
     """Makes engine requests from transformers' configs: one way for all requests of a batch or a manager.
 
     Args:
-        cuts_text: whether the caller ends texts at stop strings itself, as it cuts them there. Else requests end as in `generate`.
-
-    Attributes:
-        stop_strings: texts that end an answer, by the configs.
+        cuts_text: whether the caller ends texts at stop strings itself. Else requests end as in `generate`.
 
     Raises:
         ValueError: a config asks for what the engine or the artifact cannot do; nothing is ignored silently.
@@ -103,8 +89,16 @@ class RequestFactory:
         self.stop_strings = stop_strings(self.config)
         checks = self.stop_strings and not cuts_text
         self._stops = StopStringCriteria(model.own_tokenizer(), list(self.stop_strings)) if checks else None
-        _warn_of_meaningless(self.batching)
-        self.eos_token_ids = end_token_ids(self.config, model)
+        plain = ContinuousBatchingConfig()
+        names = [field.name for field in dataclasses.fields(plain) if field.name not in _HONOURED]
+        if set_names := [name for name in names if getattr(self.batching, name) != getattr(plain, name)]:
+            logger.warning("%s: no meaning for compiled graphs, which got their cache at export", ", ".join(set_names))
+        eos = self.config.eos_token_id
+        if eos is None:
+            eos = getattr(model.config.get_text_config(decoder=True), "eos_token_id", None)
+        ids = [eos] if isinstance(eos, int) else list(eos or ())
+        # One that cannot be chosen ends nothing: -1 is a custom for none, and configs of cut-down models name others.
+        self.eos_token_ids = frozenset(token for token in ids if 0 <= token < model.artifact.model.vocab_size)
         self.make_request("", [0], None)  # what no request could have is refused before the first
 
     def make_options(self) -> SchedulerOptions:
@@ -119,71 +113,43 @@ class RequestFactory:
         )
 
     def new_tokens(self, prompt: int) -> int | None:
-        """Return how many tokens follow a prompt where no call says it; None where the artifact's file does not either."""
         return self.model.new_tokens(self.config, prompt)
 
-    def make_request(
+    def choose_options(
         self,
-        request_id: str,
-        input_ids: Sequence[int] | np.ndarray,
+        prompt: np.ndarray,
         max_new_tokens: int | None,
-        eos_token_ids: frozenset[int] | None = None,
-        *,
-        sampling: Mapping[str, Any] = MappingProxyType({}),
-        seed: int | None = None,
-        logprobs: bool = False,
-    ) -> Request:
-        """Return a request with this factory's way to choose tokens.
-
-        Args:
-            sampling: keywords of `generate` by which this request chooses otherwise; for others the artifact's file speaks.
-            seed: makes sampling repeatable.
-            logprobs: whether the graphs return log-probabilities of its tokens, before any processor.
-
-        Raises:
-            ValueError, TypeError: no request can be made of them.
-        """
-        model, config, prompt = self.model, copy.copy(self.config), np.asarray(input_ids)
+        eos_token_ids: frozenset[int],
+        sampling: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        model, sizes, config = self.model, self.model.neuron_config, copy.copy(self.config)
         if sampling:  # what generate() narrows on its own is for requests that say nothing
             config.top_k = model.generation_config.top_k
         for name, value in sampling.items():
             setattr(config, name, value)
-        if max_new_tokens is None:
-            max_new_tokens = self.new_tokens(prompt.size)
-        check_whole_numbers(() if max_new_tokens is None else (max_new_tokens,), "max_new_tokens")
-        eos_token_ids = self.eos_token_ids if eos_token_ids is None else eos_token_ids
+        most = most_new_tokens(prompt.size, sizes)
         config.eos_token_id = sorted(eos_token_ids) or None
         # Some processors count up to where this request ends.
-        most = most_new_tokens(prompt.size, model.neuron_config) if max_new_tokens is None else max_new_tokens
-        config.max_length = prompt.size + most
-        processors = processors_of(model, config, prompt)
-        do_sample = bool(config.do_sample)
-        is_returned = self.batching.return_logprobs and _graphs_return_logprobs(
-            processors, model.neuron_config, do_sample
-        )
-        choice = choose_how(
-            processors,
-            model.neuron_config,
-            do_sample=do_sample,
-            keep_scores=self.batching.return_logprobs and not is_returned,
-            keep_logits=False,
-        )
-        on_device = isinstance(choice, OnDeviceChoice)
-        ends = None
+        config.max_length = prompt.size + (most if max_new_tokens is None else max_new_tokens)
+        processors, do_sample = processors_of(model, config, prompt), bool(config.do_sample)
+        choose = partial(choose_how, processors, sizes, do_sample=do_sample, keep_logits=False)
+        keeps, is_returned = self.batching.return_logprobs, False
+        if keeps and sizes.top_logprobs is not None:
+            # Of scores, which the graphs return where these are the logits themselves.
+            choice = choose(keep_scores=False)
+            is_returned = isinstance(choice, OnDeviceChoice) and choice.sampling in _OF_LOGITS
+        choice = choose(keep_scores=keeps and not is_returned)
+        fields: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
+        if isinstance(choice, OnDeviceChoice):
+            fields["sampling"] = choice.sampling
+        else:
+            fields["processors"] = processors
+            if do_sample:  # for the record
+                top_p = min(config.top_p, 1.0)
+                fields["sampling"] = SamplingParams(config.top_k or 0, top_p, config.temperature, config.min_p or 0.0)
         if self._stops is not None or config.max_time is not None:
-            ends = partial(_find_end, prompt, self._stops, config.max_time)
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=eos_token_ids,
-            sampling=choice.sampling if on_device else _make_sampling(config),
-            seed=seed,
-            processors=None if on_device else processors,
-            do_sample=do_sample,
-            logprobs=is_returned or logprobs,
-            ends=ends,
-        )
+            fields["ends"] = partial(_find_end, prompt, self._stops, config.max_time)
+        return fields | ({"logprobs": True} if is_returned else {})
 
 
 def _find_end(
@@ -195,37 +161,11 @@ def _find_end(
     return "length" if longest is not None and seconds > longest else None
 
 
-def _make_sampling(config: GenerationConfig) -> SamplingParams:
-    """Return the parameters of a request with tokens that the host chooses, for the record."""
-    if not config.do_sample:
-        return GREEDY
-    return SamplingParams(config.top_k or 0, min(config.top_p, 1.0), config.temperature, config.min_p or 0.0)
-
-
-def _graphs_return_logprobs(processors: LogitsProcessorList, config: NeuronConfig, do_sample: bool) -> bool:
-    """Return whether the graphs return the log-probabilities that are asked for: of scores, which then are the logits themselves."""
-    if config.top_logprobs is None:
-        return False
-    choice = choose_how(processors, config, do_sample=do_sample, keep_scores=False, keep_logits=False)
-    return isinstance(choice, OnDeviceChoice) and choice.sampling in (GREEDY, SamplingParams(temperature=1.0))
-
-
-def _warn_of_meaningless(config: ContinuousBatchingConfig) -> None:
-    plain = ContinuousBatchingConfig()
-    set_names = [
-        field.name
-        for field in dataclasses.fields(config)
-        if field.name not in _HONOURED and getattr(config, field.name) != getattr(plain, field.name)
-    ]
-    if set_names:
-        logger.warning("%s: no meaning for compiled graphs, which got their cache at export", ", ".join(set_names))
-
-
 class RequestOutcome:
     """A request's output as it grows, in transformers' form."""
 
     def __init__(self, request_id: str, prompt: Sequence[int], *, timed: bool, logprobs: bool) -> None:
-        self._with_logprobs = logprobs
+        self.prompt, self._with_logprobs = prompt, logprobs
         timestamps: list[float] | None = [] if timed else None
         prompt = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
         ids = list(prompt) if isinstance(prompt, Iterable) else []  # the request refuses any other

@@ -60,7 +60,6 @@ class ContinuousBatching:
             continuous_batching_config: `max_batch_tokens`, `scheduler_type`, `allow_block_sharing` (prefix reuse),
                 `return_logprobs` and `seed` are honoured; what sizes memory or CUDA graphs draws a warning.
             record_timestamps: put the time of each token into the outputs.
-            progress_bar: show one, where stderr is a terminal.
             persistent_manager: keep the slots' contents, so that the next call may reuse their prefixes.
             warmup: run each graph once before the first request.
             kwargs: `max_new_tokens`.
@@ -77,31 +76,25 @@ class ContinuousBatching:
             raise TypeError(f"generate_batch got {', '.join(sorted(kwargs))}; set it in generation_config")
         factory = RequestFactory(self, generation_config, continuous_batching_config)
         with self._hold_slots(keep_engine=True):
-            options, size = factory.make_options(), self.artifact.model.vocab_size
-            engine = self._engine
+            options, size, engine = factory.make_options(), self.artifact.model.vocab_size, self._engine
             if engine is None or engine.options != options:
                 engine = Engine(self.runner, options, vocab_size=size, seed=factory.batching.seed)
             if warmup:
                 self.runner.warm_up()
-            outputs = _run_batch(
-                engine,
-                factory,
-                inputs,
-                timed=record_timestamps,
-                max_new_tokens=max_new_tokens,
-                progress_bar=progress_bar,
-            )
+            outcomes = _list_outcomes(factory, inputs, timed=record_timestamps)
+            shown = progress.stage("Generating", len(outcomes)) if progress_bar else nullcontext(lambda _: None)
+            try:
+                with shown as advance:
+                    _run_batch(engine, factory, outcomes, max_new_tokens, advance)
+            finally:
+                engine.abort_requests()
             self._engine = engine if persistent_manager else None
-        return outputs
+        return {name: outcome.output for name, outcome in outcomes.items()}
 
     def make_requests(self, asked: Mapping[str, Any] = MappingProxyType({})) -> RequestFactory:
         """Return a maker of requests for a caller that ends texts at stop strings itself.
 
-        Args:
-            asked: keywords of `generate` by which all of them choose tokens; others are the artifact's.
-
-        Raises:
-            ValueError: the artifact cannot do what they ask.
+        `asked` are keywords of `generate` by which all of them choose tokens; ValueError where the artifact cannot do what they ask.
         """
         return RequestFactory(self, GenerationConfig(**asked), None, cuts_text=True)
 
@@ -115,23 +108,18 @@ class ContinuousBatching:
                     ...
 
         Args:
-            options: how steps are filled.
-            seed: seeds the requests that bring no seed of their own.
+            options, seed: as in `Engine`.
             step_timeout: as in `EngineService`.
 
         Raises:
             ValueError: the artifact cannot do what the options ask.
             RuntimeError: another service runs.
         """
-
-        def release() -> None:
-            self._served = False
-
         with self._hold_slots():
             engine = Engine(self.runner, options, vocab_size=self.artifact.model.vocab_size, seed=seed)
             self.runner.warm_up()
             self._served = True
-        return EngineService(engine, release, step_timeout=step_timeout)
+        return EngineService(engine, lambda: setattr(self, "_served", False), step_timeout=step_timeout)
 
     def init_continuous_batching(
         self,
@@ -166,42 +154,33 @@ class ContinuousBatching:
             manager.stop(block=block, timeout=timeout)
 
 
+def _list_outcomes(
+    factory: RequestFactory, inputs: Sequence[Sequence[int]], *, timed: bool
+) -> dict[str, RequestOutcome]:
+    """Return outcomes by request id in the order of `inputs`, `num_return_sequences - 1` children before each."""
+    children = range((factory.config.num_return_sequences or 1) - 1)
+    outcomes = {}
+    for number, prompt in enumerate(inputs):
+        for name in (*(f"req_{number}__child#{child}" for child in children), f"req_{number}"):
+            outcomes[name] = RequestOutcome(name, prompt, timed=timed, logprobs=factory.batching.return_logprobs)
+    return outcomes
+
+
 def _run_batch(
     engine: Engine,
     factory: RequestFactory,
-    inputs: Sequence[Sequence[int]],
-    *,
-    timed: bool,
+    outcomes: Mapping[str, RequestOutcome],
     max_new_tokens: int | None,
-    progress_bar: bool,
-) -> dict[str, GenerationOutput]:
-    """Run all prompts to their ends; one that cannot be served, or fails, has an error in its output and stops no other.
-
-    Returns outputs by request id in the order of `inputs`, `num_return_sequences - 1` children before each.
-    """
-    prompts: dict[str, Sequence[int]] = {}
-    logprobs = factory.batching.return_logprobs
-    copies = factory.config.num_return_sequences or 1
-    for number, prompt in enumerate(inputs):
-        names = [f"req_{number}__child#{child}" for child in range(copies - 1)] + [f"req_{number}"]
-        prompts |= dict.fromkeys(names, prompt)
-    outcomes = {name: RequestOutcome(name, prompt, timed=timed, logprobs=logprobs) for name, prompt in prompts.items()}
-    try:
-        with progress.stage("Generating", len(outcomes)) if progress_bar else nullcontext(_no_progress) as advance:
-            for name, outcome in outcomes.items():
-                try:
-                    engine.add_request(factory.make_request(name, prompts[name], max_new_tokens))
-                except Exception as error:
-                    logger.error("%s", error)
-                    outcome.end_failed(str(error))
-                    advance(name)
-            for event in engine.run_requests():
-                if outcomes[event.request_id].add_event(event):
-                    advance(event.request_id)
-    finally:
-        engine.abort_requests()
-    return {name: outcome.output for name, outcome in outcomes.items()}
-
-
-def _no_progress(description: str) -> None:
-    """Advance a progress bar that was not asked for."""
+    advance: Callable[[str], None],
+) -> None:
+    """Run all prompts to their ends; one that cannot be served, or fails, has an error in its output and stops no other."""
+    for name, outcome in outcomes.items():
+        try:
+            engine.add_request(factory.make_request(name, outcome.prompt, max_new_tokens))
+        except Exception as error:
+            logger.error("%s", error)
+            outcome.end_failed(str(error))
+            advance(name)
+    for event in engine.run_requests():
+        if outcomes[event.request_id].add_event(event):
+            advance(event.request_id)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from ...engine.request import Request
+    from ...core import Request
     from .metrics import Times
 
 # The variable that vLLM reads, with vLLM's default.

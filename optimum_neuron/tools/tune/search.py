@@ -131,7 +131,7 @@ def _simulate_candidate(
     # As `serve` has them; where no two prompts start alike, reuse changes no step, and is not looked for.
     options = SchedulerOptions(prefix_reuse=trace.shares_prefixes)
     places = None if machine.reuses_prefixes else config.state_places
-    scheduler = Scheduler(config, options, snapshots=places)
+    scheduler = Scheduler(config, options, state_places=places)
     simulation = simulate(scheduler, machine.step_clock(config).draw_times(), trace, prompts)
     answers, counted = list(simulation.answers.values()), simulation.statistics
     return CandidateResult(

@@ -135,7 +135,7 @@ class CpuClock(StepClock):
         """Return the seconds of a step that the scheduler has planned and not committed yet."""
         graph = step.graph
         rows = graph.batch_size if graph.has_chunk else max((decode.slot for decode in step.decodes), default=0) + 1
-        columns = sum(scheduler.find_state(decode.request_id).context for decode in step.decodes)
+        columns = sum(scheduler.queues.live[decode.request_id].context for decode in step.decodes)
         total = self.host(len(step.decodes) + len(step.pieces)) + self.decode_column(rows) * columns
         if not graph.has_chunk:
             return total + self.decode(rows)
