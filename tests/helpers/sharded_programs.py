@@ -8,7 +8,7 @@ XLA's CPU client has as many devices as CPU_NUM_DEVICES says, and its collective
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,8 @@ class RanksExecutable(AheadExecutable):
 
     def start(self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool) -> Callable[[], Sequence[np.ndarray]]:
         outputs = self._run(graph, inputs)
-        for draw in self._draws.get(graph, ()):
-            if draw.is_due(inputs):
-                outputs |= self._run(draw.graph, draw.take_inputs(inputs))
+        for draw, taken in self.find_due(graph, inputs):
+            outputs |= self._run(draw.graph, taken)
         return lambda: [to_numpy(outputs[name]) for name in returned_names(self._described[graph])]
 
     def overwrite(self) -> None:
@@ -79,7 +78,7 @@ class RanksExecutable(AheadExecutable):
                 bound[name] = state.fill_(torch.nan if state.is_floating_point() else 7).to(bound[name].device)
 
     def _run(self, graph: str, inputs: Sequence[np.ndarray]) -> dict[str, Tensor]:
-        names = self._steps.get(graph) or self._described[graph].names("input")
+        names = self._calls.get(graph) or self._described[graph].names("input")
         first, *others = self._ranks.run_graph(GraphRun(graph, dict(zip(names, map(to_torch, inputs), strict=True))))
         for other in others:
             assert all(torch.equal(first[name], other[name]) for name in first)
@@ -99,8 +98,33 @@ def check(
     config = tiny_config(target="trn2", tensor_parallel_size=count, **sizes)
     model = load_model(checkpoint)
     tied, weights = _weights(model, config)
-    reference = eager_runner(model, tiny_config(**sizes))
-    found = [_run_form(checkpoint, config, tied, weights, reference, noise, split) for split in forms]
+    reference, uniforms = (
+        eager_runner(model, tiny_config(**sizes)),
+        torch.rand(6, generator=torch.Generator().manual_seed(1)).tolist(),
+    )
+    expected = {each: generate(reference, random_tokens(21), 6, each, uniforms) for each in SAMPLINGS}
+    found = []
+    for split in forms:
+        specs = graph_specs(config)
+        kinds = None if split is None else frozenset(spec.kind for spec in specs if split)
+        graphs = list(lower_all(checkpoint, config, tied, trust_remote_code=False, split=kinds))
+        assert not [finding for graph in graphs for finding in lint(graph.name, graph.hlo, graph.io, "trn2")]
+        assert any(is_split(graph.hlo) for graph in graphs) == bool(split)
+        executable = RanksExecutable(graphs, config, weights)
+        logits = []
+        for deterministic in (False, True) if config.mixed_step else (False,):
+            runner = GraphRunner(executable, config, specs, deterministic=deterministic)
+            for sampling, (tokens, expected_logits) in expected.items():
+                drawn, found_logits = generate(runner, random_tokens(21), 6, sampling, uniforms)
+                assert drawn == tokens
+                difference = float((expected_logits - found_logits).abs().max())
+                assert difference < noise, f"{difference} in logits up to {float(expected_logits.abs().max())}"
+                logits.append(found_logits)
+        if split:
+            cuts = [8, 8, 5], [5, 8, 8], [1, 7, 6, 7]
+            pieces = [prefill_pieces(runner, slot, random_tokens(21), cut) for slot, cut in enumerate(cuts, start=1)]
+            assert all(torch.equal(pieces[0], each) for each in pieces)
+        found.append(logits)
     assert all(torch.equal(one, other) for other in found for one, other in zip(found[0], other, strict=True))
 
 
@@ -152,37 +176,3 @@ def _followed(runner: GraphRunner, slot: int, logits: Tensor) -> Tensor:
         assert output.decode_logits is not None
         found.append(as_tensor(output.decode_logits[slot]))
     return torch.stack(found)
-
-
-def _run_form(
-    checkpoint: Path,
-    config: NeuronConfig,
-    tied: Mapping[str, str],
-    weights: Sequence[dict[str, Tensor]],
-    reference: GraphRunner,
-    noise: float,
-    split: bool | None,
-) -> list[Tensor]:
-    """Logits of all that is generated, and of a prompt in pieces."""
-    specs = graph_specs(config)
-    kinds = None if split is None else frozenset(spec.kind for spec in specs if split)
-    graphs = list(lower_all(checkpoint, config, tied, trust_remote_code=False, split=kinds))
-    assert not [finding for graph in graphs for finding in lint(graph.name, graph.hlo, graph.io, "trn2")]
-    assert any(is_split(graph.hlo) for graph in graphs) == bool(split)
-    executable = RanksExecutable(graphs, config, weights)
-    logits = []
-    for deterministic in (False, True) if config.mixed_step else (False,):
-        runner = GraphRunner(executable, config, specs, deterministic=deterministic)
-        for sampling in SAMPLINGS:
-            uniforms = torch.rand(6, generator=torch.Generator().manual_seed(1)).tolist()
-            expected, expected_logits = generate(reference, random_tokens(21), 6, sampling, uniforms)
-            found, found_logits = generate(runner, random_tokens(21), 6, sampling, uniforms)
-            assert found == expected
-            difference = float((expected_logits - found_logits).abs().max())
-            assert difference < noise, f"{difference} in logits up to {float(expected_logits.abs().max())}"
-            logits.append(found_logits)
-    if split:
-        cuts = [8, 8, 5], [5, 8, 8], [1, 7, 6, 7]
-        pieces = [prefill_pieces(runner, slot, random_tokens(21), cut) for slot, cut in enumerate(cuts, start=1)]
-        assert all(torch.equal(pieces[0], each) for each in pieces)
-    return logits

@@ -216,7 +216,7 @@ def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any], opti
     from .compile.compiler import CACHE_KIND
     from .compile.neuron_cc import NEFF_SUFFIX
     from .run.load_plan import LoadPlan
-    from .run.ranks import load_graphs
+    from .run.ranks import RankedExecutable
 
     ranks = artifact.config.tensor_parallel_size
     weights = [rank_weights_name(rank, ranks) for rank in range(ranks)]
@@ -236,7 +236,7 @@ def _load_on_device(artifact: Artifact, folder: Path, data: dict[str, Any], opti
     )
     try:
         with progress.stage("Loading graphs onto the device"):
-            return load_graphs(plan, options)
+            return RankedExecutable(plan, options)
     except NeuronRuntimeError as error:
         # Another export would find NEFFs in the compile cache that the runtime refuses; a machine that only loads may have none.
         with suppress(OSError):

@@ -22,16 +22,7 @@ FAKES = Path(__file__).parent
 SITE = FAKES / "site"
 INSTANCES = {"inf2": "inf2.8xlarge:1", "trn1": "trn1.32xlarge:16", "trn2": "trn2.3xlarge:1", "trn3": "trn3.48xlarge:1"}
 # What packages of the fakes leave behind in a process.
-_MODULES = (
-    "fake_neuron",
-    "torch_neuronx",
-    "libneuronxla",
-    "neuronx_distributed",
-    "libtorch_neuronx_lite",
-    "nrtpy",
-    "nki",
-    "nkilib",
-)
+_MODULES = ("fake_neuron", "torch_neuronx", "libneuronxla", "neuronx_distributed", "nrtpy", "nki", "nkilib")
 
 
 @pytest.fixture
@@ -57,10 +48,9 @@ def neuron_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NeuronTools
 
 @pytest.fixture
 def neuron_sdk(neuron_tools: NeuronTools, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sdk]:
-    """A function that installs packages and devices: `neuron_sdk("trn2", "lite")`.
+    """A function that installs packages and devices: `neuron_sdk("trn2", "nrt")`.
 
-    Packages are "lite" (libtorch_neuronx_lite), "nrt" (nrtpy), "nxd" (torch-neuronx and neuronx-distributed), "nki" (with nki-library)
-    and "placeholder".
+    Packages are "nrt" (nrtpy), "nxd" (torch-neuronx and neuronx-distributed), "nki" (with nki-library) and "placeholder".
     """
 
     def install(target: str | None, *packages: str, instance: str | None = None) -> NeuronTools:
@@ -85,9 +75,8 @@ def neuron_sdk(neuron_tools: NeuronTools, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def _forget_modules() -> None:
-    for name in ("torch_neuronx", "libtorch_neuronx_lite"):
-        if name in sys.modules:
-            sys.modules[name]._uninstall()
+    if "torch_neuronx" in sys.modules:
+        sys.modules["torch_neuronx"]._uninstall()
     for name in [name for name in sys.modules if name.partition(".")[0] in _MODULES]:
         del sys.modules[name]
     importlib.invalidate_caches()

@@ -2,24 +2,16 @@
 """Signatures of the real packages, as their documentation and sources give them; the fakes must have the same."""
 
 NRTPY = {
-    "configure": "(visible_cores=None)",
-    "reset": "()",
     "NrtpyTensor": "(tensor_ref, shape, dtype, name=None)",
     "NrtpyTensor.from_numpy": "(array, name=None, core_id=0)",
     "NrtpyTensor.write_from_numpy": "(self, array)",
     "NrtpyTensor.numpy": "(self)",
     "NrtpyModel.load_from_neff": "(neff_path, name=None, core_id=0, cc_enabled=False, rank_id=0, world_size=1)",
     "NrtpyModel.__call__": "(self, inputs, outputs=None, save_trace=False, ntff_name=None)",
-    "NrtpyModel.benchmark": "(self, inputs, outputs=None, warmup_iter=5, benchmark_iter=5, mode='device')",
-}
-TORCH_LITE = {
-    "Executor": "(neff_path, start_nc, g_device_id, g_device_count, /)",
-    "Executor.execute": "(self, inputs, outputs, /)",
 }
 SPMD = {
     "SPMDModel": "(neff, metaneff, local_ranks_size, world_size, /)",
     "SPMDModel.initialize": "(self, states, weights, start_rank, /)",
-    "SPMDModel.is_initialized": "(self)",
     "SPMDModel.forward": "(self, inputs, /)",
 }
 ARTIFACTS = {

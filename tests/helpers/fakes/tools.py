@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from optimum_neuron.targets.neuron.compile.compiler import compile_graphs
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 
-from .hlo_writer import SmallGraph
+from .hlo_writer import LoweredGraph
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,12 @@ def cache_like(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(values, dtype=dtype).view(1, 1, 1, -1)
 
 
-def make_plan(folder: Path, graphs: Sequence[SmallGraph], target: str, *weights: dict[str, Tensor]) -> LoadPlan:
+def children() -> set[str]:
+    """The processes that this thread started, by their numbers."""
+    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+
+def make_plan(folder: Path, graphs: Sequence[LoweredGraph], target: str, *weights: dict[str, Tensor]) -> LoadPlan:
     """Compiles graphs and writes the weights of each rank into a new folder."""
     folder.mkdir(exist_ok=True)
     record = compile_graphs(graphs, target, folder)

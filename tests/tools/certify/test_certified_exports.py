@@ -76,7 +76,7 @@ def test_an_artifact_whose_ranks_split_the_tokens_of_chunks_is_certified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At a latency at which the rule splits the tokens of a mixed graph and of chunks, and not those of decode rows."""
-    neuron_sdk("trn2", "lite")
+    neuron_sdk("trn2", "nrt")
     monkeypatch.setattr(split_tokens, "COLLECTIVE_S", 2e-9)
     sizes = {"batch_size": 4, "tensor_parallel_size": 2}  # what decode rows of a mixed graph are divides by the ranks
     path = export_tiny(sharp_checkpoints["llama"], tmp_path / "ranks", target="trn2", certificate=True, **sizes)

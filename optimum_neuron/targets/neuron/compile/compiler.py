@@ -14,10 +14,10 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .... import progress
 from ....errors import first_line
@@ -31,7 +31,7 @@ from ..lowering.kernel_calls import called_kernels, kernel_calls, without_refere
 from ..rank.packages import installed_version
 from ..sdk.flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
 from . import neuron_cc
-from .neuron_cc import DISTRIBUTION, NEFF_SUFFIX, CompilerCall
+from .neuron_cc import DISTRIBUTION, NEFF_SUFFIX
 
 
 if TYPE_CHECKING:
@@ -49,21 +49,14 @@ NATIVE_CALL = "AwsNeuronCustomNativeKernel"
 _Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     graph: LoweredGraph
-    call: CompilerCall
+    arguments: tuple[str, ...]
     key: str
-    target: str
-    lnc: int
-    version: str
 
 
 def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) -> dict[str, Any]:
-    """Write `<graph>.neff` of every graph into `folder`.
-
-    Returns:
-        The manifest's record: the compiler's version, target, LNC, and per graph its kind and the compiler's arguments.
+    """Write `<graph>.neff` of every graph into `folder`; return the manifest's record of versions and of the compiler's arguments.
 
     Raises:
         RuntimeError: a graph could not be compiled; the message names it and the broken rule. Nothing is left running.
@@ -76,7 +69,7 @@ def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) ->
     missing = [job for job in jobs if not cache.fetch(job.key, folder, job.graph.name, NEFF_SUFFIX)]
     logger.info("%d of %d graphs are in the compile cache %s", len(jobs) - len(missing), len(jobs), cache.folder)
     if missing:
-        _compile_missing(missing, cache, folder)
+        _compile_missing(missing, cache, folder, target, lnc, version)
     versions = {DISTRIBUTION: version}
     for job in jobs:
         versions |= kernel_versions(job.graph.hlo)
@@ -84,33 +77,13 @@ def compile_graphs(graphs: Sequence[LoweredGraph], target: str, folder: Path) ->
         "versions": versions,
         "target": target,
         "lnc": lnc,
-        "graphs": {job.graph.name: {"kind": job.graph.kind, "argv": list(job.call.argv)} for job in jobs},
+        "graphs": {job.graph.name: {"kind": job.graph.kind, "argv": list(job.arguments)} for job in jobs},
     }
 
 
-def check_environment(target: str) -> None:
-    """Raise RuntimeError without a compiler, and ValueError for a variable that asks for what the target cannot do."""
-    neuron_cc.check_compiler(target)
-    graph_flags(target, "token_generation", *_read_environment(target))
-
-
-def find_keys(graphs: Sequence[LoweredGraph], target: str) -> dict[str, str]:
-    return {graph.name: _make_job(graph, target, *_read_environment(target)).key for graph in graphs}
-
-
-def _read_environment(target: str) -> tuple[int, str]:
-    lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
-    return lnc, neuron_cc.compiler_version(neuron_cc.find_compiler())
-
-
-def _make_job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
-    has_fp8 = any(each.dtype == "float8_e4m3fn" for each in graph.io.inputs)
-    flags = graph_flags(target, graph.kind, lnc, version, has_fp8=has_fp8)
-    key = graph_key(graph.hlo, target, flags, version)
-    return _Job(graph, neuron_cc.compiler_call(graph.name, target, flags), key, target, lnc, version)
-
-
-def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) -> None:
+def _compile_missing(
+    jobs: Sequence[_Job], cache: CompileCache, folder: Path, target: str, lnc: int, version: str
+) -> None:
     processes = Processes()
     with cache.scratch() as scratch, progress.stage("Compiling graphs", len(jobs)) as advance:
 
@@ -120,18 +93,45 @@ def _compile_missing(jobs: Sequence[_Job], cache: CompileCache, folder: Path) ->
             work.mkdir()
             try:
                 with progress.stage(name):
-                    write_graph(replace(job.graph, hlo=with_native_kernels(job.graph.hlo, job.target, job.lnc)), work)
-                    neuron_cc.run_compiler(processes, job.call, work, COMPILE_TIMEOUT)
-                    neuron_cc.check_neff(work / (name + NEFF_SUFFIX))
+                    write_graph(replace(job.graph, hlo=with_native_kernels(job.graph.hlo, target, lnc)), work)
+                    neuron_cc.run_compiler(processes, job.arguments, work, COMPILE_TIMEOUT)
             except RuntimeError as error:
                 raise RuntimeError(f"graph {name} could not be compiled: {error}") from error
             (work / (name + NEFF_SUFFIX)).rename(scratch / (name + NEFF_SUFFIX))
             shutil.rmtree(work, ignore_errors=True)
-            cache.store(job.key, scratch, name, folder, About(name, job.target, f"{DISTRIBUTION} {job.version}"))
+            cache.store(job.key, scratch, name, folder, About(name, target, f"{DISTRIBUTION} {version}"))
             advance(name)
 
         threads = parallel_jobs(len(jobs), COMPILER_MEMORY)
         run_jobs([partial(compile_one, job) for job in jobs], threads, processes.end)
+
+
+def check_environment(target: str) -> None:
+    """Raise RuntimeError without a compiler, and ValueError for a variable that asks for what the target cannot do."""
+    problem = neuron_cc.missing_compiler()
+    if problem is not None:
+        raise RuntimeError(
+            f"compiling for {target} needs the Neuron compiler, on x86 Linux with or without a device: {problem}; or export "
+            f"with target='cpu', which runs on this machine"
+        )
+    graph_flags(target, "token_generation", *_read_environment(target))
+
+
+def find_keys(graphs: Sequence[LoweredGraph], target: str) -> dict[str, str]:
+    return {graph.name: _make_job(graph, target, *_read_environment(target)).key for graph in graphs}
+
+
+def _read_environment(target: str) -> tuple[int, str]:
+    """Return the physical cores of a logical one, and the compiler's version."""
+    lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
+    return lnc, neuron_cc.compiler_version(neuron_cc.find_compiler())
+
+
+def _make_job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
+    has_fp8 = any(each.dtype == "float8_e4m3fn" for each in graph.io.inputs)
+    flags = graph_flags(target, graph.kind, lnc, version, has_fp8=has_fp8)
+    arguments = neuron_cc.compiler_arguments(graph.name, target, flags)
+    return _Job(graph, arguments, graph_key(graph.hlo, target, flags, version))
 
 
 def graph_flags(target: str, kind: str, lnc: int, version: str, *, has_fp8: bool = False) -> tuple[str, ...]:
@@ -174,7 +174,14 @@ def with_native_kernels(data: bytes, target: str, lnc: int) -> bytes:
     for call, name in list(kernel_calls(module)):
         operands = tuple(hlo.array(by_id[operand].shape) for operand in call.operand_ids)
         if (name, operands) not in made:
-            made[name, operands] = _call_nki(KERNELS[name], operands, target, lnc)
+            try:
+                made[name, operands] = _build_config(KERNELS[name], operands, target, lnc)
+            except Exception as error:  # a compiler of programs raises what it likes
+                named = zip(KERNELS[name].operands, operands, strict=True)
+                shapes = ", ".join(f"{operand} {dtype}{list(shape)}" for operand, (shape, dtype) in named)
+                raise RuntimeError(
+                    f"NKI does not compile {name} for {shapes} ({first_line(error)}); export without --kernels"
+                ) from error
         config = made[name, operands]
         found = [tuple(each.shape) for each in config.output_specs]
         taken = [tuple(call.shape.dimensions)]
@@ -183,17 +190,6 @@ def with_native_kernels(data: bytes, target: str, lnc: int) -> bytes:
         # It names what NKI compiled.
         call.custom_call_target, call.backend_config = NATIVE_CALL, bytes(config.backend_config_b64)
     return hlo.serialize(module)
-
-
-def _call_nki(kernel: Kernel, operands: _Shapes, target: str, lnc: int) -> Any:
-    try:
-        return _build_config(kernel, operands, target, lnc)
-    except Exception as error:  # a compiler of programs raises what it likes
-        named = zip(kernel.operands, operands, strict=True)
-        shapes = ", ".join(f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in named)
-        raise RuntimeError(
-            f"NKI does not compile {kernel.name} for {shapes} ({first_line(error)}); export without --kernels"
-        ) from error
 
 
 def _build_config(kernel: Kernel, operands: _Shapes, target: str, lnc: int) -> Any:

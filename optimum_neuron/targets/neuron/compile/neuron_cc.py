@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ....kernels.host.processes import Processes
 from ..graphs.io import HLO_SUFFIX
@@ -23,34 +22,9 @@ from ..sdk.flags import FLAGS_VARIABLE
 COMMAND, DISTRIBUTION = "neuronx-cc", "neuronx-cc"
 NEFF_SUFFIX = ".neff"
 COMPILER_LOG = "compiler.log"
-# A NEFF is a header of this size and an archive.
-NEFF_HEADER_SIZE = 1024
+_NEFF_HEADER_SIZE = 1024  # an archive follows
 _VERSION = re.compile(r"\b(\d+\.\d+\.\d+\S*)")
 _ANSWER_TIMEOUT = 300  # seconds; importing the compiler takes several
-
-
-class CompilerCall(NamedTuple):
-    """A call of the compiler, in a folder that holds the graph's HLO."""
-
-    argv: tuple[str, ...]  # as the manifest records it: names without folders, so that it is the same on every machine
-    executable: str  # the program that `argv[0]` names
-    environment: dict[str, str]
-
-
-def check_compiler(target: str) -> None:
-    """Raise RuntimeError where this machine cannot compile for a target; the message says what is missing."""
-    problem = missing_compiler()
-    if problem is not None:
-        raise RuntimeError(
-            f"compiling for {target} needs the Neuron compiler, on x86 Linux with or without a device: {problem}; or export "
-            f"with target='cpu', which runs on this machine"
-        )
-
-
-def compiler_call(graph: str, target: str, flags: Sequence[str]) -> CompilerCall:
-    files = (f"--output={graph}{NEFF_SUFFIX}", f"--logfile={COMPILER_LOG}")
-    argv = (COMMAND, "compile", graph + HLO_SUFFIX, "--framework=XLA", f"--target={target}", *files, *flags)
-    return CompilerCall(argv, str(find_compiler()), _read_environment())
 
 
 def find_compiler() -> Path:
@@ -68,6 +42,12 @@ def missing_compiler() -> str | None:
     if installed_version(DISTRIBUTION) is not None:
         return f"{DISTRIBUTION} is installed, but there is no {COMMAND} command: it is a placeholder, or PATH lacks its folder; {SETUP}"
     return f"{COMMAND} is not installed; {SETUP}"
+
+
+def compiler_arguments(graph: str, target: str, flags: Sequence[str]) -> tuple[str, ...]:
+    """Return the call of the compiler, in a folder that holds the graph's HLO: without folders, so the same on every machine."""
+    files = (f"--output={graph}{NEFF_SUFFIX}", f"--logfile={COMPILER_LOG}")
+    return (COMMAND, "compile", graph + HLO_SUFFIX, "--framework=XLA", f"--target={target}", *files, *flags)
 
 
 @functools.cache
@@ -93,15 +73,6 @@ def _read_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != FLAGS_VARIABLE}
 
 
-def check_neff(path: Path) -> None:
-    """Raise RuntimeError where the size of a file shows that it is no complete NEFF."""
-    if not path.is_file():
-        raise RuntimeError(f"the compiler reported success, but wrote no {path.name}; see its log")
-    size = path.stat().st_size
-    if size <= NEFF_HEADER_SIZE:
-        raise RuntimeError(f"{path.name} has {size} bytes, fewer than a NEFF's header; the disk may be full")
-
-
 def _run_command(compiler: Path, *arguments: str) -> str:
     command = [str(compiler), *arguments]
     environment = _read_environment()
@@ -118,23 +89,19 @@ def _run_command(compiler: Path, *arguments: str) -> str:
     return answer.stdout if answer.stdout.strip() else answer.stderr
 
 
-OUTPUT_LOG = "output.log"
-
-
-def run_compiler(processes: Processes, call: CompilerCall, folder: Path, timeout: float) -> None:
+def run_compiler(processes: Processes, arguments: Sequence[str], folder: Path, timeout: float) -> None:
     """Run one compiler in a folder, where it may leave files, for at most `timeout` seconds.
 
-    Raises:
-        RuntimeError: it failed or took too long; the message holds the end of its output.
+    Raise RuntimeError where it failed, took too long or wrote no whole NEFF; the message holds the end of its output.
     """
     # Its own, so that nothing stays; not below `folder`: its path may be too long for a socket.
     with (
         tempfile.TemporaryDirectory(prefix="neuronx-cc-", ignore_cleanup_errors=True) as temporary,
-        (folder / OUTPUT_LOG).open("wb") as output,
+        (folder / "output.log").open("wb") as output,
         processes.start(
-            [call.executable, *call.argv[1:]],
+            [str(find_compiler()), *arguments[1:]],
             cwd=folder,
-            env={**call.environment, "TMPDIR": temporary},
+            env={**_read_environment(), "TMPDIR": temporary},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -149,6 +116,12 @@ def run_compiler(processes: Processes, call: CompilerCall, folder: Path, timeout
             ) from None
     if status != 0:
         raise RuntimeError(explain_failure(status, _read_tail(folder)))
+    neff = folder / Path(arguments[2]).with_suffix(NEFF_SUFFIX)
+    if not neff.is_file():
+        raise RuntimeError(f"the compiler reported success, but wrote no {neff.name}; see its log")
+    if neff.stat().st_size <= _NEFF_HEADER_SIZE:
+        size = neff.stat().st_size
+        raise RuntimeError(f"{neff.name} has {size} bytes, fewer than a NEFF's header; the disk may be full")
 
 
 def _read_tail(folder: Path) -> str:

@@ -36,12 +36,11 @@ _UPDATES = frozenset({"scatter", "dynamic-update-slice"})
 
 @dataclass(frozen=True)
 class GraphCost:
-    """One run of a graph on one core.
+    """One run of a graph on one core, in bytes of device memory.
 
     Attributes:
-        read, written: bytes of device memory.
         needed: the least of `read`: each weight, state and input once, as far as any operator looks at it.
-        transposed: bytes of weights and states that change the order of their dimensions before a product.
+        transposed: of weights and states that change the order of their dimensions before a product.
         flops: of matrix products and convolutions, two per multiplication, by torch's name of the operands' type.
         collectives, kernels: runs of each kind, and calls of each kernel of the SDK.
         collective_bytes: that a core sends in them, at the least.
@@ -85,46 +84,40 @@ class _Counter:
         self._in_place = self._updates_in_place()
 
     def count(self) -> GraphCost:
+        graph = self._graph
         reads: dict[int, list[int]] = defaultdict(list)
         written = transposed = moved = 0
         flops: Counter[str] = Counter()
         collectives: Counter[str] = Counter()
-        kernels = Counter(name for _, name in kernel_calls(self._graph.module))
-        for each in self._entry.instructions:
-            if not self._is_kernel(each):
-                continue
+        for each in filter(self._is_kernel, self._entry.instructions):
             for source, size in self._find_reads(each):
                 reads[source].append(size)
             written += self._written_bytes(each)
             if each.opcode == "transpose":
-                transposed += self._of_memory(each)
-            elif each.opcode in ("dot", "convolution"):
-                flops[self._product_type(each)] += self._count_flops(each)
-            elif each.opcode == "custom-call":
-                # The products of the reference that a call of a kernel names, whatever the kernel leaves out.
-                for number in each.called_computation_ids:
-                    for one in self._graph.computations[number].instructions:
-                        if one.opcode == "dot":
-                            flops[self._product_type(one)] += self._count_flops(one)
+                transposed += self._count_of_memory(each)
             elif each.opcode in COLLECTIVES:
                 collectives[each.opcode] += 1
-                taken = sum(_shape_bytes(part.shape) for part in self._graph.operands(each))
-                size = max(_shape_bytes(each.shape), taken)
-                moved += bytes_sent(each.opcode, size, self._graph.io.world_size)
+                taken = sum(_shape_bytes(part.shape) for part in graph.operands(each))
+                moved += bytes_sent(each.opcode, max(_shape_bytes(each.shape), taken), graph.io.world_size)
+            # Of a call of a kernel the products of the reference that it names, whatever the kernel leaves out.
+            called = each.called_computation_ids if each.opcode == "custom-call" else ()
+            for one in (each, *(inner for number in called for inner in graph.computations[number].instructions)):
+                if one.opcode in ("dot", "convolution"):
+                    flops[self._product_type(one)] += self._count_flops(one)
         return GraphCost(
-            name=self._graph.name,
+            name=graph.name,
             read=sum(map(sum, reads.values())),
             needed=sum(
-                min(max(sizes), _shape_bytes(self._graph.by_id[source].shape))
+                min(max(sizes), _shape_bytes(graph.by_id[source].shape))
                 for source, sizes in reads.items()
-                if self._graph.by_id[source].opcode == "parameter"
+                if graph.by_id[source].opcode == "parameter"
             ),
             written=written,
             transposed=transposed,
             flops=dict(flops),
             collectives=dict(collectives),
             collective_bytes=moved,
-            kernels=dict(kernels),
+            kernels=dict(Counter(name for _, name in kernel_calls(graph.module))),
         )
 
     def _is_source(self, each: Any) -> bool:
@@ -147,30 +140,29 @@ class _Counter:
         limits: dict[int, int] = {}
         found: Counter[int] = Counter()
         pending: list[int] = []
+
+        def visit(each: Any, limit: int) -> None:
+            count = min(limit, _count_elements(each.shape))
+            if self._is_source(each):
+                found[each.id] += count
+                return
+            if each.id not in limits:
+                heapq.heappush(pending, -self._position[each.id])
+            limits[each.id] = max(count, limits.get(each.id, 0))
+
         for operand, count in self._find_needed(kernel):
             source = self._through_reshapes(operand)
             if kernel.opcode == "gather" and self._is_source(source):
                 yield source, count  # which may be some rows twice
             else:
-                self._visit_operand(operand, count, limits, found, pending)
+                visit(operand, count)
         while pending:  # users before what they use, so that a limit is known in full when it is passed on
             each = self._entry.instructions[-heapq.heappop(pending)]
             for operand in self._graph.operands(each):
-                self._visit_operand(operand, limits[each.id], limits, found, pending)
+                visit(operand, limits[each.id])
         for number, count in found.items():
             source = self._graph.by_id[number]
             yield source, min(count, _count_elements(source.shape))
-
-    def _visit_operand(
-        self, each: Any, limit: int, limits: dict[int, int], found: Counter[int], pending: list[int]
-    ) -> None:
-        count = min(limit, _count_elements(each.shape))
-        if self._is_source(each):
-            found[each.id] += count
-            return
-        if each.id not in limits:
-            heapq.heappush(pending, -self._position[each.id])
-        limits[each.id] = max(count, limits.get(each.id, 0))
 
     def _find_needed(self, kernel: Any) -> Iterator[tuple[Any, int]]:
         """Yield an operator's operands, and how many elements of each it looks at."""
@@ -225,7 +217,7 @@ class _Counter:
             each = operand
         return each
 
-    def _of_memory(self, transpose: Any) -> int:
+    def _count_of_memory(self, transpose: Any) -> int:
         """Count the bytes of a weight or a state that a transpose reorders."""
         source = self._through_reshapes(self._graph.operands(transpose)[0])
         while source.opcode in ("slice", "convert"):

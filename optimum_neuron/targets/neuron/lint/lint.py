@@ -34,7 +34,7 @@ class Rule:
 
 
 # Raised with every change of what graphs pass: what an earlier version let pass is to be checked again.
-RULES_VERSION = 7
+RULES_VERSION = 8
 
 RULES = (
     Rule("opcode", "EVRF001", operator_rules.opcodes),
@@ -56,28 +56,21 @@ RULES = (
     Rule("index-range", "EVRF031, EVRF056, NRT 1006", values.index_ranges),
     Rule("constant", "NRT 1003", values.constants),
     Rule("mask-sum", "NRT 1003", values.mask_sums),
-    Rule("flat-split", "", values.flat_splits),
     Rule("dead-operand", "", values.dead_operands),
     Rule("alias", "EVRF064", memory.aliases),
-    Rule("binding", "EVRF064", memory.bindings),
     Rule("collective", "", memory.collectives),
     Rule("scores", "", memory.attention_scores),
     Rule("memory", "EVRF009, EOOM001", memory.memory),
     Rule("transposed-weight", "", memory.transposed_weights),
-    Rule("scaled-weight", "", memory.scaled_weights),
-    Rule("coded-state", "", memory.coded_states),
+    Rule("copied-codes", "", memory.copied_codes),
 )
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A place in a graph that breaks a rule.
+    """A place in a graph that breaks a rule: an HLO instruction, or the whole graph, of a module of the model, as far as it is known.
 
-    Attributes:
-        code: the compiler's or runtime's own code for the rule, as far as it has one.
-        instruction: name of the HLO instruction; empty for the whole graph.
-        module: dotted name of the module in the model, as far as it is known.
-        problem, remedy: a sentence each.
+    `code` is the compiler's or runtime's own for the rule, as far as it has one.
     """
 
     graph: str
@@ -118,27 +111,22 @@ def passed_rules(findings: Iterable[Finding]) -> tuple[str, ...]:
 
 def installed_operators() -> frozenset[str] | None:
     """Return the operators that the neuronx-cc on PATH lists; None where there is none."""
-    return (
-        None if missing_compiler() is not None else operator_rules.normalize_operators(list_operators(find_compiler()))
-    )
+    if missing_compiler() is not None:
+        return None
+    return operator_rules.normalize_operators(list_operators(find_compiler()))
 
 
 def lint_artifact(
     artifact: Artifact, target: str | None = None, operators: frozenset[str] | None = None
 ) -> list[Finding]:
-    """Check all graphs of an artifact; raise as `artifact_target` and `artifact_graphs`.
-
-    Args:
-        target: the target of the rules, "auto" for this machine's; default, the artifact's own.
-    """
-    target, findings = artifact_target(artifact, target), []
-    for name, data, io in artifact_graphs(artifact):
-        findings += lint(name, data, io, target, operators)
-    return findings
+    """Check all graphs of an artifact by the rules of a target; raise as `artifact_target` and `artifact_graphs`."""
+    target = artifact_target(artifact, target)
+    checked = (lint(name, data, io, target, operators) for name, data, io in artifact_graphs(artifact))
+    return [finding for findings in checked for finding in findings]
 
 
 def artifact_target(artifact: Artifact, target: str | None) -> str:
-    """Return the target of an artifact's rules; raise ValueError without a device for "auto", or a host for its parallel size."""
+    """Return the target of an artifact's rules, its own by default; raise ValueError without a device for "auto", or a host for its size."""
     resolved = resolve_lowered_target(target or artifact.target)
     check_parallel_size(resolved, artifact.config.tensor_parallel_size)
     return resolved

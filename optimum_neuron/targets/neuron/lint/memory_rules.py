@@ -2,21 +2,19 @@
 """Rules about memory: what a graph shares with the outside, and bytes that it moves without need.
 
 The latter are warnings: such a graph is slow, and compiles. A product takes both of its operands with the dimension that it sums over in
-front (on the partitions of SBUF: `nki.isa.nc_matmul` in the SDK's documentation), so a weight is stored with its inputs first. A transpose
-in every step costs what reading the weight costs, or more. Codes of weights and caches stay codes until a product takes them: a copy as
-numbers is two or four times as large.
+front (on the partitions of SBUF: `nki.isa.nc_matmul` in the SDK's documentation), so a weight is stored with its inputs first. Codes of
+weights and caches stay codes until a product takes them: a copy as numbers is two or four times as large.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ....step.state_specs import KEPT
 from ..graphs import hlo
-from ..graphs.io import CACHE
+from ..graphs.io import CACHE, KEEP_STATE, RESTORE_STATE
 from ..sdk.hardware import CHIPS, GIB, MIB, chip_of
 from .graph import LintGraph, Place
 
@@ -30,11 +28,11 @@ def aliases(graph: LintGraph) -> Iterator[Place]:
     for number, count in Counter(entry.parameter_number for entry in entries).items():
         if count > 1:
             yield parameters[number], f"{count} outputs share the memory of this input", remedy, "error"
-    aliased = {}
+    aliased = set()
     for entry in entries:
         output = graph.by_id[root.operand_ids[entry.output_shape_index[0]]]
         parameter = parameters[entry.parameter_number]
-        aliased[parameter.name] = output
+        aliased.add(parameter.name)
         if hlo.array(output.shape) != hlo.array(parameter.shape):
             yield parameter, "its new value has another shape or type", "keep the state's shape and type", "error"
         if entry.kind != hlo.MUST_ALIAS:
@@ -43,33 +41,12 @@ def aliases(graph: LintGraph) -> Iterator[Place]:
         if graph.by_id[operand].opcode == "parameter":
             problem = "an output that is an input needs a copy"
             yield graph.by_id[operand], problem, "leave it out, or update it", "error"
+    # A sampler only reads what a step left for it, and a copy of whole rows its source.
     updated = {each.alias_of for each in graph.io.outputs}
-    for binding in graph.io.inputs:
-        # A sampler reads what a step left for it, a copy a state or snapshots of it, and it updates the other.
-        bare = binding.name.removeprefix(KEPT)
-        copied = KEPT + bare if bare == binding.name else bare
-        needed = binding.name.startswith((CACHE, KEPT)) and copied not in aliased
-        needed = needed or binding.name in updated
-        if binding.role == "state" and needed and binding.name not in aliased:
-            yield None, f"state {binding.name} is not updated in place", remedy, "error"
-
-
-def bindings(graph: LintGraph) -> Iterator[Place]:
-    """Error code EVRF064 of the SDK; nrt_status.rst, 2: a tensor of another name or size than the NEFF's."""
-    found = [(each.name, *hlo.array(each.shape)) for each in hlo.parameters(graph.module)]
-    recorded = [(each.name, each.shape, each.dtype) for each in graph.io.inputs]
-    for number, (left, right) in enumerate(zip(found, recorded, strict=False)):
-        if left != right:
-            problem = f"parameter {number} is {left}, its description says {right}"
-            yield None, problem, "export the model again", "error"
-    root = graph.by_id[hlo.entry(graph.module).root_id]
-    for binding, shape in zip(graph.io.outputs, root.shape.tuple_shapes, strict=False):
-        if (tuple(shape.dimensions), hlo.dtype_name(shape)) != (binding.shape, binding.dtype):
-            problem = f"result {binding.name} is {hlo.dtype_name(shape)}{list(shape.dimensions)}, not {binding.dtype}{list(binding.shape)}"
-            yield None, problem, "report it: this is a fault of the lowering", "error"
-    if len(found) != len(recorded):
-        problem = f"the graph has {len(found)} parameters, its description {len(recorded)}"
-        yield None, problem, "export the model again", "error"
+    for name in graph.io.names("state"):
+        needed = name in updated or (name.startswith(CACHE) and graph.name not in (KEEP_STATE, RESTORE_STATE))
+        if needed and name not in aliased:
+            yield None, f"state {name} is not updated in place", remedy, "error"
 
 
 def collectives(graph: LintGraph) -> Iterator[Place]:
@@ -97,11 +74,13 @@ def memory(graph: LintGraph) -> Iterator[Place]:
         yield None, problem, "raise --tensor-parallel-size; optimum-cli neuron estimate shows what fits", "error"
 
 
-LARGEST_COPY = 1 << 20  # bytes: less stays in a core
+_LARGEST_COPY = 1 << 20  # bytes: less stays in a core
 _CODES = ("int8", "uint8", "float8_e4m3fn")
-_ELEMENTWISE = frozenset({"multiply", "add", "subtract", "divide", "negate", "and", "select", "maximum", "compare"})
 _SAME_ORDER = frozenset({"reshape", "bitcast", "copy", "convert", "slice", "broadcast", "concatenate"})
-_NUMBER_BY_NUMBER = _ELEMENTWISE | _SAME_ORDER
+_ELEMENTWISE = frozenset({"multiply", "add", "subtract", "divide", "negate", "and", "maximum"})
+# A tensor, and what it becomes by an update in place, as a whole; and a part of it.
+_WHOLE = frozenset({"reshape", "bitcast", "copy", "transpose", "scatter", "dynamic-update-slice"})
+_PART = frozenset({"slice", "dynamic-slice", "gather", "broadcast"})
 
 
 def transposed_weights(graph: LintGraph) -> Iterator[Place]:
@@ -122,53 +101,35 @@ def transposed_weights(graph: LintGraph) -> Iterator[Place]:
             yield each, f"a product sums over dimension {summed[0]} of the weight {name}", remedy, "warning"
 
 
-def scaled_weights(graph: LintGraph) -> Iterator[Place]:
-    """A quantized weight that is multiplied by its scale before a product with fewer numbers to scale, or copied for several readers.
-
-    operators/codes.py counts both forms; that the compiler may keep the copy in memory is reported of int4 weights.
-    """
-    codes = {each.name for each in graph.io.inputs if each.role == "weight" and each.dtype in _CODES}
-    copies: dict[int, set[int]] = defaultdict(set)
-    for dot in graph.of("dot"):
-        left, right = graph.operands(dot)
-        summed = math.prod(right.shape.dimensions[dim] for dim in dot.dot_dimension_numbers.rhs_contracting_dimensions)
-        for weight, other in ((left, right), (right, left)):
-            cone = list(graph.walk_sources(weight, _NUMBER_BY_NUMBER))
-            name = next((each.name for each in cone if each.opcode == "parameter" and each.name in codes), "")
-            if not name:
-                continue
-            batch = math.prod(weight.shape.dimensions[dim] for dim in dot.dot_dimension_numbers.rhs_batch_dimensions)
-            rows = math.prod(other.shape.dimensions) // (summed * batch)
-            outputs = math.prod(weight.shape.dimensions) // (summed * batch)
-            for each in cone:
-                scales = _count_scales(graph, each, codes) if each.opcode == "multiply" else 0
-                if scales and (scales <= outputs or 2 * rows * scales <= summed * batch * outputs):
-                    problem = f"the weight {name} is scaled before a product of {rows} rows"
-                    yield each, problem, "scale the product, or that of each group of inputs", "warning"
-                if each.opcode == "convert" and hlo.dtype_name(graph.operands(each)[0].shape) in _CODES:
-                    copies[each.id].add(dot.id)
-    for number, dots in copies.items():
-        each = graph.by_id[number]
-        if len(dots) > 1 and hlo.byte_count(each.shape) > LARGEST_COPY:
-            size = hlo.byte_count(each.shape) / (1 << 20)
-            problem = f"{len(dots)} products read one copy of {size:.0f} MiB of a weight's codes"
-            yield each, problem, "join them", "warning"
+def copied_codes(graph: LintGraph) -> Iterator[Place]:
+    """Codes that become numbers in device memory: of a cache, but for a product; of a weight, for several (seen of int4 weights)."""
+    roles = {each.name: each.role for each in graph.io.inputs if each.dtype in _CODES}
+    for each in graph.of("convert"):
+        source, is_part = graph.operands(each)[0], False
+        while source.opcode in _WHOLE | _PART | _ELEMENTWISE:
+            is_part = is_part or source.opcode in _PART
+            source = graph.operands(source)[0]
+        role = roles.get(source.name) if source.opcode == "parameter" else None
+        size = hlo.byte_count(each.shape)
+        if role == "state" and not is_part and math.prod(each.shape.dimensions) == math.prod(source.shape.dimensions):
+            problem = f"all codes of {source.name} become numbers, {size:,} bytes"
+            yield each, problem, "choose what a step attends over first", "warning"
+        elif role is not None and size > _LARGEST_COPY:
+            opcodes = _list_readers(graph, each, _WHOLE | _PART | (_ELEMENTWISE if role == "weight" else frozenset()))
+            others = [opcode for opcode in opcodes if opcode != "dot"]
+            if role == "state" and others:
+                problem = f"{size:,} bytes of numbers that codes of {source.name} stand for are read by {others[0]}"
+                yield each, problem, "let a product take the codes, and scale what it gives", "warning"
+            if role == "weight" and len(opcodes) - len(others) > 1:
+                problem = f"{len(opcodes) - len(others)} products read one copy of {size:,} bytes of the codes of {source.name}"
+                yield each, problem, "join them", "warning"
 
 
-def _count_scales(graph: LintGraph, multiply: Any, codes: set[str]) -> int:
-    """Count the scales, which come with the weights, that a weight's codes are multiplied by."""
-    sides = graph.operands(multiply)
-    cones = [list(graph.walk_sources(side, _NUMBER_BY_NUMBER)) for side in sides]
-    coded = [any(each.opcode == "parameter" and each.name in codes for each in cone) for cone in cones]
-    if sum(coded) != 1:
-        return 0
-    scale = sides[coded.index(False)]
-    own = set(graph.io.names("weight"))
-    if not any(each.opcode == "parameter" and each.name in own for each in cones[coded.index(False)]):
-        return 0
-    while scale.opcode in ("broadcast", "reshape", "bitcast", "copy", "convert"):
-        scale = graph.operands(scale)[0]
-    return math.prod(scale.shape.dimensions)
+def _list_readers(graph: LintGraph, numbers: Any, through: frozenset[str]) -> list[str]:
+    """Return the opcodes of what takes these numbers, wherever operators in `through` move them."""
+    moved = graph.walk_uses(numbers, lambda user: user.opcode in through)
+    readers = {user.id: str(user.opcode) for each in moved for user in graph.users[each.id]}
+    return [opcode for opcode in readers.values() if opcode not in through]
 
 
 def changes_order(transpose: Any, operand: Any) -> bool:
@@ -195,59 +156,17 @@ def attention_scores(graph: LintGraph) -> Iterator[Place]:
     """
     limit = chip_of(graph.target).sbuf
     for each in graph.of("exponential"):
-        weights = _find_multiplied(graph, each)
-        if weights is None:
-            continue
-        needed = hlo.byte_count(each.shape) + hlo.byte_count(weights.shape)
+
+        def keeps_all(user: Any, count: int = math.prod(each.shape.dimensions)) -> bool:
+            return user.opcode in _BETWEEN and math.prod(user.shape.dimensions) == count
+
+        taken = (
+            one
+            for one in graph.walk_uses(each, keeps_all)
+            if any(user.opcode == "dot" for user in graph.users[one.id])
+        )
+        weights = next(taken, None)
+        needed = 0 if weights is None else hlo.byte_count(each.shape) + hlo.byte_count(weights.shape)
         if needed > limit:
             problem = f"{needed / MIB:.1f} MiB of attention scores and weights for {limit / MIB:.0f} MiB inside a core"
             yield each, problem, "attend over fewer columns at a time, and merge the results", "warning"
-
-
-def _find_multiplied(graph: LintGraph, exponentials: Any) -> Any | None:
-    """Return the operand of a product that is these exponentials, scaled or not; None where there is none."""
-
-    def keeps_all(user: Any) -> bool:
-        same_size = math.prod(user.shape.dimensions) == math.prod(exponentials.shape.dimensions)
-        return same_size and user.opcode in _BETWEEN
-
-    uses = graph.walk_uses(exponentials, keeps_all)
-    return next((each for each in uses if any(user.opcode == "dot" for user in graph.users[each.id])), None)
-
-
-_STATE_CODES = ("int8", "float8_e4m3fn")
-# A state, and what it becomes by an update in place, as a whole.
-_WHOLE = frozenset({"reshape", "bitcast", "copy", "transpose", "scatter", "dynamic-update-slice"})
-_PART = frozenset({"slice", "dynamic-slice", "gather", "broadcast"})
-
-
-def coded_states(graph: LintGraph) -> Iterator[Place]:
-    """Codes of a cache that become numbers as a whole, or that another operator than a product reads as numbers."""
-    states = {each.name for each in graph.io.inputs if each.role == "state" and each.dtype in _STATE_CODES}
-    for each in graph.of("convert"):
-        state, is_part = _find_state(graph, graph.operands(each)[0], states)
-        if state is None:
-            continue
-        size = hlo.byte_count(each.shape)
-        if not is_part and math.prod(each.shape.dimensions) == math.prod(state.shape.dimensions):
-            problem = f"all codes of {state.name} become numbers, {size:,} bytes"
-            yield each, problem, "choose what a step attends over first", "warning"
-        elif size > LARGEST_COPY and (reader := _find_reader(graph, each)):
-            problem = f"{size:,} bytes of numbers that codes of {state.name} stand for are read by {reader}"
-            yield each, problem, "let a product take the codes, and scale what it gives", "warning"
-
-
-def _find_state(graph: LintGraph, each: Any, states: set[str]) -> tuple[Any | None, bool]:
-    """Return the state that codes belong to, or None, and whether they are a part of it."""
-    is_part = False
-    while each.opcode in _WHOLE or each.opcode in _PART:
-        is_part = is_part or each.opcode in _PART
-        each = graph.operands(each)[0]
-    return (each if each.opcode == "parameter" and each.name in states else None), is_part
-
-
-def _find_reader(graph: LintGraph, numbers: Any) -> str:
-    """Return the first operator but products that takes these numbers, wherever they were moved to; empty where there is none."""
-    moved = graph.walk_uses(numbers, lambda user: user.opcode in _WHOLE | _PART)
-    users = (str(user.opcode) for each in moved for user in graph.users[each.id])
-    return next((opcode for opcode in users if opcode not in _WHOLE | _PART | {"dot"}), "")

@@ -168,21 +168,6 @@ def _is_one(graph: LintGraph, instruction: Any) -> bool:
     return source.opcode == "constant" and list(hlo.literal_values(source)) == [1.0]
 
 
-def flat_splits(graph: LintGraph) -> Iterator[Place]:
-    """longdct/vllm-neuron, neuron-lowering-pitfalls.md: torch-xla 2.11 lowers a split of columns to slices of a flat tensor.
-
-    So a chunk has the first row's columns, and after them what follows in memory. Nothing fails.
-    """
-    for each in graph.of("slice"):
-        flat = graph.operands(each)[0]
-        if flat.opcode != "reshape" or len(flat.shape.dimensions) != 1:
-            continue
-        sizes = graph.operands(flat)[0].shape.dimensions
-        cut = [user.shape.dimensions for user in graph.users[each.id] if user.opcode == "reshape"]
-        if sum(size > 1 for size in sizes) > 1 and any(len(chunk) > 1 and chunk[-1] != sizes[-1] for chunk in cut):
-            yield each, "columns that are cut as if rows had no end", "slice each dimension by itself", "error"
-
-
 def dead_operands(graph: LintGraph) -> Iterator[Place]:
     """longdct/vllm-neuron, neuron-lowering-pitfalls.md: a rotary suffix became zeros in a concatenation of rank 4."""
     for each in graph.of("concatenate"):

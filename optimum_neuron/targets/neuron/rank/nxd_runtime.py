@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .plan import RankGraph, RankPlan, carrier, from_array, to_array
+from .plan import RankGraph, RankPlan, carrier
 from .wire import doing
 
 
@@ -38,7 +38,7 @@ class NxDGraphs:
         with doing("loading the weights"):
             self._model.set_weights(
                 [
-                    {name: from_array(each.read_array(), each.dtype) for each in weights for name in each.names}
+                    {name: _from_array(each.read_array(), each.dtype) for each in weights for name in each.names}
                     for weights in plan.weights
                 ]
             )
@@ -47,7 +47,7 @@ class NxDGraphs:
         self._shared = [
             {
                 name: [
-                    {each.name: from_array(each.view(half), each.dtype) for each in side if each.place is not None}
+                    {each.name: _from_array(each.view(half), each.dtype) for each in side if each.place is not None}
                     for side in (graph.inputs, graph.outputs)
                 ]
                 for name, graph in plan.graphs.items()
@@ -64,13 +64,13 @@ class NxDGraphs:
 
     def read_state(self, state: str) -> bytes:
         parts = [self._model.read_from_neuron_buffer(state, rank) for rank in range(self._world_size)]
-        return b"".join(to_array(part).tobytes() for part in parts)
+        return b"".join(_to_array(part).tobytes() for part in parts)
 
     def write_state(self, state: str, data: bytes | bytearray) -> None:
         tensor = self._states[state]
         parts = np.frombuffer(data, dtype=carrier(tensor.dtype)).reshape(self._world_size, *tensor.shape)
         for rank, part in enumerate(parts):
-            self._model.write_to_neuron_buffer(from_array(part.copy(), tensor.dtype), state, rank)
+            self._model.write_to_neuron_buffer(_from_array(part.copy(), tensor.dtype), state, rank)
 
     def _add_graph(self, name: str, graph: RankGraph, every: Sequence[str]) -> None:
         import torch
@@ -116,11 +116,7 @@ _DATA_TYPES = {
 def build_metaneff(graph: RankGraph, schema: Any) -> Any:
     """Build the MetaNeff message that torch-neuronx makes when it traces: user inputs, states and weights, in this order.
 
-    Args:
-        schema: `torch_neuronx.proto.metaneff_pb2`.
-
-    Raises:
-        ValueError: the parameters are in another order, or have a type that the runtime does not know.
+    Raise ValueError where parameters are in another order, or have a type that the runtime, of which `schema` is metaneff_pb2, lacks.
     """
     roles = [binding.role for binding in graph.inputs]
     if roles != sorted(roles, key=list(_TYPES).index):
@@ -151,3 +147,18 @@ def _add_tensor(tensors: Any, name: str, binding: Any, schema: Any) -> Any:
     tensor.shape.extend(binding.shape)
     tensor.data_type = getattr(schema.MetaTensor.DataType, _DATA_TYPES[binding.dtype])
     return tensor
+
+
+def _from_array(array: np.ndarray, dtype: str) -> Any:
+    """Return a tensor of torch's type of that name in the array's memory."""
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(array)).view(getattr(torch, dtype)).view(array.shape)
+
+
+def _to_array(tensor: Any) -> np.ndarray:
+    """Return the bytes of a tensor on the CPU."""
+    import torch
+
+    array: np.ndarray = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return array

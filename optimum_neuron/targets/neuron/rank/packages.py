@@ -26,9 +26,8 @@ class Package:
 
 TORCH_NEURONX = Package("torch_neuronx", "torch-neuronx", "xla_impl")
 NEURONX_DISTRIBUTED = Package("neuronx_distributed", "neuronx-distributed", "trace")
-TORCH_LITE = Package("libtorch_neuronx_lite", "libtorch-neuronx-lite", "compile")
 NRTPY = Package("nrtpy", "nrtpy", "NrtpyModel")
-RUNTIME_PACKAGES = (NRTPY, TORCH_LITE, TORCH_NEURONX, NEURONX_DISTRIBUTED)
+RUNTIME_PACKAGES = (NRTPY, TORCH_NEURONX, NEURONX_DISTRIBUTED)
 
 
 def package_problem(package: Package) -> str | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +24,14 @@ def carrier(dtype: str) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class RankTensor:
-    """A parameter or a result of a graph.
+    """A parameter or a result of a graph: a weight, a state, an input or an output, or a result that renews the state `alias_of`.
 
-    Attributes:
-        role: weight, state, input or output.
-        place: offset of an input or output in half of the memory that all processes map; None for the others.
-        alias_of: the state that a result renews.
+    `place` is the offset of an input or output in half of the memory that all processes map.
     """
 
     name: str
     role: str
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     dtype: str
     place: int | None = None
     alias_of: str | None = None
@@ -52,10 +50,10 @@ class RankTensor:
 class RankWeight:
     """A tensor in a file, from byte `offset` on, and the names that graphs have for it."""
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     path: str
     offset: int
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     dtype: str
 
     def read_array(self) -> np.ndarray:
@@ -70,25 +68,22 @@ class RankGraph:
     """A compiled graph; parameters and results in the order of the module's own."""
 
     neff: str
-    inputs: tuple[RankTensor, ...]
-    outputs: tuple[RankTensor, ...]
+    inputs: Sequence[RankTensor]
+    outputs: Sequence[RankTensor]
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The graphs, which share states, and weights that one process loads.
+    """The graphs, which share states, and the weights of each of its ranks that one process loads into a runtime of choose_runtime.
 
-    Attributes:
-        runtime: as choose_runtime names it.
-        ranks: that it holds, of `world_size`; each has weights.
-        memory: size in bytes of half of what all processes map.
+    `memory` is the size in bytes of half of what all processes map.
     """
 
     runtime: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     world_size: int
     memory: int
-    weights: tuple[tuple[RankWeight, ...], ...]
+    weights: Sequence[Sequence[RankWeight]]
     graphs: dict[str, RankGraph]
 
     def states(self) -> dict[str, RankTensor]:
@@ -98,34 +93,11 @@ class RankPlan:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RankPlan:
         """Read the JSON of `dataclasses.asdict`. The parent has checked files, shapes and names before it sends them."""
-        weights = tuple(tuple(map(_read_weight, each)) for each in data["weights"])
+        weights = [[RankWeight(**weight) for weight in each] for each in data["weights"]]
         graphs = {
             name: RankGraph(
-                each["neff"], tuple(map(_read_tensor, each["inputs"])), tuple(map(_read_tensor, each["outputs"]))
+                each["neff"], *([RankTensor(**one) for one in each[side]] for side in ("inputs", "outputs"))
             )
             for name, each in data["graphs"].items()
         }
-        return cls(**data | {"ranks": tuple(data["ranks"]), "weights": weights, "graphs": graphs})
-
-
-def _read_tensor(data: dict[str, Any]) -> RankTensor:
-    return RankTensor(**data | {"shape": tuple(data["shape"])})
-
-
-def _read_weight(data: dict[str, Any]) -> RankWeight:
-    return RankWeight(**data | {"names": tuple(data["names"]), "shape": tuple(data["shape"])})
-
-
-def from_array(array: np.ndarray, dtype: str) -> Any:
-    """Return a tensor of torch's type of that name in the array's memory."""
-    import torch
-
-    return torch.from_numpy(np.ascontiguousarray(array)).view(getattr(torch, dtype)).view(array.shape)
-
-
-def to_array(tensor: Any) -> np.ndarray:
-    """Return the bytes of a tensor on the CPU."""
-    import torch
-
-    array: np.ndarray = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return array
+        return cls(**data | {"weights": weights, "graphs": graphs})

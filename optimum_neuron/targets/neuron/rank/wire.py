@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -44,21 +44,17 @@ class Channel:
     def receive(self, timeout: float | None = None, most: int | None = None) -> tuple[dict[str, Any], bytearray]:
         """Return the next message, whole, and its data, of `most` bytes.
 
-        Raises:
-            EOFError: the other side has closed its end.
-            TimeoutError: the message has not ended within `timeout` seconds.
-            WireError: it is none.
+        Raise EOFError where the other side has closed its end, TimeoutError where the message has not ended within `timeout` seconds,
+        and WireError where it is none.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         head = self._read_bytes(_HEAD.size, deadline)
         mark, length, size = _HEAD.unpack(head)
         if mark != _MARK or length > _LARGEST_JSON or (most is not None and size > most):
             raise WireError(f"a message cannot begin with {bytes(head)!r}")
-        text = self._read_bytes(length, deadline)
-        try:
+        text, message = self._read_bytes(length, deadline), None
+        with suppress(ValueError):
             message = json.loads(text)
-        except ValueError as error:
-            raise WireError(f"{bytes(text[:80])!r} is no JSON ({error})") from None
         if not isinstance(message, dict):
             raise WireError(f"{bytes(text[:80])!r} is no JSON object")
         return message, self._read_bytes(size, deadline)
@@ -69,10 +65,9 @@ class Channel:
         while done < size:
             # Zero would make the socket non-blocking.
             self._socket.settimeout(None if deadline is None else max(1e-3, deadline - time.monotonic()))
-            try:
+            count = 0
+            with suppress(ConnectionResetError):
                 count = self._socket.recv_into(view[done:])
-            except ConnectionResetError:
-                count = 0
             if count == 0:
                 raise EOFError
             done += count

@@ -67,15 +67,15 @@ def load_plan(data: dict[str, Any], memory: int) -> Any:
     """Return the graphs of a plan, loaded; `memory` is the descriptor of what all processes map."""
     import numpy as np
 
-    from .core import CoreGraphs, LiteDevice, NrtDevice
     from .plan import HALVES, RankPlan
 
     with doing("reading what to load"):
         plan = RankPlan.from_dict(data)
         shared = np.frombuffer(mmap.mmap(memory, HALVES * plan.memory), dtype=np.uint8).reshape(HALVES, plan.memory)
-    if plan.runtime == "neuronx-distributed":
-        from .nxd_runtime import NxDGraphs
+    if plan.runtime == "nrtpy":
+        from .core import CoreGraphs
 
-        return NxDGraphs(plan, shared)
-    kind = NrtDevice if plan.runtime == "nrtpy" else LiteDevice
-    return CoreGraphs(kind(plan.ranks[0], plan.world_size), plan, shared)
+        return CoreGraphs(plan, shared)
+    from .nxd_runtime import NxDGraphs
+
+    return NxDGraphs(plan, shared)

@@ -28,26 +28,63 @@ from ..graphs.state_graphs import slots_input
 _NO_SLOT = dict.fromkeys(map(slots_input, SAMPLERS), -1)
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A graph that draws a group's tokens after a step; `tokens` is the number of the step's output that they replace."""
+
+    graph: str
+    group: str
+    tokens: int
+
+    def find_inputs(self, given: Mapping[str, np.ndarray]) -> list[np.ndarray] | None:
+        """Return the sampler's inputs from those of a step by name; None where all rows in use keep the largest, which the step has chosen."""
+        params, positions = given[f"{self.group}.{SAMPLING_PARAMS}"], given[f"{self.group}.position_ids"][:, 0]
+        in_use = positions >= 0
+        if not (in_use & (params[:, TEMPERATURE] > 0)).any():
+            return None
+        slots = np.arange(len(positions), dtype=np.int32) if self.group == DECODE else given[f"{self.group}.seq_ids"]
+        return [params, given[f"{self.group}.{UNIFORMS}"], np.where(in_use, slots, np.int32(-1))]
+
+
+def returned_names(io: GraphIO) -> list[str]:
+    """Return the outputs of a graph that are no states, in order."""
+    return [each.name for each in io.outputs if each.alias_of is None]
+
+
 class AheadExecutable(Executable):
     """The part of an executable that follows from `start`; `calls` names the inputs of those graphs that are steps, in order."""
 
     runs_ahead = True
 
     def __init__(self, graphs: Mapping[str, GraphIO], calls: Mapping[str, Sequence[str]]) -> None:
-        self._described, self._steps = graphs, calls
-        self._draws = find_draws(calls, graphs)
+        self._described, self._calls = graphs, calls
+        self._draws = {
+            name: [
+                Draw(graph, group, returned_names(graphs[name]).index(f"{group}.tokens"))
+                for group, graph in SAMPLERS.items()
+                if f"{group}.{SAMPLING_PARAMS}" in call
+            ]
+            for name, call in calls.items()
+        }
 
     def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         return cast(Sequence[np.ndarray], self.start(graph, inputs, logits=True)())
 
+    def find_due(self, graph: str, inputs: Sequence[np.ndarray]) -> list[tuple[Draw, list[np.ndarray]]]:
+        """Return the draws that follow a step, each with its sampler's inputs."""
+        draws = self._draws.get(graph)
+        given = dict(zip(self._calls[graph], inputs, strict=True)) if draws else {}
+        found = ((draw, draw.find_inputs(given)) for draw in draws or ())
+        return [(draw, taken) for draw, taken in found if taken is not None]
+
     def copy_slot(self, source: int, destination: int, length: int) -> None:
         self._run_copy(COPY_SLOT, source, destination, length)
 
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        self._run_copy(KEEP_STATE, slot, snapshot, 1)
+    def keep_state(self, slot: int, place: int) -> None:
+        self._run_copy(KEEP_STATE, slot, place, 1)
 
-    def restore_state(self, snapshot: int, slot: int) -> None:
-        self._run_copy(RESTORE_STATE, snapshot, slot, 1)
+    def restore_state(self, place: int, slot: int) -> None:
+        self._run_copy(RESTORE_STATE, place, slot, 1)
 
     def _run_copy(self, graph: str, source: int, destination: int, length: int) -> None:
         if graph in self._described:
@@ -62,59 +99,8 @@ class AheadExecutable(Executable):
                 if each.role == "input"
             ]
             for name, io in self._described.items()
-            if name not in self._steps
+            if name not in self._calls
         }
-
-
-@dataclass(frozen=True)
-class Draw:
-    """A graph that draws a group's tokens, with the numbers of a step's inputs and output that it takes and replaces.
-
-    Attributes:
-        slots: the number of chunk rows' slots; None of decode rows.
-    """
-
-    graph: str
-    positions: int
-    sampling_params: int
-    uniforms: int
-    slots: int | None
-    tokens: int
-
-    def is_due(self, inputs: Sequence[np.ndarray]) -> bool:
-        """Return whether a row that is not idle is to be drawn: all others keep the largest, which the step has chosen."""
-        return bool(((inputs[self.sampling_params][:, TEMPERATURE] > 0) & (inputs[self.positions][:, 0] >= 0)).any())
-
-    def take_inputs(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the sampler's inputs, from those of a step."""
-        positions = inputs[self.positions]
-        slots = np.arange(len(positions), dtype=np.int32) if self.slots is None else inputs[self.slots]
-        active = np.where(positions[:, 0] >= 0, slots, np.int32(-1))  # as step.sampling.buffers.slots_of_rows
-        return [inputs[self.sampling_params], inputs[self.uniforms], active]
-
-
-def find_draws(calls: Mapping[str, Sequence[str]], graphs: Mapping[str, GraphIO]) -> dict[str, tuple[Draw, ...]]:
-    """Return the draws of each step; `calls` names the inputs of each step in order."""
-    return {
-        name: tuple(
-            Draw(
-                graph,
-                call.index(f"{group}.position_ids"),
-                call.index(f"{group}.{SAMPLING_PARAMS}"),
-                call.index(f"{group}.{UNIFORMS}"),
-                None if group == DECODE else call.index(f"{group}.seq_ids"),
-                returned_names(graphs[name]).index(f"{group}.tokens"),
-            )
-            for group, graph in SAMPLERS.items()
-            if f"{group}.{SAMPLING_PARAMS}" in call
-        )
-        for name, call in calls.items()
-    }
-
-
-def returned_names(io: GraphIO) -> list[str]:
-    """Return the outputs of a graph that are no states, in order."""
-    return [each.name for each in io.outputs if each.alias_of is None]
 
 
 class HloProgram:
@@ -151,10 +137,9 @@ class HloProgram:
 
 
 class HloExecutable(AheadExecutable):
-    """Lowered graphs that share weights and KV state, all on XLA's CPU device.
+    """Lowered graphs that share weights and KV state, all on XLA's CPU device, where results stay that nothing reads.
 
-    XLA gives every result memory of its own, so a state is replaced by its new value after each run. `start` computes a step at once, and
-    results that nothing reads stay on XLA's device, as on a device that runs ahead.
+    XLA gives every result memory of its own, so a state is replaced by its new value after each run. `start` computes a step at once.
     """
 
     def __init__(
@@ -171,21 +156,19 @@ class HloExecutable(AheadExecutable):
         needed = {name for io in self._described.values() for name in io.names("weight")}
         self._weights = {name: to_torch(weights[name]).to(self._device) for name in needed}
         self._states = {name: to_torch(state).to(self._device) for name, state in states.items()}
-        self._calls = {name: io.names("input") for name, io in self._described.items()} | dict(calls)
 
     def start(
         self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool
     ) -> Callable[[], Sequence[np.ndarray | None]]:
         outputs = self._run_graph(graph, inputs)
-        for draw in self._draws.get(graph, ()):
-            if draw.is_due(inputs):
-                (outputs[draw.tokens],) = self._run_graph(draw.graph, draw.take_inputs(inputs))
+        for draw, taken in self.find_due(graph, inputs):
+            (outputs[draw.tokens],) = self._run_graph(draw.graph, taken)
         wanted = [logits or not name.endswith(LOGITS) for name in returned_names(self._described[graph])]
         return lambda: [_to_host(each) if is_wanted else None for each, is_wanted in zip(outputs, wanted, strict=True)]
 
     def _run_graph(self, graph: str, inputs: Sequence[np.ndarray]) -> list[Tensor]:
-        program, given = self._programs[graph], dict(zip(self._calls[graph], inputs, strict=True))
-        bound = self._weights | self._states
+        program, bound = self._programs[graph], self._weights | self._states
+        given = dict(zip(self._calls.get(graph, program.io.names("input")), inputs, strict=True))
         arguments = [
             to_torch(given[binding.name]).to(self._device) if binding.role == "input" else bound[binding.name]
             for binding in program.io.inputs

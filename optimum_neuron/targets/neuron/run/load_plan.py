@@ -18,7 +18,7 @@ from ....arrays import dtype_name
 from ....artifact.tensor_file import parse_head, read_head
 from ..compile.neuron_cc import NEFF_SUFFIX
 from ..graphs.checks import check_weights
-from ..graphs.io import GraphIO, cut_dim
+from ..graphs.io import GraphIO, InputBinding, OutputBinding, cut_dim
 from ..rank.plan import HALVES, RankGraph, RankTensor, RankWeight
 
 
@@ -27,13 +27,10 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Compiled graphs, `folder/<graph>.neff`, and the files of their weights, one per rank.
+    """Compiled graphs, `folder/<graph>.neff` with `lnc` physical cores per logical one, and the files of their weights, one per rank.
 
-    Attributes:
-        lnc: physical cores per logical core, as compiled.
-        graphs: descriptions by name; a state of several graphs is the same in all.
-        calls: names of a step's inputs in the order of `run`; a graph that is left out takes the inputs that it uses.
-        tied_weights: alias to stored name.
+    `calls` names a step's inputs in the order of `run`; a graph that it leaves out takes the inputs that it uses. `tied_weights` are alias to
+    stored name.
     """
 
     folder: Path
@@ -59,32 +56,21 @@ class LoadPlan:
 
 
 class SharedTensors:
-    """Tensors in a block of memory. Equal ones of different graphs are one: one graph runs at a time.
+    """Tensors in a block of memory, `file`. Equal ones of different graphs are one: one graph runs at a time.
 
-    The block has halves of one layout, of `size` bytes each: a step is written to one while another runs in the other.
-
-    Attributes:
-        graphs: by name, with the offsets of inputs and outputs.
-        inputs: by half and graph, in the order of a step's inputs; None for one that the graph does not use.
-        outputs: by half and graph, those that a step returns.
-        file: descriptor of the memory.
+    The block has halves of one layout, of `size` bytes each: a step is written to one while another runs in the other. `graphs` have the
+    offsets; `inputs` and `outputs` are by half and graph, in a step's order, with None for an input that the graph does not use.
     """
 
     def __init__(self, plan: LoadPlan) -> None:
         """Make the memory and map it; raise FileNotFoundError where a compiled graph is missing."""
         self.size = 0
-        self._places: dict[tuple[str, tuple[int, ...], str], int] = {}
-        self.graphs = {
-            name: RankGraph(
-                str(plan.neff(name)),
-                tuple(self._place(RankTensor(each.name, each.role, each.shape, each.dtype)) for each in io.inputs),
-                tuple(
-                    self._place(RankTensor(each.name, "output", each.shape, each.dtype, None, each.alias_of))
-                    for each in io.outputs
-                ),
-            )
-            for name, io in plan.graphs.items()
-        }
+        self._places: dict[tuple[object, ...], int] = {}
+        self.graphs = {}
+        for name, io in plan.graphs.items():
+            inputs = [self._place(each, each.role, None) for each in io.inputs]
+            outputs = [self._place(each, "output", each.alias_of) for each in io.outputs]
+            self.graphs[name] = RankGraph(str(plan.neff(name)), inputs, outputs)
         self.size = max(self.size, _ALIGNMENT)  # there is no block of nothing
         self.file = os.memfd_create("optimum_neuron")
         os.ftruncate(self.file, HALVES * self.size)
@@ -100,11 +86,12 @@ class SharedTensors:
                 self.inputs[number][name] = [used.get(each) for each in plan.calls.get(name, used)]
                 self.outputs[number][name] = list(returned.values())
 
-    def _place(self, tensor: RankTensor) -> RankTensor:
-        """Return an input or output of a step with its place, and others as they are."""
-        if tensor.role not in ("input", "output") or tensor.alias_of is not None:
+    def _place(self, each: InputBinding | OutputBinding, role: str, alias_of: str | None) -> RankTensor:
+        """Return a tensor, with a place where it is an input or output of a step."""
+        tensor = RankTensor(each.name, role, each.shape, each.dtype, alias_of=alias_of)
+        if role not in ("input", "output") or alias_of is not None:
             return tensor
-        key = tensor.name, tensor.shape, tensor.dtype
+        key = tensor.name, *tensor.shape, tensor.dtype
         if key not in self._places:
             self._places[key] = self.size
             self.size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -118,22 +105,17 @@ def find_weights(plan: LoadPlan, rank: int) -> tuple[RankWeight, ...]:
         head = read_head(file, path)
     layout = parse_head(head, path)
     # A name that is tied stands for the other tensor alone, whatever the file holds under it.
-    own = {name: stored for name, stored in layout.items() if name not in plan.tied_weights}
     tied = {alias: layout[stored] for alias, stored in plan.tied_weights.items() if stored in layout}
+    own = {name: stored for name, stored in layout.items() if name not in plan.tied_weights}
     check_weights(path, own | tied, plan.graphs.values())
-    for io in plan.graphs.values():
-        for name in io.names("weight"):
-            wanted.setdefault(plan.tied_weights.get(name, name), {})[name] = None
-    return tuple(
-        RankWeight(
-            tuple(names),
-            str(path),
-            len(head) + layout[stored].start,
-            layout[stored].shape,
-            dtype_name(layout[stored].dtype),
-        )
-        for stored, names in wanted.items()
-    )
+    for name in (name for io in plan.graphs.values() for name in io.names("weight")):
+        wanted.setdefault(plan.tied_weights.get(name, name), {})[name] = None
+    weights = []
+    for stored, names in wanted.items():
+        tensor = layout[stored]
+        start, dtype = len(head) + tensor.start, dtype_name(tensor.dtype)
+        weights.append(RankWeight(tuple(names), str(path), start, tensor.shape, dtype))
+    return tuple(weights)
 
 
 def join_states(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -27,9 +26,7 @@ from ..rank import __file__ as _rank_init
 from ..rank.packages import RUNTIME_PACKAGES
 from ..rank.plan import RankPlan
 from ..rank.wire import Channel, WireError
-from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES
 from ..sdk.errors import NeuronRuntimeError, missing_library, runtime_error
-from ..sdk.flags import LNC_VARIABLE, has_paired_cores, runtime_environment
 from ..sdk.stacks import InstalledRuntimes
 
 
@@ -43,6 +40,8 @@ _LARGEST_ANSWER = 1 << 20  # bytes; an answer takes some hundred, and its packag
 _INSTEAD = "name the Python of an environment that has numpy and a Neuron runtime"
 # Of this interpreter: another one has packages of its own.
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__")
+# Seconds that a process has to end by itself, which gives its core back in order; a profile is written meanwhile, too.
+GRACE, CAPTURE_GRACE = 15.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -83,41 +82,32 @@ def find_interpreter(named: str | None) -> tuple[Interpreter, InstalledRuntimes]
 
 def _probe_interpreter(where: str, interpreter: Interpreter) -> dict[str, Any]:
     """Return an interpreter's description of itself; raise RuntimeError where it comes too late, is too long, or is none."""
+    command, environment = interpreter.command("probe"), interpreter.environment()
     with (
         tempfile.TemporaryFile() as output,
-        tempfile.TemporaryFile() as errors,
         Processes().start(
-            interpreter.command("probe"),
-            env=interpreter.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         ) as process,
     ):
-        deadline, has_ended = time.monotonic() + _ANSWER_TIMEOUT, False
-        while not has_ended:
-            has_ended = process.poll() is not None
-            if max(os.fstat(each.fileno()).st_size for each in (output, errors)) > _LARGEST_ANSWER:
-                raise RuntimeError(f"{where} wrote more than {_LARGEST_ANSWER} bytes, as no Python does; {_INSTEAD}")
+        deadline, status = time.monotonic() + _ANSWER_TIMEOUT, None
+        while status is None:
+            status = process.poll()
+            if os.fstat(output.fileno()).st_size > _LARGEST_ANSWER:
+                raise RuntimeError(f"{where} wrote more than {_LARGEST_ANSWER:,} bytes, as no Python does; {_INSTEAD}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{where} did not say within {_ANSWER_TIMEOUT:.0f} s what it has; {_INSTEAD}")
-            time.sleep(0.0 if has_ended else 0.01)
-        lines, complaints = (
-            os.pread(each.fileno(), _LARGEST_ANSWER, 0).decode("utf-8", errors="replace").strip().splitlines()
-            for each in (output, errors)
-        )
-    if process.returncode != 0:
-        said = complaints[-1:] or lines[-1:] or ["it said nothing"]
-        raise RuntimeError(f"{where} ended with status {process.returncode} ({said[0][:300]}); {_INSTEAD}")
+            time.sleep(0.01)
+        lines = os.pread(output.fileno(), _LARGEST_ANSWER, 0).decode("utf-8", errors="replace").strip().splitlines()
+    if status != 0:
+        said = lines[-1][:300] if lines else "it said nothing"
+        raise RuntimeError(f"{where} ended with status {status} ({said}); {_INSTEAD}")
     nonsense = RuntimeError(f"{where} answered {''.join(lines)[:80]!r}, as no Python does; {_INSTEAD}")
     try:
-        answer = json.loads(lines[-1] if lines else "")
-        version = re.match(r"(\d+)\.(\d+)", answer["python"])
-    except (ValueError, TypeError, KeyError):
+        answer: dict[str, Any] = json.loads(lines[-1] if lines else "")
+        version = tuple(map(int, answer["python"].split(".")[:2]))
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise nonsense from None
-    if version is None:
-        raise nonsense
-    if tuple(map(int, version.groups())) < OLDEST_PYTHON:  # which answers nothing else
+    if version < OLDEST_PYTHON:  # which answers nothing else
         least = ".".join(map(str, OLDEST_PYTHON))
         raise RuntimeError(f"{where} is Python {answer['python']}, and a rank needs {least} or later; {_INSTEAD}")
     packages = answer.get("packages")
@@ -126,23 +116,13 @@ def _probe_interpreter(where: str, interpreter: Interpreter) -> dict[str, Any]:
     return answer
 
 
-# Seconds that a process has to end by itself, which gives its core back in order; a profile is written meanwhile, too.
-GRACE, CAPTURE_GRACE = 15.0, 300.0
-
-
 class RankProcess:
-    """A child process that holds one logical core for each of its ranks."""
+    """A child process that holds one logical core for each of its ranks; it has `grace` seconds to end by itself."""
 
     def __init__(
-        self,
-        interpreter: Interpreter,
-        plan: RankPlan,
-        environment: Mapping[str, str],
-        memory: int,
-        *,
-        captures: bool,
+        self, interpreter: Interpreter, plan: RankPlan, environment: Mapping[str, str], memory: int, grace: float
     ) -> None:
-        self.plan, self.captures = plan, captures
+        self.plan, self.grace = plan, grace
         ranks = ", ".join(map(str, plan.ranks))
         self.name = f"rank {ranks} of {plan.world_size}" if len(plan.ranks) == 1 else f"all {plan.world_size} ranks"
         parent, child = socket.socketpair()
@@ -155,14 +135,9 @@ class RankProcess:
             stdout=self._log.fileno(),
             stderr=subprocess.STDOUT,
             pass_fds=(child.fileno(), memory),
-            grace=self.grace,
+            grace=grace,
         )
         child.close()
-
-    @property
-    def grace(self) -> float:
-        """Return the seconds that it has to end by itself."""
-        return CAPTURE_GRACE if self.captures else GRACE
 
     def send(self, command: dict[str, Any], data: bytes, timeout: float) -> None:
         """Send a command; where the process has died or does not listen, `receive` raises."""
@@ -172,10 +147,9 @@ class RankProcess:
     def receive(self, doing: str, timeout: float, most: int) -> tuple[NeuronRuntimeError | None, bytearray]:
         """Return what went wrong in the process, or None, and the data of its answer, of `most` bytes.
 
-        Raises:
-            NeuronRuntimeError: the process has ended, or answered with something else.
-            TimeoutError: its answer is not whole within `timeout` seconds.
+        Raise NeuronRuntimeError where the process has ended or answered with something else, and TimeoutError as `Channel.receive`.
         """
+        failed = f"{doing} failed: the process of {self.name}"
         try:
             answer, data = self.pipe.receive(timeout, most)
             if not answer:
@@ -186,13 +160,11 @@ class RankProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = self.process.wait(self.grace)
                 how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            raise NeuronRuntimeError(
-                f"{doing} failed: the process of {self.name} {how}; load the model again{self._read_tail()}"
-            ) from None
+            raise NeuronRuntimeError(f"{failed} {how}; load the model again{self._read_tail()}") from None
         except (WireError, KeyError) as error:
             raise NeuronRuntimeError(
-                f"{doing} failed: the process of {self.name} answered what no rank says ({error}); load the model again, "
-                f"without what writes to the descriptors of other code there{self._read_tail()}"
+                f"{failed} answered what no rank says ({error}); load the model again, without what writes to the "
+                f"descriptors of other code there{self._read_tail()}"
             ) from None
         failure = missing_library(text, step) if missing else runtime_error(text, step)
         prefix = f"{self.name}: " if self.plan.world_size > 1 else ""
@@ -218,32 +190,3 @@ def end_processes(ranks: Sequence[RankProcess]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(0.0, deadline - time.monotonic()))
         rank.end()
-
-
-def rank_environment(
-    interpreter: Interpreter,
-    target: str,
-    lnc: int,
-    cores: Sequence[int],
-    address: tuple[str, int],
-    timeout: float,
-    capture: Path | None,
-) -> dict[str, str]:
-    """Return the variables of a process that takes these logical cores; the user's own for the runtime stay.
-
-    The ranks meet at `address`, a step may take `timeout` seconds, and the runtime writes its profile to `capture`.
-    """
-    host, port = address
-    inherited = interpreter.environment()
-    inherited.pop(NUMBER_OF_CORES, None)
-    environment = runtime_environment(inherited, timeout, capture) | {
-        VISIBLE_CORES: ",".join(map(str, cores)),
-        # libtorch_neuronx_lite makes the first of the other two, where there is none.
-        "NEURON_RT_ROOT_COMM_ID": f"{host}:{port}",
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    if has_paired_cores(target):
-        environment[LNC_VARIABLE] = str(lnc)
-    return environment

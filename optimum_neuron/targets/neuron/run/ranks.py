@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 
 from ....step.spec import LOGITS
-from ... import IN_ENVIRONMENT, Executable, RankOptions
+from ... import IN_ENVIRONMENT, RankOptions
 from ..rank.plan import HALVES, RankPlan
-from ..sdk.devices import check_devices
+from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES, check_devices
 from ..sdk.errors import NeuronRuntimeError
-from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, step_timeout
+from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, LNC_VARIABLE, has_paired_cores, runtime_environment, step_timeout
 from ..sdk.stacks import NXD, choose_runtime
 from .executors import AheadExecutable, returned_names
 from .load_plan import LoadPlan, SharedTensors, find_weights, join_states, split_state
-from .rank_process import Interpreter, RankProcess, end_processes, find_interpreter, rank_environment
+from .rank_process import CAPTURE_GRACE, GRACE, Interpreter, RankProcess, end_processes, find_interpreter
 
 
 _LOAD_TIMEOUT = 3600.0  # seconds; every rank reads its weights from disk
@@ -62,15 +62,17 @@ class RankedExecutable(AheadExecutable):
     `close` ends the processes and frees the cores, also when the object or this process ends.
     """
 
-    def __init__(
-        self, plan: LoadPlan, runtime: str, interpreter: Interpreter, cores: Sequence[int], options: RankOptions
-    ) -> None:
-        """Start the processes, with a logical core for each rank, and wait until all have loaded.
+    def __init__(self, plan: LoadPlan, options: RankOptions = IN_ENVIRONMENT) -> None:
+        """Start the processes on this machine's devices, and wait until all have loaded; where one could not, none is left.
 
         Raises:
-            NeuronRuntimeError: one of them could not; none is left.
-            ValueError: the weights are not those of the graphs; no process was started.
+            RuntimeError: the devices, interpreter or packages do not fit, or a device failed (NeuronRuntimeError).
+            FileNotFoundError: a compiled graph is missing.
+            ValueError: the weights are not those of the graphs, or an option has no such value.
         """
+        cores = check_devices(plan.target, plan.lnc, plan.world_size)
+        interpreter, found = find_interpreter(options.python)
+        runtime = choose_runtime(plan.target, found, interpreter.path)
         super().__init__(plan.graphs, plan.calls)
         self._limit = step_timeout(options.timeout)
         self._patience = self._limit + _SLACK
@@ -98,19 +100,26 @@ class RankedExecutable(AheadExecutable):
     ) -> None:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
-            address = "localhost", probe.getsockname()[1]
+            port = str(probe.getsockname()[1])
+        inherited = interpreter.environment()
+        inherited.pop(NUMBER_OF_CORES, None)
+        environment = runtime_environment(inherited, self._limit, options.capture) | {
+            "NEURON_RT_ROOT_COMM_ID": f"localhost:{port}",  # where the ranks meet
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
+        if has_paired_cores(plan.target):
+            environment[LNC_VARIABLE] = str(plan.lnc)
+        grace = GRACE if options.capture is None else CAPTURE_GRACE
         everyone = tuple(range(plan.world_size))
-        # NxDModel holds all ranks in one process; the others join theirs through the device's own collectives.
-        groups = [everyone] if runtime == NXD else [(rank,) for rank in everyone]
         weights = [find_weights(plan, rank) for rank in everyone]
-        for ranks in groups:
-            own, files = [cores[rank] for rank in ranks], tuple(weights[rank] for rank in ranks)
+        # NxDModel holds all ranks in one process; the others join theirs through the device's own collectives.
+        for ranks in [everyone] if runtime == NXD else [(rank,) for rank in everyone]:
+            files = tuple(weights[rank] for rank in ranks)
             load = RankPlan(runtime, ranks, plan.world_size, self._tensors.size, files, self._tensors.graphs)
-            environment = rank_environment(
-                interpreter, plan.target, plan.lnc, own, address, self._limit, options.capture
-            )
-            captures = options.capture is not None
-            self._ranks.append(RankProcess(interpreter, load, environment, self._tensors.file, captures=captures))
+            own = {VISIBLE_CORES: ",".join(str(cores[rank]) for rank in ranks)}
+            self._ranks.append(RankProcess(interpreter, load, environment | own, self._tensors.file, grace))
 
     def start(self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool) -> StartedStep:
         """Start a step; raise NeuronRuntimeError of an earlier step, and again in all later calls where ranks cannot continue."""
@@ -118,18 +127,18 @@ class RankedExecutable(AheadExecutable):
             self.settle_first()
         self._check_open()
         half = self._half
-        due = [draw for draw in self._draws.get(graph, ()) if draw.is_due(inputs)]
-        for name, given in ((graph, inputs), *((draw.graph, draw.take_inputs(inputs)) for draw in due)):
+        due = self.find_due(graph, inputs)
+        for name, given in ((graph, inputs), *((draw.graph, taken) for draw, taken in due)):
             for shared, array in zip(self._tensors.inputs[half][name], given, strict=True):
                 if shared is not None:
                     np.copyto(shared, array)
-        drawn = {draw.tokens for draw in due}  # a sampler's tokens lie where the step's would
+        drawn = {draw.tokens for draw, _ in due}  # a sampler's tokens lie where the step's would
         read = [
             number
             for number, name in enumerate(self._returned[graph])
             if (logits or not name.endswith(LOGITS)) and number not in drawn
         ]
-        runs = [(graph, read), *((draw.graph, [0]) for draw in due)]
+        runs = [(graph, read), *((draw.graph, [0]) for draw, _ in due)]
         wanted = {*read, *drawn}
         outputs = [
             each if number in wanted else None for number, each in enumerate(self._tensors.outputs[half][graph])
@@ -238,17 +247,3 @@ class RankedExecutable(AheadExecutable):
             self._ended = NeuronRuntimeError(message, code=getattr(error, "code", None))
             self.close()
             raise
-
-
-def load_graphs(plan: LoadPlan, options: RankOptions = IN_ENVIRONMENT) -> Executable:
-    """Load compiled graphs onto this machine's devices.
-
-    Raises:
-        RuntimeError: the devices, interpreter or packages do not fit, or a device failed (NeuronRuntimeError).
-        FileNotFoundError: a compiled graph is missing.
-        ValueError: the weights are not those of the graphs, or an option has no such value.
-    """
-    cores = check_devices(plan.target, plan.lnc, plan.world_size)
-    interpreter, found = find_interpreter(options.python)
-    runtime = choose_runtime(plan.target, found, interpreter.path)
-    return RankedExecutable(plan, runtime, interpreter, cores, options)

@@ -8,14 +8,6 @@ import signal
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class CompilerRule:
-    """The meaning of an NCC code."""
-
-    rule: str
-    remedy: str
-
-
 _LINT = "optimum-cli neuron lint names the module of the model that it comes from"
 _SMALLER = "lower batch_size, sequence_length or prefill_chunk_size, or raise tensor_parallel_size"
 _FLOAT = "the model computes with integers where the device has no integer unit; " + _LINT
@@ -59,9 +51,9 @@ _RULES = (
     ("EVRF065", "a kernel was traced with another version of NKI", _SHAPES),
     *((f"EVRF{number:03}", "a block-scaled matrix product is malformed", _MX) for number in (*range(36, 51), 53, 54, 55, 57, 58)),
 )  # fmt: skip
-COMPILER_RULES = {code: CompilerRule(rule, remedy) for codes, rule, remedy in _RULES for code in codes.split()}
-_INTERNAL = CompilerRule("the compiler failed in its own code", _REPORT)
-_UNKNOWN = CompilerRule("the compiler refused the graph", _LINT)
+COMPILER_RULES = {code: (rule, remedy) for codes, rule, remedy in _RULES for code in codes.split()}
+_INTERNAL = "the compiler failed in its own code", _REPORT
+_UNKNOWN = "the compiler refused the graph", _LINT
 _CODE = re.compile(r"NCC_([A-Z]+\d+)")
 _SIGNALS = {
     signal.SIGKILL: "killed, which is how Linux ends a process when memory runs out; "
@@ -73,18 +65,13 @@ _SIGNALS = {
 _TAIL, _CODES_SHOWN = 1500, 2
 
 
-def explain_codes(output: str) -> str:
-    """Return the NCC codes in a compiler's output with rule and remedy; nothing where it names none."""
+def explain_failure(status: int, output: str) -> str:
+    """Explain a compiler that ended with `status`: one sentence, by the NCC codes in its output, then the end of that."""
     parts = []
     for code in list(dict.fromkeys(_CODE.findall(output)))[:_CODES_SHOWN]:
-        rule = COMPILER_RULES.get(code, _INTERNAL if code.startswith("I") else _UNKNOWN)
-        parts.append(f"NCC_{code}: {rule.rule}; {rule.remedy}")
-    return "; ".join(parts)
-
-
-def explain_failure(status: int, output: str) -> str:
-    """Explain a compiler that ended with `status`: one sentence, then the end of its output."""
-    reason = explain_codes(output)
+        rule, remedy = COMPILER_RULES.get(code, _INTERNAL if code.startswith("I") else _UNKNOWN)
+        parts.append(f"NCC_{code}: {rule}; {remedy}")
+    reason = "; ".join(parts)
     if not reason and "No space left on device" in output:
         reason = "the disk is full; free space, or set TMPDIR and OPTIMUM_NEURON_CACHE to another disk"
     if not reason and status < 0:
@@ -106,9 +93,7 @@ class NrtStatus:
 _RESTART = "end this process and load the model again; if it returns, reboot or replace the instance"
 _EXPORT = "export the model again with this machine's SDK"
 _LESS = "lower batch_size or sequence_length, or raise tensor_parallel_size"
-_NEIGHBOURS = (
-    "neuron-ls shows which process holds the cores; end it, or choose other cores with NEURON_RT_VISIBLE_CORES"
-)
+_NEIGHBOURS = "neuron-ls shows which process holds the cores; end it, or choose others by NEURON_RT_VISIBLE_CORES"
 _NAN = "a weight or an input is not finite, or float16 overflowed; export with dtype='bfloat16' or 'float32'"
 _TOO_LONG = "raise NEURON_RT_EXEC_TIMEOUT or rank_timeout if the step is that long, else load the model again"
 _DEFECT = "this is a defect of this package; report it with the log"
@@ -156,10 +141,7 @@ _STATUS_NUMBER = re.compile(r"\bstatus(?: code)?\s*[:=]?\s*(\d+)", re.IGNORECASE
 
 
 class NeuronRuntimeError(RuntimeError):
-    """A failure of the device or its runtime.
-
-    It has a `code` of nrt_status.h, if the runtime gave one. Where it is not `recoverable`, the process has to end.
-    """
+    """A failure of the device or its runtime, with a `code` of nrt_status.h, if there is one; if not `recoverable`, the process has to end."""
 
     def __init__(self, message: str, *, code: int | None = None, recoverable: bool = False) -> None:
         super().__init__(message)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shlex
@@ -22,14 +23,6 @@ EXEC_TIMEOUT_VARIABLE = "NEURON_RT_EXEC_TIMEOUT"
 EXEC_TIMEOUT = 600.0
 # Eleven days. Whoever waits for a socket counts milliseconds in 32 bits.
 LONGEST_TIMEOUT = 1e6
-# Rings of DMA descriptors that stay for the next step; without, rebuilding them dominates the time to submit one. vLLM Neuron's
-# worker sets this number after a sweep (neuron_worker.py: memory grows beyond, latency does not fall).
-_RING_CACHE = {"NEURON_RT_IO_RING_CACHE_SIZE": "32"}
-# Of Neuron Explorer's environment-variables.rst: how any program's profile is captured, whatever its framework. Not with nrtpy's
-# save_trace, which would be a second capture of the same run, and of one runtime only.
-_CAPTURE_SWITCH, _CAPTURE_FOLDER = "NEURON_RT_INSPECT_ENABLE", "NEURON_RT_INSPECT_OUTPUT_DIR"
-# What the device itself does, of the first run of each graph on each core ("model"); "session" captures all runs in one file.
-_CAPTURE = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1"}
 # What NxDI gives its tensorizer (neuronx-distributed-inference, models/model_wrapper.py:89-97): collectives overlap with what does
 # not need their result, in pieces of which two are under way (cc_pipeline_tiling_factor of its NeuronConfig), and strided copies are
 # single descriptors of DMA. NxDI knows no trn3, so nothing is given there.
@@ -88,23 +81,25 @@ def step_timeout(given: float | None) -> float:
 def runtime_environment(inherited: Mapping[str, str], timeout: float, capture: Path | None) -> dict[str, str]:
     """Return the environment of a rank's process; the runtime's variables that are inherited stay.
 
-    The runtime knows whole seconds of `timeout`, and writes a profile to the folder `capture`, if one is given.
+    The runtime knows whole seconds of `timeout`, and writes a profile to the folder `capture`, if one is given: what Neuron Explorer's
+    environment-variables.rst says for any program. nrtpy's save_trace would be a second capture of the same run.
     """
-    environment = {**_RING_CACHE, **inherited, EXEC_TIMEOUT_VARIABLE: str(math.ceil(timeout))}
+    # Rings of DMA descriptors that stay for the next step; without, rebuilding them dominates the time to submit one. vLLM Neuron's
+    # worker sets this number after a sweep (neuron_worker.py: memory grows beyond, latency does not fall).
+    environment = {"NEURON_RT_IO_RING_CACHE_SIZE": "32", **inherited, EXEC_TIMEOUT_VARIABLE: str(math.ceil(timeout))}
     if capture is not None:
-        environment = _CAPTURE | environment | {_CAPTURE_FOLDER: str(capture.absolute()), _CAPTURE_SWITCH: "1"}
+        # What the device itself does, of the first run of each graph on each core ("model"); "session" captures all runs in one file.
+        environment.setdefault("NEURON_RT_INSPECT_DEVICE_PROFILE", "1")
+        environment |= {"NEURON_RT_INSPECT_OUTPUT_DIR": str(capture.absolute()), "NEURON_RT_INSPECT_ENABLE": "1"}
     return environment
 
 
 def compiler_flags(
     target: str, kind: str, *, lnc: int, compiler_version: str, has_fp8: bool = False
 ) -> tuple[str, ...]:
-    """Return the options for one graph without those that name its files and target.
+    """Return the options for one graph without those that name its files and target; `has_fp8`: it takes weights of float8_e4m3fn.
 
-    Args:
-        kind: of the graph; token generation runs once per token and gets the longer optimization.
-        compiler_version: as `neuronx-cc --version` prints it.
-        has_fp8: whether it takes weights of float8_e4m3fn.
+    Token generation runs once per token and gets the longer optimization.
     """
     flags = ["--model-type=transformer", "--auto-cast=none", "-O2" if kind == "token_generation" else "-O1"]
     if target in _TENSORIZER_TARGETS:
@@ -122,12 +117,8 @@ def compiler_flags(
 
 def version_numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, to compare by: 2.27.5334.0+f702b353 gives (2, 27, 5334, 0)."""
-    numbers = []
-    for part in version.partition("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    parts = version.partition("+")[0].split(".")
+    return tuple(map(int, itertools.takewhile(str.isdigit, parts)))
 
 
 def add_user_flags(flags: Sequence[str], user: str, target: str) -> tuple[str, ...]:
@@ -139,16 +130,12 @@ def add_user_flags(flags: Sequence[str], user: str, target: str) -> tuple[str, .
     ours = {key: (value, given) for key, value, given in _parse_options(flags)}
     ours["--target"] = (target, ())
     for key, value, given in _parse_options(tokens):
-        known = ours.get(key)
-        if key in _OWN or (known is not None and known[0] != value and key not in _REPLACEABLE):
-            instead = (
-                "this export sets that itself"
-                if known is None or known[0] is None
-                else f"this export needs {key}={known[0]}"
-            )
+        needed = ours[key][0] if key in ours else value
+        if key in _OWN or (needed != value and key not in _REPLACEABLE):
+            instead = f"needs {key}={needed}" if key in ours and needed is not None else "sets that itself"
             remedy = f"set {LNC_VARIABLE} instead" if key == "--lnc" else "leave it out"
-            raise ValueError(f"{FLAGS_VARIABLE} has {' '.join(given)}, but {instead}; {remedy}")
-        if known is None or key in _REPLACEABLE:
+            raise ValueError(f"{FLAGS_VARIABLE} has {' '.join(given)}, but this export {instead}; {remedy}")
+        if key not in ours or key in _REPLACEABLE:
             ours[key] = (value, given)
     return tuple(token for _, given in ours.values() for token in given)
 

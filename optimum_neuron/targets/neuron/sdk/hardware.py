@@ -24,13 +24,12 @@ class Chip:
     """One accelerator chip, equal to itself alone; figures are its peaks, all cores together.
 
     Attributes:
-        cores: logical NeuronCores.
-        physical_cores: NeuronCores that make up one logical core.
+        cores: logical NeuronCores, of `physical_cores` each.
         hbm: bytes of device memory; each logical core has its own equal share.
         bandwidth: bytes per second between the memory and the cores.
         sbuf: bytes of on-chip memory (SBUF) of a physical core, where what one instruction leaves may wait for the next.
-        flops: floating point operations per second of dense matrix products, by torch's name of the type.
-        elements: numbers per second that the vector engines take of an elementwise operator or a reduction, by the bytes of one.
+        teraflops: of dense matrix products of 16-bit types and of float32.
+        vector: of a physical core's vector engine the clock in GHz, and the numbers per cycle of 16 bits and of others.
     """
 
     name: str
@@ -39,8 +38,14 @@ class Chip:
     hbm: int
     bandwidth: float
     sbuf: int
-    flops: dict[str, float]
-    elements: dict[int, float]
+    teraflops: tuple[float, float]
+    vector: tuple[float, int, int]
+
+    @property
+    def flops(self) -> dict[str, float]:
+        """Return floating point operations per second of dense matrix products, by torch's name of the type."""
+        half, full = (each * 1e12 for each in self.teraflops)
+        return {"bfloat16": half, "float16": half, "float32": full}
 
     @property
     def core_sbuf(self) -> int:
@@ -63,7 +68,8 @@ class Chip:
 
         `elements` says how many, by the bytes of one; types of a byte take as long as those of two.
         """
-        return sum(count * self.cores / self.elements[min(max(size, 2), 4)] for size, count in elements.items())
+        clock, *widths = self.vector
+        return sum(count / (self.physical_cores * clock * 1e9 * widths[size > 2]) for size, count in elements.items())
 
     def core_seconds(self, moved: float, flops: Mapping[str, float]) -> float:
         """Return the roofline of a logical core, with overlapping memory and products.
@@ -74,35 +80,12 @@ class Chip:
         return max(moved / self.core_bandwidth, products)
 
 
-def _make_chip(
-    name: str,
-    cores: int,
-    physical_cores: int,
-    hbm_gib: int,
-    bandwidth: float,
-    sbuf_mib: int,
-    peaks_tf: tuple[float, float],
-    vector: tuple[float, int, int],
-) -> Chip:
-    """Make a chip.
-
-    Args:
-        peaks_tf: of 16-bit types and of float32.
-        vector: of a physical core's engine: its clock in GHz, and numbers per cycle of 16 bits and of others.
-    """
-    ghz, *widths = vector
-    elements = {size: cores * physical_cores * ghz * 1e9 * width for size, width in zip((2, 4), widths, strict=True)}
-    half, full = (each * 1e12 for each in peaks_tf)
-    flops = {"bfloat16": half, "float16": half, "float32": full}
-    return Chip(name, cores, physical_cores, hbm_gib * GIB, bandwidth, sbuf_mib * MIB, flops, elements)
-
-
 # The documentation gives GiB per second for the first generation of these chips and TB per second for the later ones.
 CHIPS = {
-    "inf2": _make_chip("Inferentia2", 2, 1, 32, 820 * GIB, 24, (190, 47.5), (1.12, 128, 128)),
-    "trn1": _make_chip("Trainium1", 2, 1, 32, 820 * GIB, 24, (190, 47.5), (1.12, 128, 128)),
-    "trn2": _make_chip("Trainium2", 4, 2, 96, 2.9e12, 28, (667, 181), (0.96, 512, 256)),
-    "trn3": _make_chip("Trainium3", 4, 2, 144, 4.9e12, 32, (671, 183), (1.2, 512, 256)),
+    "inf2": Chip("Inferentia2", 2, 1, 32 * GIB, 820 * GIB, 24 * MIB, (190, 47.5), (1.12, 128, 128)),
+    "trn1": Chip("Trainium1", 2, 1, 32 * GIB, 820 * GIB, 24 * MIB, (190, 47.5), (1.12, 128, 128)),
+    "trn2": Chip("Trainium2", 4, 2, 96 * GIB, 2.9e12, 28 * MIB, (667, 181), (0.96, 512, 256)),
+    "trn3": Chip("Trainium3", 4, 2, 144 * GIB, 4.9e12, 32 * MIB, (671, 183), (1.2, 512, 256)),
 }
 assert tuple(CHIPS) == NEURON_TARGETS
 

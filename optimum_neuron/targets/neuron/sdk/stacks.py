@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from ....config import NEURON_TARGETS
-from ..rank.packages import NEURONX_DISTRIBUTED, NRTPY, TORCH_LITE, TORCH_NEURONX, Package
+from ..rank.packages import NEURONX_DISTRIBUTED, NRTPY, TORCH_NEURONX, Package
 from .flags import version_numbers
 
 
@@ -35,7 +35,7 @@ class Versions:
 class Stack:
     """A runtime, and the versions that it needs; `torch` is None where it needs none.
 
-    `sdk` are releases of the Neuron SDK that have it, as far as their documents were read; `source` documents its versions.
+    `sdk` are releases of the Neuron SDK that have it, as far as their documents were read.
     """
 
     runtime: str
@@ -44,20 +44,16 @@ class Stack:
     python: Versions
     torch: Versions | None
     sdk: Versions
-    source: str
 
 
-NRT, LITE, NXD = NRTPY.distribution, TORCH_LITE.distribution, NEURONX_DISTRIBUTED.distribution
-# The preferred one first.
+NRT, NXD = NRTPY.distribution, NEURONX_DISTRIBUTED.distribution
+# The preferred one first. Sources: neuron-runtime/nrtpy/index.rst; announce-maintenance-pytorch-xla-inference.rst and
+# announcement-python-3-9-eol.rst.
 STACKS = (
-    Stack(NRT, NEURON_TARGETS, (NRTPY,), Versions("3.11", "3.14"), None, Versions("2.32", "2.32"), "neuron-runtime/nrtpy/index.rst"),
-    Stack(
-        LITE, ("trn2", "trn3"), (TORCH_LITE,), Versions("3.11", "3.13"), Versions("2.10", "2.12"), Versions("2.32", "2.32"),
-        "n2-manifest.json, announcement-python-3-10-eol.rst",
-    ),
+    Stack(NRT, NEURON_TARGETS, (NRTPY,), Versions("3.11", "3.14"), None, Versions("2.32", "2.32")),
     Stack(
         NXD, ("inf2", "trn1", "trn2"), (TORCH_NEURONX, NEURONX_DISTRIBUTED), Versions("3.10", "3.13"), Versions("2.9", "2.9"),
-        Versions("2.29", "2.31"), "announce-maintenance-pytorch-xla-inference.rst, announcement-python-3-9-eol.rst",
+        Versions("2.29", "2.31"),
     ),
 )  # fmt: skip
 

@@ -35,12 +35,12 @@ class StepConstants:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """A comparison of published times of one kind of step with estimates; errors are |estimate / published - 1|.
+    """A comparison of published times of one kind of step with estimates; errors are medians of |estimate / published - 1|.
 
     Attributes:
-        fitted, held_out: medians of the errors of runs that the fit saw, and of those that it never saw.
-        strangers: held-out runs without a fitted run of these sizes on as many cores of that chip.
-        left_out: with all runs fitted but those of one model's sizes on as many cores of one chip at a time, theirs.
+        fitted, held_out: of runs that the fit saw, and of those that it never saw.
+        strangers: of held-out runs without a fitted run of these sizes on as many cores of that chip.
+        left_out: of runs of one model's sizes on as many cores of one chip, after a fit of all others.
         low, high: published over estimated times; at least four of five of the strangers lie between.
     """
 

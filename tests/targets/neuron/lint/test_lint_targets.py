@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import export_tiny
 from transformers import LlamaConfig
 
 from optimum_neuron.artifact.artifact import Artifact
@@ -47,10 +47,9 @@ def test_auto_is_this_machines_devices_before_sizes_follow_from_it(
 
 
 def test_an_artifact_is_held_to_the_rules_of_this_machine(
-    tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hlo_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact = Artifact.open(export_tiny(tiny_checkpoints["llama"], tmp_path / "out", target="hlo"))
-    assert lint_artifact(artifact, "trn1") == []
+    artifact = Artifact.open(hlo_artifact("llama"))
     with pytest.raises(ValueError, match="'auto': this machine has no Neuron device"):
         lint_artifact(artifact, "auto")
     monkeypatch.setattr(devices, "find_devices", lambda: NeuronDevices("trn1", 1, 2))

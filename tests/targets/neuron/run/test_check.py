@@ -35,10 +35,10 @@ from optimum_neuron.tools.check.step_checks import CheckError
 pytest_plugins = ("fakes.plugin",)
 
 
-@pytest.fixture(scope="module")
-def hlo_artifact(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def artifact(hlo_artifact: Callable[[str], Path]) -> Path:
     """Not to be changed."""
-    return export_tiny(sharp_checkpoints["llama"], tmp_path_factory.mktemp("hlo") / "out", target="hlo")
+    return hlo_artifact("llama")
 
 
 def check(*arguments: object) -> int:
@@ -59,7 +59,7 @@ def results(path: Path, report: Path, *options: object) -> tuple[int, dict[str, 
     return code, {result["name"]: result for result in json.loads(report.read_text(encoding="utf-8"))["results"]}
 
 
-@pytest.mark.parametrize(("target", "package"), [("hlo", None), ("trn2", "lite"), ("trn3", "nrt")])
+@pytest.mark.parametrize(("target", "package"), [("hlo", None), ("trn2", "nrt")])
 def test_an_artifact_that_works_passes_and_can_be_profiled(
     target: str,
     package: str | None,
@@ -99,7 +99,7 @@ def test_an_artifact_that_works_passes_and_can_be_profiled(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("again", [False, True])
 def test_signals_leave_no_half_of_a_profile(
-    again: bool, number: int, code: int, hlo_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    again: bool, number: int, code: int, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One ends the checks in their third run of a graph; where it comes again, the trace of the others is being written."""
     folder, report = tmp_path / "profile", tmp_path / "check.json"
@@ -121,7 +121,7 @@ def test_signals_leave_no_half_of_a_profile(
     monkeypatch.setattr(Path, "write_text", interrupted_write)
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
-        assert check(hlo_artifact, "--profile", folder, "--json", report) == code
+        assert check(artifact, "--profile", folder, "--json", report) == code
     finally:
         signal.signal(signal.SIGINT, ignored)
     assert not report.exists()
@@ -134,37 +134,37 @@ def failed(found: dict[str, dict]) -> list[str]:
 
 
 def test_tokens_that_the_host_did_not_record_fail_and_logits_that_are_no_numbers_whatever_the_tokens(
-    hlo_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    golden, nothing = Golden.read(hlo_artifact), np.full(300, np.nan, np.float32)
+    golden, nothing = Golden.read(artifact), np.full(300, np.nan, np.float32)
     other = [(token + 1) % 300 for token in golden.tokens]
     changed = dataclasses.replace(
         golden, tokens=other, candidates=[[token] for token in other], logits=[row[:1] for row in golden.logits]
     )
     with monkeypatch.context() as patch:
         patch.setattr(Golden, "read", lambda folder: changed)
-        code, found = results(hlo_artifact, tmp_path / "check.json")
+        code, found = results(artifact, tmp_path / "check.json")
     assert code == 1 and failed(found) == ["golden"]
     assert "differ from the recorded" in found["golden"]["problem"]
     assert "separate rounding from a fault" in capsys.readouterr().out
     monkeypatch.setattr(step_checks, "replay", lambda *_: [(token, nothing) for token in golden.tokens])
     monkeypatch.setattr(step_checks, "prefill", lambda *_: nothing)
-    code, found = results(hlo_artifact, tmp_path / "check.json")
+    code, found = results(artifact, tmp_path / "check.json")
     assert code == 1 and failed(found) == ["golden", "chunks", "neighbours", "slot copy"]
     assert all("nan" in found[name]["problem"] for name in failed(found)[:3])
 
 
 def test_a_row_that_reads_another_ones_cache_is_found(
-    hlo_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, state = step_checks.prefill, Artifact.open(hlo_artifact).states()[0].name
+    prefill, state = step_checks.prefill, Artifact.open(artifact).states()[0].name
 
     def leaking(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: int) -> np.ndarray:
         logits = prefill(runner, slot, prompt, pieces)
         return logits + runner.executable.read_state(state)[1].sum()
 
     monkeypatch.setattr(step_checks, "prefill", leaking)
-    code, found = results(hlo_artifact, tmp_path / "check.json")
+    code, found = results(artifact, tmp_path / "check.json")
     assert code == 1 and "neighbours" in failed(found) and found["golden"]["status"] == "passed"
 
 
@@ -177,9 +177,9 @@ def test_a_row_that_reads_another_ones_cache_is_found(
     ],
 )
 def test_token_ids_at_the_edge_of_the_vocabulary_are_tried(
-    fault: str, told: str, hlo_artifact: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, told: str, artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact = Artifact.open(hlo_artifact)
+    opened = Artifact.open(artifact)
 
     class Faulty:
         """Computes nothing."""
@@ -195,7 +195,7 @@ def test_token_ids_at_the_edge_of_the_vocabulary_are_tried(
             return StepOutput(chunk_logits=logits, chunk_tokens=np.array([300 if fault == "choice" else 0]))
 
     with pytest.raises(CheckError, match=told):
-        step_checks.check_token_ids(artifact, Faulty())
+        step_checks.check_token_ids(opened, Faulty())
 
 
 def test_without_a_device_the_rest_is_skipped_and_a_limit_that_is_none_refused(
@@ -204,7 +204,7 @@ def test_without_a_device_the_rest_is_skipped_and_a_limit_that_is_none_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    neuron_sdk(None, "lite")
+    neuron_sdk(None, "nrt")
     artifact = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="trn2")
     code, found = results(artifact, tmp_path / "check.json")
     assert code == 1 and "no Neuron device" in found["load"]["problem"]
@@ -218,9 +218,9 @@ def test_without_a_device_the_rest_is_skipped_and_a_limit_that_is_none_refused(
 
 @pytest.mark.parametrize("damage", ["missing", "changed", "no JSON"])
 def test_golden_tokens_that_cannot_be_used_are_refused_in_one_sentence(
-    damage: str, hlo_artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: str, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    artifact = Path(shutil.copytree(hlo_artifact, tmp_path / "out"))
+    artifact = Path(shutil.copytree(artifact, tmp_path / "out"))
     golden = artifact / GOLDEN_NAME
     text = golden.read_text()
     if damage == "no JSON":

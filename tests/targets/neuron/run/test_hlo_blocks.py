@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ from optimum_neuron.tools.check.checks import check_artifact
 
 
 BLOCK, TOKENS = 64, 512
-SLOTS = {"sequence_length": 256, "context_buckets": (128, 256), "prefill_chunk_size": 32}
+SLOTS: dict[str, Any] = {
+    "sequence_length": 256, "context_buckets": (128, 256), "prefill_chunk_size": 32, "mixed_step": False,
+}  # fmt: skip
 BLOCKS = SLOTS | {"kv_block_size": BLOCK, "kv_cache_tokens": TOKENS}
 PROMPT = random_tokens(120)
 OTHER = random_tokens(40, seed=3)

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,6 @@ from helpers import (
     generate,
     load_model,
     random_tokens,
-    read_state,
-    write_state,
 )
 from helpers import tiny_config as tiny_sizes
 
@@ -39,7 +36,6 @@ from optimum_neuron.step.spec import GREEDY, SamplingParams
 from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.lint.lint import lint_artifact
 from optimum_neuron.targets.neuron.run import executors
-from optimum_neuron.targets.neuron.run.executors import HloExecutable
 
 
 NOISE = 1e-6  # of logits between -1 and 1, by other orders of summation in float32
@@ -56,6 +52,8 @@ def test_tokens_are_those_of_the_eager_target(
     reference = eager_runner(load_model(sharp_checkpoints[name]), tiny_sizes())
     expected, logits = generate(reference, PROMPT, 12, sampling, uniforms)
     artifact = Artifact.open(hlo_artifact(name))
+    if sampling == GREEDY:
+        assert lint_artifact(artifact) == []  # by the rules of all targets
     executable = get_target("hlo").load(artifact, trust_native_code=True, trust_remote_code=False)
     for deterministic in (False, True):  # every step in the mixed graph
         runner = GraphRunner(executable, artifact.config, artifact.graphs, deterministic=deterministic)
@@ -65,18 +63,6 @@ def test_tokens_are_those_of_the_eager_target(
         assert {name.split("_")[0] for name in runner.graph_calls} == (
             {"mixed"} if deterministic else {"chunked", "token"}
         )
-
-
-def test_states_are_read_and_written_and_a_slot_is_copied_inside_the_graphs(
-    hlo_artifact: Callable[[str], Path],
-) -> None:
-    executable = artifact_runner(hlo_artifact("llama")).executable
-    before = torch.randn(4, 2, 64, 16)
-    write_state(executable, "kv_cache.value_1", before)
-    executable.copy_slot(0, 2, 17)
-    after = read_state(executable, "kv_cache.value_1")
-    assert torch.equal(after[2, :, :17], before[0, :, :17])
-    assert torch.equal(after[2, :, 17:], before[2, :, 17:]) and torch.equal(after[:2], before[:2])
 
 
 @pytest.mark.parametrize("name", LOWERED)
@@ -90,44 +76,7 @@ def test_what_no_token_sees_and_what_a_neighbor_holds_changes_no_bit(
         assert same_bits(serve_steps(runner, spec, neighbor=canary), beside)
 
 
-def test_generate_and_the_engine_run_on_it(
-    hlo_artifact: Callable[[str], Path], sharp_checkpoints: dict[str, Path]
-) -> None:
-    model = NeuronModelForCausalLM.from_pretrained(hlo_artifact("qwen3"))
-    eager = NeuronModelForCausalLM.from_pretrained(
-        sharp_checkpoints["qwen3"], export=True, config=dataclasses.replace(model.neuron_config, target="eager")
-    )
-    prompts = [random_tokens(length, seed=length).tolist() for length in (5, 21, 30, 13)]
-    prompts.append(prompts[2] + [7])  # starts like another one: a slot is reused
-    both = []
-    for each in (model, eager):
-        outputs = each.generate_batch(prompts, max_new_tokens=6)
-        both.append([output.generated_tokens for output in outputs.values()])
-        torch.manual_seed(3)
-        ids = torch.tensor([prompts[1]])
-        both[-1].append(each.generate(ids, max_new_tokens=8, do_sample=True, top_k=9).tolist())
-    assert both[0] == both[1]
-
-
-def test_a_step_whose_rows_are_all_greedy_runs_without_a_sampler(
-    hlo_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner, ran = artifact_runner(hlo_artifact("llama")), []
-    run = HloExecutable._run_graph
-
-    def noted(self: HloExecutable, graph: str, inputs: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        ran.append(graph)
-        return run(self, graph, inputs)
-
-    monkeypatch.setattr(HloExecutable, "_run_graph", noted)
-    generate(runner, PROMPT, 4)
-    assert not {"sample_decode", "sample_chunk"} & set(ran)
-    generate(runner, PROMPT, 4, SAMPLED)
-    assert ran.count("sample_decode") == 3 and "sample_chunk" in ran
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("deterministic", "sampling"), [(False, SAMPLED), (True, GREEDY)])
 def test_steps_take_tokens_that_nobody_has_read(
     deterministic: bool,
     sampling: SamplingParams,
@@ -200,7 +149,6 @@ def test_an_artifact_has_a_file_and_a_description_per_graph(hlo_artifact: Callab
     # Slots that keep more than rows are never copied.
     folder = hlo_artifact("lfm2")
     assert not any(path.name.startswith("copy_slot") for path in (folder / "graphs").iterdir())
-    assert not list(lint_artifact(Artifact.open(folder)))
 
 
 def test_an_artifact_that_is_not_trusted_is_lowered_again(hlo_artifact: Callable[[str], Path], tmp_path: Path) -> None:

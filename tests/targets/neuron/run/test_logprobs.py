@@ -42,23 +42,23 @@ def two_steps(path: Path) -> tuple[StepOutput, list[list[list[float]]]]:
 
 
 @pytest.mark.parametrize("count", [pytest.param(0, marks=pytest.mark.full), COUNT])
-def test_graphs_tell_what_the_eager_target_does(count: int, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    paths = {name: export(tiny_checkpoint, tmp_path / name, name, top_logprobs=count) for name in ("eager", "hlo")}
-    graphs = {path.stem for path in (paths["hlo"] / "graphs").glob("*.hlo")}
-    assert LOGPROBS in graphs
+def test_graphs_tell_what_the_eager_target_does_and_are_certified(
+    count: int, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    paths = {
+        name: export(tiny_checkpoint, tmp_path / name, name, top_logprobs=count, certificate=name == "hlo")
+        for name in ("eager", "hlo")
+    }
+    assert (paths["hlo"] / "graphs" / f"{LOGPROBS}.hlo").exists()
     (eager, expected), (hlo, found) = two_steps(paths["eager"]), two_steps(paths["hlo"])
     assert eager.decode_logits is not None and hlo.decode_logits is None
     for group, other in zip(found, expected, strict=True):
         for part, known in zip(group, other, strict=True):
             torch.testing.assert_close(torch.tensor(part), torch.tensor(known), atol=NOISE, rtol=0)
     assert torch.tensor(found[1][2]).shape == (2, count)
-
-
-def test_the_certificate_has_them_executed(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    path = export(tiny_checkpoint, tmp_path / "artifact", "hlo", top_logprobs=COUNT, certificate=True)
-    found = {each.subject for each in certificate_of(path).comparisons}
-    parts = ["logprobs", "top_logprobs", "ranks", *(f"top_tokens.{place}" for place in range(COUNT))]
-    assert {f"{DECODE}.{part}" for part in parts} <= found
+    compared = {each.subject for each in certificate_of(paths["hlo"]).comparisons}
+    parts = ["logprobs", "ranks", *(f"top_tokens.{place}" for place in range(count))]
+    assert {f"{DECODE}.{part}" for part in parts} <= compared
 
 
 @pytest.mark.full

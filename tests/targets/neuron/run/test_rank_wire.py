@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a rank and its parent: whole, or told from what is none; and the plan that one of them holds."""
+"""Messages between a rank and its parent: whole, or told from what is none."""
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
 
-import numpy as np
 import pytest
 
-from optimum_neuron.targets.neuron.rank.plan import RankGraph, RankPlan, RankTensor, RankWeight
-from optimum_neuron.targets.neuron.rank.wire import Channel, RankError, WireError
-from optimum_neuron.targets.neuron.rank.worker import load_plan
+from optimum_neuron.targets.neuron.rank.wire import Channel, WireError
 
 
 @pytest.fixture
@@ -61,11 +55,8 @@ def test_what_is_no_message_is_told(sent: bytes, ends: tuple[socket.socket, Chan
         ends[1].receive(60.0, most=8)
 
 
-UNFINISHED = [b"", b"RA", head(b"RANK", 2, 3) + b"{}a"]
-
-
 @pytest.mark.parametrize(("closed", "error"), [(False, TimeoutError), (True, EOFError)])
-@pytest.mark.parametrize("sent", UNFINISHED)
+@pytest.mark.parametrize("sent", [b"", b"RA", head(b"RANK", 2, 3) + b"{}a"])
 def test_a_message_that_does_not_come_to_its_end_is_a_timeout_or_the_end(
     sent: bytes, closed: bool, error: type[Exception], ends: tuple[socket.socket, Channel]
 ) -> None:
@@ -74,20 +65,3 @@ def test_a_message_that_does_not_come_to_its_end_is_a_timeout_or_the_end(
         ends[0].close()
     with pytest.raises(error):
         ends[1].receive(60.0 if closed else 0.05)
-
-
-def test_a_plan_is_read_as_it_was_sent(tmp_path: Path) -> None:
-    (tmp_path / "weights").write_bytes(b"head" + np.arange(6, dtype=np.float32).tobytes())
-    inputs = (RankTensor("tokens", "input", (2, 4), "int32", 0), RankTensor("key", "state", (2, 4), "bfloat16"))
-    outputs = (
-        RankTensor("logits", "output", (2, 8), "float32", 64),
-        RankTensor("k", "output", (2, 4), "bfloat16", None, "key"),
-    )
-    weight = RankWeight(("model.head", "model.tied"), str(tmp_path / "weights"), 4, (2, 3), "float32")
-    plan = RankPlan("nrtpy", (0,), 1, 128, ((weight,),), {"step": RankGraph("step.neff", inputs, outputs)})
-    read = RankPlan.from_dict(json.loads(json.dumps(asdict(plan))))
-    assert read == plan and read.states() == {"key": inputs[1]}
-    assert read.weights[0][0].read_array().tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    with pytest.raises(RankError, match="graphs") as caught:
-        load_plan({"weights": []}, -1)
-    assert caught.value.doing == "reading what to load"

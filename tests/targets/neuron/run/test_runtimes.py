@@ -15,34 +15,32 @@ from typing import Any
 import pytest
 import torch
 from fakes import signatures
-from fakes.hlo_writer import SmallGraph, step_graph
+from fakes.hlo_writer import LoweredGraph, step_graph
 from fakes.tools import NeuronTools, Sdk, cache_like, make_plan
 from helpers import read_state, run_tensors, write_state
 from safetensors.torch import save_file
 from torch import Tensor
 
 from optimum_neuron.targets import Executable
-from optimum_neuron.targets.neuron.rank.packages import NRTPY, TORCH_LITE, TORCH_NEURONX, package_problem
-from optimum_neuron.targets.neuron.run.ranks import load_graphs
-from optimum_neuron.targets.neuron.sdk import devices as device
-from optimum_neuron.targets.neuron.sdk.devices import NeuronDevices
+from optimum_neuron.targets.neuron.rank.packages import NEURONX_DISTRIBUTED, NRTPY, TORCH_NEURONX, package_problem
+from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
 from optimum_neuron.targets.neuron.sdk.errors import NeuronRuntimeError
 
 
 pytest_plugins = ("fakes.plugin",)
 # Packages and target for each runtime.
-RUNTIMES = {"executor": ("lite", "trn2"), "nrtpy": ("nrt", "trn3"), "nxd": ("nxd", "trn1")}
+RUNTIMES = {"nrtpy": ("nrt", "trn3"), "nxd": ("nxd", "trn1")}
 
 
 @pytest.fixture
 def load(neuron_sdk: Sdk, tmp_path: Path) -> Iterator[Callable[..., Executable]]:
     loaded: list[Any] = []
 
-    def load_runtime(runtime: str, graphs: Sequence[SmallGraph], weight: Tensor, **changes: Any) -> Executable:
+    def load_runtime(runtime: str, graphs: Sequence[LoweredGraph], weight: Tensor, **changes: Any) -> Executable:
         packages, target = RUNTIMES[runtime]
         neuron_sdk(target, packages)
         plan = make_plan(tmp_path / "graphs", graphs, target, {"model.weight": weight})
-        loaded.append(load_graphs(replace(plan, **changes)))
+        loaded.append(RankedExecutable(replace(plan, **changes)))
         return loaded[-1]
 
     yield load_runtime
@@ -51,8 +49,8 @@ def load(neuron_sdk: Sdk, tmp_path: Path) -> Iterator[Callable[..., Executable]]
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_graphs_compute_on_one_state_and_one_copy_of_the_weights(
-    load: Callable[..., Executable], runtime: str
+def test_graphs_compute_on_one_state_and_one_copy_of_the_weights_until_an_error_from_which_a_runtime_cannot_recover(
+    load: Callable[..., Executable], runtime: str, neuron_tools: NeuronTools
 ) -> None:
     graphs = [step_graph(), step_graph("token_generation_large"), step_graph("mixed")]
     # Inputs that a graph does not use are left out.
@@ -69,6 +67,20 @@ def test_graphs_compute_on_one_state_and_one_copy_of_the_weights(
     assert torch.equal(third, cache_like(6.0, 62.0))
     # Results are the caller's: the next step does not change them.
     assert torch.equal(first, cache_like(4.0, 60.0))
+    neuron_tools.break_device(message="NRT Error NRT_EXEC_COMPLETED_WITH_NUM_ERR(1003): Failed to execute model")
+    with pytest.raises(
+        NeuronRuntimeError, match=r"graph mixed failed with .*\(1003\): the step produced NaN"
+    ) as error:
+        run_tensors(loaded, "mixed", [torch.zeros(3), x])
+    assert error.value.recoverable and error.value.code == 1003
+    (fourth,) = run_tensors(loaded, "token_generation", [x])
+    assert torch.equal(fourth, cache_like(10.0, 122.0))
+    neuron_tools.break_device(message="nrt_execute: status=101, execution unit unrecoverable")
+    for _ in range(2):
+        message = r"NRT_EXEC_UNIT_UNRECOVERABLE \(101\): .* load the model again"
+        with pytest.raises(NeuronRuntimeError, match=message) as error:
+            run_tensors(loaded, "token_generation", [x])
+        assert not error.value.recoverable
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -86,26 +98,6 @@ def test_bfloat16_passes_unchanged_and_a_tied_weight_is_one_tensor_under_two_nam
     assert state.dtype == half and torch.equal(state, cache_like(3.0, -1.5, dtype=half))
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_after_an_error_the_model_is_usable_unless_it_cannot_recover(
-    load: Callable[..., Executable], runtime: str, neuron_tools: NeuronTools
-) -> None:
-    loaded = load(runtime, [step_graph()], cache_like(1.0, 1.0))
-    neuron_tools.break_device(message="NRT Error NRT_EXEC_COMPLETED_WITH_NUM_ERR(1003): Failed to execute model")
-    message = r"graph token_generation failed with .*\(1003\): the step produced NaN"
-    with pytest.raises(NeuronRuntimeError, match=message) as error:
-        run_tensors(loaded, "token_generation", [cache_like(1.0, 1.0)])
-    assert error.value.recoverable and error.value.code == 1003
-    (result,) = run_tensors(loaded, "token_generation", [cache_like(1.0, 1.0)])
-    assert torch.equal(result, cache_like(2.0, 2.0))
-    neuron_tools.break_device(message="nrt_execute: status=101, execution unit unrecoverable")
-    for _ in range(2):
-        message = r"NRT_EXEC_UNIT_UNRECOVERABLE \(101\): .* load the model again"
-        with pytest.raises(NeuronRuntimeError, match=message) as error:
-            run_tensors(loaded, "token_generation", [cache_like(1.0, 1.0)])
-        assert not error.value.recoverable
-
-
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     load: Callable[..., Executable], neuron_sdk: Sdk, tmp_path: Path
 ) -> None:
@@ -113,26 +105,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
         load("nrtpy", [step_graph()], cache_like(1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match=r"lacks model.weight, which a graph needs; export the model again"):
         load("nrtpy", [step_graph()], cache_like(1.0, 1.0), tied_weights={"model.weight": "model.other"})
-    neuron_sdk("trn2", "lite")
+    neuron_sdk("trn2", "nrt")
     plan = make_plan(tmp_path / "graphs", [step_graph()], "trn2", {"model.weight": cache_like(1.0, 1.0)})
     plan.neff("token_generation").unlink()
     with pytest.raises(FileNotFoundError, match=r"token_generation\.neff is missing: .*export the model again"):
-        load_graphs(plan)
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_a_neff_of_another_generation_is_told(
-    load: Callable[..., Executable], runtime: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "find_devices", lambda: NeuronDevices(RUNTIMES[runtime][1], 1, 8))
-    setenv = monkeypatch.setenv
-
-    def other(name: str, value: str, prepend: str | None = None) -> None:
-        setenv(name, "another" if name == "FAKE_NEURON_GENERATION" else value, prepend)
-
-    monkeypatch.setattr(monkeypatch, "setenv", other)
-    with pytest.raises(NeuronRuntimeError, match=r"loading graph token_generation failed with NRT_HW_ERROR \(6\)"):
-        load(runtime, [step_graph()], cache_like(1.0, 1.0))
+        RankedExecutable(plan)
 
 
 def test_a_package_that_does_not_start_is_explained(
@@ -145,7 +122,7 @@ def test_a_package_that_does_not_start_is_explained(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), os.environ["PYTHONPATH"]]))
     plan = make_plan(tmp_path / "graphs", [step_graph()], "trn2", {"model.weight": cache_like(1.0, 1.0)})
     with pytest.raises(NeuronRuntimeError, match=r"starting nrtpy failed: .*\(libnrt.so.1: .*aws-neuronx-runtime-lib"):
-        load_graphs(plan)
+        RankedExecutable(plan)
 
 
 def test_packages_are_told_from_placeholders_and_nothing_is_imported(
@@ -162,15 +139,16 @@ def test_packages_are_told_from_placeholders_and_nothing_is_imported(
         told = package_problem(package) or ""
         assert f"the installed {package.distribution} is a placeholder without code (" in told
     # This one installs no module of its name at all.
-    assert "the installed libtorch-neuronx-lite is a placeholder without code;" in (package_problem(TORCH_LITE) or "")
-    neuron_sdk(None, "lite")
-    assert package_problem(TORCH_LITE) is None
-    assert not {"torch_neuronx", "libtorch_neuronx_lite", "nrtpy"} & sys.modules.keys()
+    assert "the installed neuronx-distributed is a placeholder without code;" in (
+        package_problem(NEURONX_DISTRIBUTED) or ""
+    )
+    neuron_sdk(None, "nrt")
+    assert package_problem(NRTPY) is None
+    assert not {"torch_neuronx", "nrtpy"} & sys.modules.keys()
 
 
 FAKES = {
     ("nrt", "nrtpy"): signatures.NRTPY,
-    ("lite", "libtorch_neuronx_lite"): signatures.TORCH_LITE,
     ("nxd", "torch_neuronx.spmd"): signatures.SPMD,
     ("nxd", "neuronx_distributed.trace.model_builder_utils"): signatures.ARTIFACTS,
     ("nxd", "neuronx_distributed"): signatures.NXD_MODEL,

@@ -85,7 +85,7 @@ def test_no_request_pays_for_the_first_run_of_a_graph(
 def test_devices_run_every_graph(
     neuron_sdk: Callable[..., NeuronTools], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    neuron_sdk("trn2", "lite")
+    neuron_sdk("trn2", "nrt")
     path = export_tiny(tiny_checkpoint, tmp_path / "out", target="trn2", mixed_step=False, **OPTIONS)
     runner = artifact_runner(path)
     runs: list[str] = []

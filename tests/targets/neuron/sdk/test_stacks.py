@@ -72,16 +72,10 @@ def test_every_row_is_chosen_for_its_targets_with_its_versions_and_refused_with_
 def test_the_preferred_runtime_is_used_where_several_are_there() -> None:
     everything = InstalledRuntimes("3.12.1", "2.11.0", dict.fromkeys(NONE))
     assert {choose_runtime(target, everything, "x") for target in NEURON_TARGETS} == {"nrtpy"}
-    assert choose_runtime(
-        "trn3", InstalledRuntimes("3.12.1", "2.11.0", dict.fromkeys(NONE) | {"nrtpy": "no"}), "x"
-    ).startswith("libt")
     old = InstalledRuntimes("3.10.1", "2.9.0", dict.fromkeys(NONE))
     assert {choose_runtime(target, old, "x") for target in ("inf2", "trn1", "trn2")} == {"neuronx-distributed"}
 
 
-@pytest.mark.parametrize(
-    ("version", "there"),
-    [("2.10", True), ("2.10.0", True), ("2.12.9+cpu", True), ("2.9.9", False), ("2.13.0", False), ("3.0", False)],
-)
-def test_versions_have_all_that_begins_like_them(version: str, there: bool) -> None:
-    assert (version in Versions("2.10", "2.12")) == there
+def test_versions_have_all_that_begins_like_them() -> None:
+    versions = ("2.9.9", "2.10", "2.10.0", "2.12.9+cpu", "2.13.0", "3.0")
+    assert [each for each in versions if each in Versions("2.10", "2.12")] == ["2.10", "2.10.0", "2.12.9+cpu"]

@@ -28,26 +28,16 @@ class Memory:
     def __init__(self, size: int, core: int) -> None:
         self.data = np.full(size, 0xFF, np.uint8)  # not a number in any type of floats
         self.core = core
-        self.freed = False
-
-    def check(self) -> None:
-        if self.freed:
-            raise RuntimeError("NRT Error NRT_INVALID_HANDLE(3): tensor was freed")
 
     def write(self, array: np.ndarray) -> None:
-        self.check()
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if data.size != self.data.size:
             raise RuntimeError(f"NRT Error NRT_INVALID(2): {data.size} bytes written to {self.data.size}")
         self.data[:] = data
 
     def read(self) -> np.ndarray:
-        self.check()
         note_read(self.data.size)
         return self.data.copy()
-
-    def free(self) -> None:
-        self.freed = True
 
 
 class Program:
@@ -82,7 +72,6 @@ class Program:
         if len(memories) != len(tensors):
             raise RuntimeError(f"NRT Error NRT_INVALID(2): {len(memories)} {kind}s for {len(tensors)}")
         for memory, tensor in zip(memories, tensors, strict=True):
-            memory.check()
             if memory.data.size != size_of(tensor) or memory.core != self.core:
                 raise RuntimeError(f"NRT Error NRT_INVALID(2): {kind} {tensor.name} is bound to other memory")
 

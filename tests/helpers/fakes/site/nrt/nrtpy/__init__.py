@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake of nrtpy: one runtime per process, made at the first use."""
+"""Fake of nrtpy, as far as ranks use it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from fake_neuron.core import Memory, Program, size_of
-
-
-class NrtpyError(RuntimeError):
-    """Raised by the Python layer."""
 
 
 class NrtError(RuntimeError):
@@ -26,27 +20,6 @@ class TensorMetadata:
     size: int
 
 
-class _Runtime:
-    active = False
-    tensors: list[Memory] = []  # noqa: RUF012
-
-
-def configure(visible_cores: Iterable[int] | None = None) -> None:
-    if _Runtime.active:
-        raise RuntimeError("the runtime is already active; call reset() first")
-    if isinstance(visible_cores, int):
-        raise TypeError("visible_cores must be an iterable")
-    if visible_cores is not None:
-        os.environ["NEURON_RT_VISIBLE_CORES"] = ",".join(map(str, visible_cores))
-
-
-def reset() -> None:
-    for memory in _Runtime.tensors:
-        memory.free()
-    _Runtime.tensors.clear()
-    _Runtime.active = False
-
-
 class NrtpyTensor:
     def __init__(self, tensor_ref, shape, dtype, name=None) -> None:
         self._memory: Memory = tensor_ref
@@ -54,11 +27,9 @@ class NrtpyTensor:
 
     @classmethod
     def from_numpy(cls, array, name=None, core_id=0) -> NrtpyTensor:
-        _Runtime.active = True
         array = np.ascontiguousarray(array)
         memory = Memory(array.nbytes, core_id)
         memory.write(array)
-        _Runtime.tensors.append(memory)
         return cls(memory, array.shape, array.dtype, name)
 
     def write_from_numpy(self, array) -> None:
@@ -81,7 +52,6 @@ class NrtpyModel:
 
     @classmethod
     def load_from_neff(cls, neff_path, name=None, core_id=0, cc_enabled=False, rank_id=0, world_size=1) -> NrtpyModel:
-        _Runtime.active = True
         if cc_enabled != (world_size > 1):
             raise NrtError("NRT Error NRT_INVALID(2): collectives are for several ranks")
         try:
@@ -109,9 +79,6 @@ class NrtpyModel:
         if set(tensors) != set(names):
             raise NrtError(f"NRT Error NRT_INVALID(2): tensors {sorted(tensors)} for {sorted(names)}")
         return [tensors[name]._memory for name in names]
-
-    def benchmark(self, inputs, outputs=None, warmup_iter=5, benchmark_iter=5, mode="device"):
-        raise NotImplementedError("a fake has no timing")
 
 
 def _metadata(tensor) -> TensorMetadata:

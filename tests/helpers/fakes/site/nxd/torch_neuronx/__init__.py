@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import types
 
 import torch
@@ -12,8 +11,6 @@ import torch
 from . import spmd
 
 
-if "libtorch_neuronx_lite" in sys.modules:
-    raise ImportError("torch_neuronx and libtorch_neuronx_lite both register torch.classes.neuron")
 if "NEURON_RT_VISIBLE_CORES" not in os.environ and "NEURON_RT_NUM_CORES" not in os.environ:
     raise RuntimeError("the process would take all cores")
 

@@ -90,9 +90,6 @@ class SPMDModel:
                     bound[index] = sources[tensor.type][rank][tensor.checkpoint_key.decode()].memory
             self._bound.append(bound)
 
-    def is_initialized(self) -> bool:
-        return bool(self._bound)
-
     def forward(self, inputs: list[torch.Tensor], /) -> list[torch.Tensor]:
         """Copies inputs to all ranks; returns rank 0's results that are no states."""
         outputs = [self._run(rank, inputs) for rank in range(len(self._programs))]

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch_neuronx.proto import metaneff_pb2
-from torch_neuronx.spmd import torch_type
-
-from .base_nxd_model import StateInitializer
 
 
 class NxDModel(torch.nn.Module):
@@ -14,13 +10,8 @@ class NxDModel(torch.nn.Module):
         self, world_size, start_rank=None, local_ranks_size=None, state_initializer=None, layout_transformer=None
     ) -> None:
         super().__init__()
-        if (start_rank is None) != (local_ranks_size is None):
-            raise AssertionError("start_rank and local_ranks_size belong together")
-        self.world_size = world_size
-        self.start_rank = start_rank or 0
-        self.local_ranks_size = local_ranks_size or world_size
-        self.layout_transformer = layout_transformer
-        self.state_initializer = state_initializer
+        assert start_rank is None and local_ranks_size is None and layout_transformer is None
+        self.world_size, self.state_initializer = world_size, state_initializer
         self.spmd_models: dict = {}
         self.flatteners: dict = {}
         self.packers: dict = {}
@@ -31,23 +22,9 @@ class NxDModel(torch.nn.Module):
         self.loaded_on_neuron = False
 
     def add(self, key, trace_artifacts, compilation_artifacts):
-        described = trace_artifacts.metaneff
-        if self.state_initializer is None:
-            # The first graph with states decides for all of them.
-            states = [
-                each for each in described.input_tensors if each.type == metaneff_pb2.MetaTensor.Type.INPUT_STATE
-            ]
-            names = {each.checkpoint_key.decode(): each for each in states}
-            if names:
-                shapes = {name: list(each.shape) for name, each in names.items()}
-                dtypes = {name: torch_type(each.data_type) for name, each in names.items()}
-                self.state_initializer = StateInitializer(shapes, dtypes, self.local_ranks_size)
-        model = torch.classes.neuron.SPMDModel(
-            compilation_artifacts.get_neff_bytes(),
-            described.SerializeToString(),
-            self.local_ranks_size,
-            self.world_size,
-        )
+        metaneff = trace_artifacts.metaneff.SerializeToString()
+        neff, ranks = compilation_artifacts.get_neff_bytes(), self.world_size
+        model = torch.classes.neuron.SPMDModel(neff, metaneff, ranks, ranks)
         for program in model._programs:
             program.name = key
         self.spmd_models[key] = model
@@ -65,7 +42,7 @@ class NxDModel(torch.nn.Module):
     def set_weights(self, sharded_checkpoint) -> None:
         if self.loaded_on_neuron:
             raise ValueError("use replace_weights()")
-        if len(sharded_checkpoint) != self.local_ranks_size:
+        if len(sharded_checkpoint) != self.world_size:
             raise RuntimeError("one checkpoint per rank")
         self.weights = torch.ops.neuron._parallel_load(sharded_checkpoint)
 
@@ -75,7 +52,7 @@ class NxDModel(torch.nn.Module):
         if self.state_initializer is not None:
             self.states = self.state_initializer()
         for model in self.spmd_models.values():
-            model.initialize(self.states, self.weights, self.start_rank)
+            model.initialize(self.states, self.weights, 0)
         self.loaded_on_neuron = True
 
     def read_from_neuron_buffer(self, buffer_key, rank):
@@ -104,12 +81,10 @@ class NxDModel(torch.nn.Module):
         ordered = {name: kwargs[name] for name in known if name in kwargs}
         if len(ordered) != len(kwargs):
             raise AssertionError("Not all kwargs were parsed")
-        routes = self.input_shape_map[_route(ordered)]
-        if (model_name is None and len(routes) > 1) or (model_name is not None and model_name not in routes):
-            raise AssertionError(f"{routes} possible routes, not {model_name}")
-        name = model_name or routes[0]
-        outputs = self.spmd_models[name].forward(self.flatteners[name](list(ordered.values())))
-        return self.packers[name](outputs)
+        if model_name not in self.input_shape_map[_route(ordered)]:
+            raise AssertionError(f"{model_name} is no route of these inputs")
+        outputs = self.spmd_models[model_name].forward(self.flatteners[model_name](list(ordered.values())))
+        return self.packers[model_name](outputs)
 
 
 def _route(tensors) -> str:
