@@ -67,7 +67,7 @@ class BlockPool:
         yield from self._kept
 
     def acquire_blocks(self, blocks: Sequence[int], *, fresh: bool) -> None:
-        """Give blocks to one more row, which reads them, or writes fresh ones anew: RuntimeError where another row has one of these."""
+        """Give blocks to one more row, which reads them, or writes fresh ones: RuntimeError where another row has one of these."""
         for block in blocks:
             if fresh:
                 self.forget_block(block)

@@ -115,7 +115,7 @@ class GraphRunner:
         Args:
             place: has the copy of the state after them, where slots keep state next to keys and values.
 
-        Raises ValueError if it has fewer blocks, or the model's state is not in them, and the copy is of other tokens.
+        Raises ValueError if it has fewer blocks, or the model's state is not in them, and the copy has other tokens.
         """
         self.process.check_fork()
         room = self.config.sequence_length if self.tables is None else int(self.tables.capacity[slot])
@@ -174,7 +174,7 @@ class GraphRunner:
 
         Args:
             pieces: each continues where its slot's tokens end.
-            graph: the one that the step was planned for; None: what `family` selects. Without pieces it is of the
+            graph: the one that the step was planned for; None: what `family` selects. Without pieces it has the
                 kind token generation, without decode rows chunked prefill, with both mixed.
             logits: whether the caller reads logits; otherwise they need not leave a device.
             outputs: whether the caller reads any output; otherwise the step need not compute them.

@@ -91,7 +91,7 @@ class GroupInputs:
         self._idle = self.position_ids.reshape(-1).copy().data
 
     def fill_decode(self, rows: DecodeRows | None, slots: Sequence[int], lengths: memoryview) -> None:
-        """Set the rows of a step, those of `slots`, or make all of them idle; `lengths` are of all slots.
+        """Set the rows of a step, those of `slots`, or make all of them idle; `lengths` has a number for each slot.
 
         Raises TooManySharedBlocksError if more blocks have several owners than the graph has places for; ValueError
         if rows that attend in place share a block that is not at one place of their texts.

@@ -85,6 +85,6 @@ def _mark_last(messages: Sequence[Message]) -> list[Any]:
         return marked
     part = next((each for each in reversed(content or ()) if "text" in each), None)
     if part is None:
-        raise ValueError("the last message has no text to continue; give it one, or let the answer begin anew")
+        raise ValueError("the last message has no text to continue; give it one, or let a new answer begin")
     part["text"] += _MARK
     return marked

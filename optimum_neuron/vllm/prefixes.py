@@ -86,7 +86,7 @@ def _keep_states(
     """Return the place of each snapshot that a step keeps, by request. Call it once for each step, in their order.
 
     Args:
-        prompts: of each request, tokens that no decode adds, and what of them is reused.
+        prompts: of each request, tokens that no decode adds, and the part of them that is reused.
         border: only a piece that ends at a multiple of it leaves a snapshot.
     """
     cached = scheduler_output.scheduled_cached_reqs
@@ -113,7 +113,9 @@ class BlockPrefixes:
         interval = config.state_snapshot_interval
         self._interval = None if interval is None else -(-interval // self._size) * self._size
         self._table = SnapshotTable(config.state_places, MIN_REUSE, self._size, self._interval)
-        self._prompts: dict[str, tuple[int, Prefix]] = {}  # tokens that no decode adds, and what of them is reused
+        self._prompts: dict[
+            str, tuple[int, Prefix]
+        ] = {}  # tokens that no decode adds, and the part of them that is reused
 
     def find_start(self, request: Request, cached: int) -> int:
         """Return how many tokens a request that starts need not compute, of those that are in vLLM's blocks."""
@@ -169,7 +171,9 @@ class SlotConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: dict[str, Any] = {}  # of vLLM, those that hold a slot: they know what is computed
         self._slot_of: dict[str, int] = {}
         self._placed: dict[str, tuple[int, Prefix]] = {}  # prompts that this step may admit
-        self._prompts: dict[str, tuple[int, Prefix]] = {}  # tokens that no decode adds, and what of them is reused
+        self._prompts: dict[
+            str, tuple[int, Prefix]
+        ] = {}  # tokens that no decode adds, and the part of them that is reused
         self._plan = StepPlan()
 
     @property

@@ -188,7 +188,7 @@ def _check_cache_dtype(asked: str, config: NeuronConfig) -> None:
     if asked == "auto" or _CODES_OF_CACHES.get(asked, asked) == compiled:
         return
     if "kv_cache_dtype" not in GIVEN.get():
-        logger.warning("the checkpoint asks for a cache of %s, and the artifact's is of %s", asked, compiled)
+        logger.warning("the checkpoint asks for a cache of %s, and the artifact has one of %s", asked, compiled)
         return
     kind = _CODES_OF_CACHES.get(asked)
     remedy = "" if kind is None else f", or export with --kv-cache-dtype {kind}"

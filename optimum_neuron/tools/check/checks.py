@@ -186,7 +186,7 @@ def _check_certificate(artifact: Artifact) -> dict[str, Any]:
     found = {path.stem: file_sha256(path) for path in hlo_files(artifact.path)}
     others = sorted(name for name in found | certificate.graphs if found.get(name) != certificate.graphs.get(name))
     if others:
-        raise CheckError(f"{CERTIFICATE_NAME} is of other graphs than {', '.join(others)}")
+        raise CheckError(f"{CERTIFICATE_NAME} certifies other graphs than {', '.join(others)}")
     return {"layers": f"{certificate.layers} of {certificate.all_layers}", "steps": certificate.steps}
 
 

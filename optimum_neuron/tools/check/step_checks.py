@@ -160,7 +160,7 @@ def measure_latency(runner: GraphRunner, runs: int) -> dict[str, Any]:
             runner.lengths[: len(lengths)] = lengths
             times.append(1000 * measure_seconds(partial(runner.run_step, chunks, decode, graph)))
         medians[f"{graph.name} ms"] = round(statistics.median(times), 3)
-    runner.reset_slots()  # what the runs wrote is of no use
+    runner.reset_slots()  # nothing needs what the runs wrote
     return medians
 
 

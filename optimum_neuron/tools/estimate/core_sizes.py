@@ -26,7 +26,7 @@ _STATE_BYTES = 4  # number of a recurrence's state, float32 in every model
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Routed experts on a core, in so many layers that are alike; `bytes` are of all of them."""
+    """Routed experts on a core, in so many layers that are alike; `bytes` counts all of them."""
 
     layer: ExpertLayer
     layers: int

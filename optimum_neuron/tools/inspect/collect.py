@@ -88,7 +88,7 @@ def _count_plans(artifact: Artifact) -> _CountedGraphs:
         operators[graph.name] = dict(known.most_common())
         size = plan.get("arena")
         arena = max(arena, size if isinstance(size, int) else 0)
-    missing = f"the rules are of HLO, which {artifact.target} has none of"
+    missing = f"the rules read HLO, and {artifact.target} has none"
     return _CountedGraphs(operators, {}, arena, Linted(missing=missing))
 
 

@@ -172,7 +172,7 @@ def _find_format(line: _TraceLine) -> Callable[[_TraceLine], TracedRequest]:
             return parse
     known = "; ".join(", ".join(names) for names in FORMATS)
     found = ", ".join(line.fields)[:200] or "(none)"
-    raise ValueError(f"{line.where}: the fields {found} are of no known trace; give one of: {known}")
+    raise ValueError(f"{line.where}: no known trace has the fields {found}; give one of: {known}")
 
 
 def _read_lines(file: Any, path: Path) -> Iterator[_TraceLine]:

@@ -63,7 +63,7 @@ def tune_model(
     target = resolve_target(target)
     if target == "cpu" and graph_minutes is not None:
         raise ValueError(
-            f"--graph-minutes {graph_minutes:g} is of a device's compiler, and exports for this CPU are measured; leave it out"
+            f"--graph-minutes {graph_minutes:g} is for a device's compiler, and exports for this CPU are measured; leave it out"
         )
     fixed = {"sequence_length": trace.sequence_length, **(options or {}), "target": target}
     trace.check_length(fixed["sequence_length"])

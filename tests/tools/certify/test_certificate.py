@@ -152,7 +152,7 @@ def test_a_certificate_that_was_changed_or_is_of_other_graphs_is_refused(
         with pytest.raises(ArtifactError, match="was changed after the export"):
             read(Artifact.open(folder))
     write(folder, CERTIFICATE_NAME, data)
-    with pytest.raises(CheckError, match=rf"is of other graphs than {name}$"):
+    with pytest.raises(CheckError, match=rf"certifies other graphs than {name}$"):
         checks._check_certificate(Artifact.open(folder))
 
 

@@ -60,7 +60,7 @@ def test_formats_hold_the_same_trace(text: str, tmp_path: Path) -> None:
         (OWN + "1,99999999999,3\n", 2, "is no whole number from 1 to 16,777,216"),
         (OWN + "1,5\n", 2, "has 2 values for the 3 columns"),
         (OWN + '1,"5,3\n', 2, "is no line of CSV"),
-        ("a,b\n1,2\n", 2, "the fields a, b are of no known trace"),
+        ("a,b\n1,2\n", 2, "no known trace has the fields a, b"),
         ("[1]", 1, "is no JSON object"),
         ('{"arrival": 1', 1, "is not JSON"),
         ('{"arrival": [], "prompt_tokens": 1, "new_tokens": 1}', 1, "arrival '[]' is no number"),

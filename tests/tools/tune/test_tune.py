@@ -150,7 +150,7 @@ def test_an_artifact_is_measured_as_it_is_and_left_alone(run: Run, cpu_artifact:
         (("--model", "{model}", "--target", "trn2", "--sequence-length", "512"), "max_position_embeddings=256"),
         (("--model", "{model}", "--target", "trn2", "--tensor-parallel-size", "3"), "tensor_parallel_size=3"),
         (("--model", "{model}", "--target", "trn2", "--compile-budget", "1s"), "raise --compile-budget"),
-        (("--model", "{model}", "--target", "cpu", "--graph-minutes", "1h"), "--graph-minutes 60 is of a device's compiler"),
+        (("--model", "{model}", "--target", "cpu", "--graph-minutes", "1h"), "--graph-minutes 60 is for a device's compiler"),
         (("--model", "{model}", "--search", "batch=x"), "has 'x'; give whole numbers of at least 1"),
         (("--model", "no-such-model", "--target", "trn2"), "no-such-model"),
     ],

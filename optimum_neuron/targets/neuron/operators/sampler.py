@@ -22,7 +22,7 @@ def sample(
 ) -> Tensor:
     """Sample `[rows]` int32 as `step.sampling.sampler.sample` of a rank among so many; all ranks get the same.
 
-    `logits [rows, columns]` are of the rank's part of the vocabulary, and `first` is the token of its first column, an int32 number.
+    `logits [rows, columns]` cover the rank's part of the vocabulary, and `first` is the token of its first column, an int32 number.
     """
     return written_out(None, logits, sampling_params, uniforms, first, vocab_size, ranks)
 
