@@ -23,8 +23,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from optimum_neuron.parity.conditions import few_keys
+from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.step.features.experts.experts import set_experts
 from optimum_neuron.step.interface import ATTENTION_NAME, with_attention
+from optimum_neuron.step.model_spec import ModelSpec
 
 
 # From a text to the logits of all its tokens, and the error that they may have.
@@ -167,3 +169,8 @@ FEATURES: dict[str, Feature] = (
         for name, kind in (("gemma2", "int8"), ("gpt_oss", "fp8"), ("deepseek_v3", "int8"))
     }
 )
+
+
+@cache
+def spec_of(name: str) -> ModelSpec:
+    return inspect_model(FEATURES[name].model())

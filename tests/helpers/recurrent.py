@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from tiny import TINY_SIZES
 from transformers import (
     AutoModelForCausalLM,
     JambaConfig,
@@ -25,28 +26,20 @@ from transformers import (
 from optimum_neuron.step.interface import ATTENTION_NAME
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+SIZES: dict[str, Any] = {name: size for name, size in TINY_SIZES.items() if name != "max_position_embeddings"}
+SIZES["eos_token_id"] = None
 LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+_GATED: dict[str, Any] = LINEAR | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
 # One of each kind of recurrence.
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gated delta": lambda: Qwen3NextConfig(
         **SIZES,
-        **LINEAR,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=8,
+        **_GATED,
         num_experts=0,
         decoder_sparse_step=1,
         mlp_only_layers=[0, 1],
@@ -76,14 +69,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }  # fmt: skip
 # Whole models, as they are served: with attention or without, with recurrences, with convolutions, with both.
 SERVED: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen3_5_text": lambda: Qwen3_5TextConfig(
-        **SIZES,
-        **LINEAR,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=8,
-    ),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**SIZES, **_GATED),
     # Without limits of the time step, which transformers applies to prompts and not to the tokens that follow.
     "mamba2": lambda: Mamba2Config(**SIZES, num_heads=8, state_size=8, n_groups=2, chunk_size=16, expand=2),
     "nemotron_h": lambda: NemotronHConfig(

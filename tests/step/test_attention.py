@@ -14,12 +14,10 @@ from torch import Tensor
 
 from optimum_neuron.step.attention import kv_cache
 from optimum_neuron.step.attention.cached_attention import attend_cache
+from optimum_neuron.step.attention.coded_states import round_states
 from optimum_neuron.step.attention.masks import AttentionChunk, Window
 from optimum_neuron.step.attention.rows import AttentionCall, AttentionRows, visible_groups
 from optimum_neuron.targets.neuron.operators import attention as neuron
-
-
-ROWS, HEADS, DIM = 3, 2, 8
 
 
 @given(st.integers(1, 9), st.integers(-1, 60))
@@ -50,81 +48,142 @@ def in_blocks(attend: Callable) -> Callable:
     return attend_in_blocks
 
 
-with_attention = [
-    pytest.mark.parametrize(
-        "attention",
-        [attend_cache, neuron.attend_cache, in_blocks(neuron.attend_cache)],
-        ids=["reference", "neuron", "blocks"],
-    ),
+ATTENTION: dict[str, Callable] = {
+    "reference": attend_cache,
+    "neuron": neuron.attend_cache,
+    "blocks": in_blocks(neuron.attend_cache),
+    "decode": neuron.attend_decode,
+    "decode in blocks": in_blocks(neuron.attend_decode),
+}
+with_layers = [
+    pytest.mark.parametrize("name", ATTENTION),
     pytest.mark.parametrize("kind", KINDS),
     pytest.mark.parametrize("window", [None, 6, AttentionChunk(8)], ids=["all", "window", "block"]),
-    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str),
-    pytest.mark.parametrize("value_dim", [16, 12]),
+    pytest.mark.parametrize(
+        ("dtype", "value_dim"), [(torch.float32, 16), (torch.bfloat16, 12), (torch.float16, 12)], ids=str
+    ),
 ]
 
 
 def with_all_attention(test: Callable) -> Callable:
-    for mark in with_attention:
+    for mark in with_layers:
         test = mark(test)
     return test
 
 
 class Layer:
-    """A layer's cache of four slots and the trash row, and chunk rows that read three of them; the last row is idle."""
+    """A layer's cache of four slots and the trash row, and rows that read it; the last row is idle.
 
-    def __init__(self, kind: str, window: Window, dtype: torch.dtype, value_dim: int) -> None:
-        self.query = torch.randn(4, 4, 7, 16).to(dtype)
-        self.keys, self.values = (torch.randn(5, 2, COLUMNS, dim).to(dtype) for dim in (16, value_dim))
+    Chunk rows read three slots. Decode rows bring a token that is not yet in the cache of their slot.
+    """
+
+    def __init__(self, name: str, kind: str, window: Window, dtype: torch.dtype, value_dim: int) -> None:
+        decode, dims = name.startswith("decode"), (16, value_dim)
         # A long prompt, the row behind it in the same slot, a prompt's beginning with padding.
         starts = [[*range(20, 27)], [*range(27, 34)], [0, 1, 2, 2, 2, 2, 2], [-1] * 7]
-        rows = torch.tensor(starts, dtype=torch.int32), torch.tensor([3, 3, 1, 0], dtype=torch.int32)
-        self.group = AttentionRows(*rows, COLUMNS)
+        positions = torch.tensor([[25], [0], [COLUMNS - 1], [-1]] if decode else starts, dtype=torch.int32)
+        self.slots = torch.arange(4) if decode else torch.tensor([3, 3, 1, 0])
+        self.query = torch.randn(4, 4, positions.shape[1], 16).to(dtype)
+        self.cache = [torch.randn(5, 2, COLUMNS, dim).to(dtype) for dim in dims]
+        self.own = [torch.randn(4, 2, dim).to(dtype) for dim in dims] if decode else []
+        self.positions, self.attention = positions, ATTENTION[name]
+        self.group = AttentionRows(positions, None if decode else self.slots.int(), COLUMNS)
         self.visible = self.group.visible(window)
+        # What a step writes for decode rows, they do not read.
+        self.read = self.visible & (torch.arange(COLUMNS) < positions[..., None]) if decode else self.visible
         options: dict = {"softcap": None, "sinks": None} | KINDS[kind]
-        self.call = AttentionCall(0, self.query, self.keys, self.values, 0.25, window, **options)
+        self.call = AttentionCall(0, self.query, *(self.own or self.cache), 0.25, window, **options)
 
-    def attend(self, attention: Callable, keys: Tensor, values: Tensor) -> Tensor:
-        output: Tensor = attention(self.call, self.group, self.query, keys, values)
+    def attend(self, cache: list | None = None, own: list[Tensor] | None = None) -> Tensor:
+        states = *(cache or self.cache), *(own or self.own)
+        output: Tensor = self.attention(self.call, self.group, self.query, *states)
         return output
+
+    def hide(self, canary: float) -> list[Tensor]:
+        """The cache with a canary in what no row reads."""
+        read = torch.zeros(5, COLUMNS, dtype=torch.bool)
+        for row, slot in enumerate(self.slots[:3]):
+            read[slot] |= self.read[row].any(0)
+        return [torch.where(read[:, None, :, None], each, canary) for each in self.cache]
+
+    def attend_exactly(self, cache: list[Tensor]) -> Tensor:
+        """Attend in float64; `[rows, tokens, heads, dim]` of the rows that are not idle."""
+        states = [each[self.slots].double() for each in cache]
+        for each, own in zip(states, self.own, strict=False):
+            for row in range(3):
+                each[row, :, self.positions[row, 0]] = own[row].double()
+        keys, values = (each.repeat_interleave(2, 1) for each in states)
+        scores = self.query.double() @ keys.mT * 0.25
+        if self.call.softcap is not None:
+            scores = torch.tanh(scores / self.call.softcap) * self.call.softcap
+        if self.call.column_bias is not None:
+            scores = scores + self.call.column_bias[None, :, None]
+        scores = scores.masked_fill(~self.visible[:, None], -torch.inf)
+        sinks = torch.tensor(-torch.inf) if self.call.sinks is None else self.call.sinks[:, None, None]
+        scores = torch.cat([scores, sinks.double().expand(*scores.shape[:3], 1)], -1)
+        return (scores.softmax(-1)[..., :-1] @ values).transpose(1, 2)[:3]
 
 
 @with_all_attention
-def test_a_column_that_a_row_does_not_see_may_hold_anything(
-    attention: Callable, kind: str, window: Window, dtype: torch.dtype, value_dim: int
+def test_what_a_row_sees_is_attended_to_and_what_it_does_not_see_may_be_anything(
+    name: str, kind: str, window: Window, dtype: torch.dtype, value_dim: int
 ) -> None:
-    layer = Layer(kind, window, dtype, value_dim)
-    expected = layer.attend(attention, layer.keys, layer.values)
-    seen = torch.zeros(5, COLUMNS, dtype=torch.bool)
-    for row, slot in enumerate([3, 3, 1]):
-        seen[slot] |= layer.visible[row].any(0)
-    assert expected.isfinite().all()
-    largest = torch.finfo(dtype).max
+    layer = Layer(name, kind, window, dtype, value_dim)
+    found, largest = layer.attend(), torch.finfo(dtype).max
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+    expected = layer.attend_exactly(layer.cache).to(dtype)
+    torch.testing.assert_close(found[:3], expected, atol=tolerance, rtol=tolerance)
     for canary in (math.nan, math.inf, -math.inf, largest, -largest):
-        keys, values = (torch.where(seen[:, None, :, None], each, canary) for each in (layer.keys, layer.values))
-        found = layer.attend(attention, keys, values)
-        assert torch.equal(found[:3], expected[:3])
-        assert found.isfinite().all()
+        again = layer.attend(layer.hide(canary))
+        assert torch.equal(again[:3], found[:3]) and again.isfinite().all()
 
 
 @with_all_attention
 def test_a_broken_token_reaches_those_who_see_it_alone(
-    attention: Callable, kind: str, window: Window, dtype: torch.dtype, value_dim: int
+    name: str, kind: str, window: Window, dtype: torch.dtype, value_dim: int
 ) -> None:
-    layer = Layer(kind, window, dtype, value_dim)
-    expected = layer.attend(attention, layer.keys, layer.values)
-    slots = [3, 3, 1, 0]
-    for slot, column in ((3, 17), (3, 24), (3, 33), (1, 1)):
+    layer = Layer(name, kind, window, dtype, value_dim)
+    expected = layer.attend()
+    for slot, column in ((0, 24), (0, 10), (2, 38)) if layer.own else ((3, 17), (3, 24), (3, 33), (1, 1)):
         for broken in (math.nan, -math.inf):
             for part in range(2):  # one number of its keys, or of its values
-                states = [each.clone() for each in (layer.keys, layer.values)]
+                states = [each.clone() for each in layer.cache]
                 token = [each[slot, None, :, column].clone() for each in states]
                 token[part][0, 1, 3] = broken
                 for each, whole in zip(states, kv_cache.whole_or_nan(*token), strict=True):
                     each[slot, :, column] = whole[0]
-                found = layer.attend(attention, *states)
-                sees = layer.visible[:, :, column] & (torch.tensor(slots) == slot)[:, None]
+                found = layer.attend(states)
+                sees = layer.read[:, :, column] & (layer.slots == slot)[:, None]
                 assert found[sees].isnan().all()
                 assert torch.equal(found[~sees], expected[~sees])
+    for row in range(3) if layer.own else ():
+        own, others = [each.clone() for each in layer.own], torch.arange(4) != row
+        for each in own:
+            each[row] = math.nan
+        found = layer.attend(own=own)
+        assert found[row].isnan().all() and torch.equal(found[others], expected[others])
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_over_codes_is_attention_over_what_they_stand_for(
+    codes: torch.dtype, dtype: torch.dtype, kind: str
+) -> None:
+    """Large numbers would leave float16."""
+    layer = Layer("reference", kind, 6, dtype, 12)
+    layer.query /= 16
+    layer.cache = [each.float() * 60 for each in layer.cache]
+    coded = [round_states(each, codes) for each in layer.hide(math.nan)]
+    found, tolerance = layer.attend(coded), 1e-5 if dtype == torch.float32 else 1e-3
+    assert found.dtype == dtype
+    expected = layer.attend_exactly([torch.nan_to_num(each.dequantize()) for each in coded])
+    torch.testing.assert_close(found[:3].double(), expected, atol=60 * tolerance, rtol=tolerance)
+    for each in layer.cache:
+        each[3, :, 24, 3] = math.nan
+    broken = layer.attend([round_states(each, codes) for each in layer.cache])
+    sees = layer.read[:, :, 24] & (layer.slots == 3)[:, None]
+    assert broken[sees].isnan().all() and torch.equal(broken[~sees], found[~sees])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -137,21 +196,6 @@ def test_what_is_written_of_a_token_is_finite_or_nan_throughout(dtype: torch.dty
     value[4, 0, 3], value[4, 1, 3] = math.inf, -math.inf
     for kept, written in zip((key, value), kv_cache.whole_or_nan(key, value), strict=True):
         assert written[1:5].isnan().all() and torch.equal(written[[0, 5]], kept[[0, 5]])
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    return 1e-5 if dtype == torch.float32 else 0.05 if dtype == torch.bfloat16 else 0.01
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [None, 6, AttentionChunk(8)], ids=["all", "window", "block"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_attention_in_blocks_equals_the_reference(kind: str, window: Window, dtype: torch.dtype) -> None:
-    layer = Layer(kind, window, dtype, 12)
-    expected = layer.attend(attend_cache, layer.keys, layer.values)[:3]
-    for attention in (neuron.attend_cache, in_blocks(neuron.attend_cache)):
-        found = layer.attend(attention, layer.keys, layer.values)[:3]
-        torch.testing.assert_close(found, expected, atol=tolerance(dtype), rtol=tolerance(dtype))
 
 
 @pytest.mark.parametrize(
@@ -169,78 +213,3 @@ def test_scores_of_a_block_keep_to_the_limit(heads: int, tokens: int, columns: i
     length, width = neuron.score_block(heads, tokens, columns)
     assert (length, width) == expected
     assert 4 * heads * length * width <= neuron.SCORES_LIMIT == 8 << 20 and tokens % length == 0
-
-
-class Decode:
-    """A layer's cache of four slots and the trash row, a token that is not yet in it for each slot; the last one is idle."""
-
-    def __init__(self, kind: str, window: Window, dtype: torch.dtype, value_dim: int) -> None:
-        positions = [25, 0, COLUMNS - 1, -1]
-        self.query = torch.randn(4, 4, 1, 16).to(dtype)
-        self.cache = [torch.randn(5, 2, COLUMNS, dim).to(dtype) for dim in (16, value_dim)]
-        self.own = [torch.randn(4, 2, dim).to(dtype) for dim in (16, value_dim)]
-        self.positions = torch.tensor(positions, dtype=torch.int32)
-        self.group = AttentionRows(self.positions[:, None], None, COLUMNS)
-        options: dict = {"softcap": None, "sinks": None} | KINDS[kind]
-        self.call = AttentionCall(0, self.query, *self.own, 0.25, window, **options)
-        # Without its own column: what the step writes there, it does not read.
-        columns = torch.arange(COLUMNS)
-        self.earlier = self.group.visible(window)[:, 0] & (columns < self.positions[:, None])
-
-    def written(self) -> list[Tensor]:
-        written = [each.clone() for each in self.cache]
-        for each, own in zip(written, self.own, strict=True):
-            for row in range(3):
-                each[row, :, self.positions[row]] = own[row]
-        return written
-
-    def reference(self) -> Tensor:
-        return attend_cache(self.call, self.group, self.query, *self.written())
-
-    def attend(self, attention: Callable, cache: list[Tensor], own: list[Tensor]) -> Tensor:
-        output: Tensor = attention(self.call, self.group, self.query, *cache, *own)
-        return output
-
-
-def with_decode(test: Callable) -> Callable:
-    decode = [neuron.attend_decode, in_blocks(neuron.attend_decode)]
-    for mark in (pytest.mark.parametrize("attention", decode, ids=["neuron", "blocks"]), *with_attention[1:]):
-        test = mark(test)
-    return test
-
-
-@with_decode
-def test_decode_rows_need_nothing_of_what_the_step_writes(
-    attention: Callable, kind: str, window: Window, dtype: torch.dtype, value_dim: int
-) -> None:
-    layer = Decode(kind, window, dtype, value_dim)
-    found = layer.attend(attention, layer.cache, layer.own)
-    torch.testing.assert_close(found[:3], layer.reference()[:3], atol=tolerance(dtype), rtol=tolerance(dtype))
-    for canary in (math.nan, math.inf, -math.inf, torch.finfo(dtype).max):
-        kept = torch.cat([layer.earlier, torch.zeros(1, COLUMNS, dtype=torch.bool)])[:, None, :, None]
-        unseen = [torch.where(kept, each, canary) for each in layer.cache]
-        again = layer.attend(attention, unseen, layer.own)
-        assert torch.equal(again, found) and found.isfinite().all()
-
-
-@with_decode
-def test_a_broken_token_reaches_the_decode_rows_that_see_it_alone(
-    attention: Callable, kind: str, window: Window, dtype: torch.dtype, value_dim: int
-) -> None:
-    layer = Decode(kind, window, dtype, value_dim)
-    expected = layer.attend(attention, layer.cache, layer.own)
-    for row in range(3):  # its own token
-        own = [each.clone() for each in layer.own]
-        for each in own:
-            each[row] = math.nan
-        found = layer.attend(attention, layer.cache, own)
-        others = torch.arange(4) != row
-        assert found[row].isnan().all() and torch.equal(found[others], expected[others])
-    for row, column in ((0, 24), (0, 10), (2, 38)):
-        cache = [each.clone() for each in layer.cache]
-        for each in cache:
-            each[row, :, column] = math.nan
-        found = layer.attend(attention, cache, layer.own)
-        others = torch.arange(4) != row
-        assert found[row].isnan().all() == layer.earlier[row, column]
-        assert torch.equal(found[others], expected[others])

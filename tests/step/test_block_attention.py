@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention over blocks in place, alone and in steps: the logits of slots, and the same bits wherever blocks lie."""
+"""Decode attention over blocks in place: the results of slots, and the same bits wherever blocks lie."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from helpers import ARCHITECTURES, as_tensor, eager_runner, prefill_pieces, random_tokens, tiny_config
-from torch import Tensor, nn
+from torch import Tensor
 
-from optimum_neuron.core import PromptPiece
-from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.attention.masks import AttentionChunk, Window
 from optimum_neuron.step.attention.rows import AttentionCall, AttentionRows
 from optimum_neuron.step.block_owners import BlockOwners, OwnerSizes, fill_owners
-from optimum_neuron.step.spec import GREEDY
-from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.targets.neuron.operators import attention
 from optimum_neuron.targets.neuron.operators.attention import OwnedBlocks, attend_blocks, heads_at_once
 
@@ -185,43 +179,3 @@ def test_a_wrong_owner_base_or_join_is_no_rounding(defect: str) -> None:
 
 def test_the_fields_are_those_that_are_filled() -> None:
     assert set(BlockOwners._fields) < set(OwnedBlocks.__dataclass_fields__)
-
-
-SLOTS = {"sequence_length": 256, "context_buckets": (128, 256), "prefill_chunk_size": 32}
-PAGED = SLOTS | {"kv_block_size": 64, "kv_cache_tokens": 512, "target": "hlo"}
-PROMPT, OTHER = random_tokens(120), random_tokens(90, seed=1)
-
-
-def answers(runner: GraphRunner, blocks: Sequence[Sequence[int]] = ()) -> list[Tensor]:
-    """Logits of a row that decodes, first beside the chunks of another prompt and then beside its decode row."""
-    runner.reset_slots()
-    for slot, own in enumerate(blocks, start=1):
-        runner.assign_blocks(slot, 0, own)
-    logits = [prefill_pieces(runner, 1, PROMPT, [32, 32, 32, 24])]
-    slots = runner.config.batch_size
-    for index in range(14):
-        active = torch.zeros(slots, dtype=torch.bool)
-        active[1] = True
-        active[2] = index >= 3
-        tokens = torch.full((slots,), 3 + index, dtype=torch.int32).numpy()
-        params, uniforms = torch.tensor([GREEDY] * slots).float().numpy(), torch.zeros(slots).numpy()
-        chunks = [PromptPiece(2, OTHER[32 * index : 32 * (index + 1)])] if index < 3 else []
-        output = runner.run_step(chunks, DecodeRows(tokens, active.numpy(), params, uniforms))
-        assert output.decode_logits is not None
-        logits.append(as_tensor(output.decode_logits[1]))
-        logits += [as_tensor(output.decode_logits[2])] if index >= 3 else []
-    return logits
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_blocks_in_place_give_the_logits_of_slots_wherever_they_are(
-    name: str, tiny_models: dict[str, nn.Module]
-) -> None:
-    expected = answers(eager_runner(tiny_models[name], tiny_config(**SLOTS)))
-    runner = eager_runner(tiny_models[name], tiny_config(**PAGED), ops=NEURON_OPS)
-    placements = [((0, 1, 2), (3, 4)), ((7, 5, 3), (2, 6)), ((1, 7, 0), (4, 3))]
-    found = [answers(runner, each) for each in placements]
-    assert all((one - other).abs().max() < 1e-5 for one, other in zip(found[0], expected, strict=True))
-    assert {each for each in runner.graph_calls if "128" in each and "chunked" not in each}
-    for one, other in zip(found[1], found[2], strict=True):  # graphs of all blocks
-        assert torch.equal(one, other)

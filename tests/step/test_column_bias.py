@@ -16,9 +16,9 @@ from torch import Tensor
 from optimum_neuron.errors import UnsupportedModelError
 from optimum_neuron.parity.inspect import check_states, inspect_model
 from optimum_neuron.parity.text_length import check_tables
-from optimum_neuron.step.attention.cached_attention import added_bias, attend_cache
+from optimum_neuron.step.attention.cached_attention import added_bias
 from optimum_neuron.step.attention.masks import CausalMask
-from optimum_neuron.step.attention.rows import AttentionCall, AttentionRows
+from optimum_neuron.step.attention.rows import AttentionCall
 from optimum_neuron.step.cache_needs import CacheNeeds
 from optimum_neuron.step.features.own_code.own_scores import BiasMask, ScoreKeys
 
@@ -55,19 +55,6 @@ def test_what_is_added_is_the_columns_number_less_that_of_the_tokens_own() -> No
         own = table[:, positions[row, token]]
         assert torch.equal(added[row, :, token], table[:, 2:9] - own[:, None])
     assert added.isfinite().all()
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_the_reference_adds_it_to_the_scores_of_each_head(kv_heads: int) -> None:
-    query, keys, values = torch.randn(2, 6, 3, 16), torch.randn(2, kv_heads, 12, 16), torch.randn(2, kv_heads, 12, 8)
-    table, positions = torch.randn(6, 12) * 3, torch.tensor([[3, 4, 5], [9, 10, 11]], dtype=torch.int32)
-    call = AttentionCall(0, query, keys, values, 0.25, None, None, None, table)
-    found = attend_cache(call, AttentionRows(positions, None, 12), query, keys, values)
-    wide = [each.double().repeat_interleave(6 // kv_heads, 1) for each in (keys, values)]
-    scores = query.double() @ wide[0].mT * 0.25 + table[None, :, None]
-    hidden = torch.arange(12) > positions[:, None, :, None]
-    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide[1]
-    torch.testing.assert_close(found, expected.transpose(1, 2).float(), rtol=1e-5, atol=1e-5)
 
 
 class Noted:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from architectures import configs
 from canaries import CANARIES, fill_unseen, same_bits, serve_steps
+from feature_models import FEATURES, spec_of
 from helpers import (
     ARCHITECTURES,
     TRASH_ROW,
@@ -38,12 +39,15 @@ from optimum_neuron.core import PromptPiece
 from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.model_spec import ModelSpec
+from optimum_neuron.step.state_specs import BY_TOKEN
 from optimum_neuron.targets.cpu.executable import LiveTokens
 
 
 BROKEN = 77  # a token whose row of the embedding is not finite
 # With convolutions, with attention in code of its own, within blocks of positions.
 MODELS = (*ARCHITECTURES, "lfm2", "codegen", "llama4_text")
+# Of selected and compressed keys, and of codes.
+SELECTING = ("glm_moe_dsa", "minimax_m3_vl_text", "qwen4_exp_text", "deepseek_v4", "gemma2 in int8")
 # On the cpu target: by the own kernels, by torch's operators (sinks, latent attention, float16), without convolutions and with.
 SHARED = ("llama", "gpt_oss", "lfm2")  # artifacts of other tests
 COMPILED = (*(f"{name}-cpu" for name in SHARED), "deepseek_v3-cpu", "codegen-cpu", "qwen3-cpu-float16")
@@ -64,12 +68,13 @@ def checkpoints(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.Tem
 def models(checkpoints: dict[str, Path]) -> dict[str, tuple[nn.Module, ModelSpec]]:
     """With the cached attention, not to be changed, and what they keep."""
     made = {name: load_model(checkpoints[name]) for name in MODELS}
-    return {name: (model, inspect_model(model)) for name, model in made.items()}
+    found = {name: (model, inspect_model(model)) for name, model in made.items()}
+    return found | {name: (FEATURES[name].model(), spec_of(name)) for name in SELECTING}
 
 
 @pytest.fixture(scope="module")
 def eager(models: dict[str, tuple[nn.Module, ModelSpec]]) -> dict[str, GraphRunner]:
-    return {name: eager_runner(model, tiny_config()) for name, (model, _) in models.items()}
+    return {name: eager_runner(models[name][0], tiny_config(), spec=models[name][1]) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -135,26 +140,26 @@ def test_idle_rows_leave_finite_numbers_whatever_they_find(
     assert all((state.isnan() if "-cpu" in name else state.isfinite()).all() for state in kept)
 
 
-def broken_runner(model: nn.Module, value: float) -> GraphRunner:
+def broken_runner(model: nn.Module, spec: ModelSpec, value: float, **sizes: Any) -> GraphRunner:
     """A model whose embedding of one token, not its logit, holds a number that is not finite."""
     changed: Any = copy.deepcopy(model)
     embedding = changed.get_input_embeddings()
     embedding.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)  # untied
     embedding.weight[BROKEN, 11] = value
-    return eager_runner(changed, tiny_config())
+    return eager_runner(changed, tiny_config(**sizes), spec=spec)
 
 
-def no_nan(states: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: state.nan_to_num(123.0) for name, state in states.items()}
+def sizes_of(name: str) -> dict[str, Any]:
+    return FEATURES[name].sizes if name in SELECTING else {}
 
 
 @pytest.mark.parametrize("value", CANARIES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *SELECTING])
 def test_a_broken_token_stays_with_those_who_see_it(
     name: str, value: float, models: dict[str, tuple[nn.Module, ModelSpec]]
 ) -> None:
     model, spec = models[name]
-    runner = broken_runner(model, value)
+    runner = broken_runner(model, spec, value, **sizes_of(name))
     prompt, other = random_tokens(20, seed=5), random_tokens(12, seed=6)
     prompt[prompt == BROKEN], other[other == BROKEN] = 4, 4
     place = 13  # in a row of the second chunk, with tokens before and behind
@@ -181,29 +186,16 @@ def test_a_broken_token_stays_with_those_who_see_it(
     assert not healthy[3][0].isnan().any()
     if name != "codegen":  # its own attention sees zeros in place of a broken token
         assert broken[2][0].isnan().all() and broken[3][0].isnan().all()
-    rows = [key for key in states if ".conv_" not in key]
+    rows = [key for key in states if key.startswith(BY_TOKEN)]
     assert all(torch.equal(after[key][0, :, :place], states[key][0, :, :place]) for key in rows)
     if spec.reuses_prefixes:
         reuse_prefix(runner, 2, 0, place)
         assert torch.equal(prefill_pieces(runner, 2, prompt[place:], [3, 4]), healthy[2][0])
     runner.reset_slots()
+    prefill_pieces(runner, 0, tampered, [3, 16, 1])  # who sees it does not depend on chunks
+    decode_tokens(runner, {0: 5})
+    for key, state in read_states(runner, spec).items():
+        assert torch.equal(state[0].nan_to_num(123.0), after[key][0].nan_to_num(123.0))
+    runner.reset_slots()
     again, _ = serve(prompt)
     assert all(torch.equal(left[0], right[0]) for left, right in zip(again, healthy, strict=True))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_who_sees_a_broken_token_does_not_depend_on_chunks(
-    name: str, models: dict[str, tuple[nn.Module, ModelSpec]]
-) -> None:
-    model, spec = models[name]
-    runner = broken_runner(model, torch.nan)
-    prompt = random_tokens(40, seed=5)
-    prompt[3] = BROKEN
-    found = []
-    for pieces in ([8] * 5, [1] * 40, [3, 16, 2, 16, 3], [16, 16, 8]):
-        runner.reset_slots()
-        logits = prefill_pieces(runner, 1, prompt, pieces)
-        states = {name: state[1] for name, state in read_states(runner, spec).items()}
-        found.append(no_nan({"logits": logits, **states}))
-    for other in found[1:]:
-        assert all(torch.equal(other[key], found[0][key]) for key in other)

@@ -7,25 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures.models import graph_model
 from coded_reference import KINDS, reference, rounded
-from feature_models import FEATURES
-from helpers import (
-    ARCHITECTURES,
-    CHUNK_SIZE,
-    LENGTH,
-    Opener,
-    generate,
-    random_tokens,
-    tiny_config,
-)
-from transformers import AutoModelForCausalLM, MambaConfig
+from helpers import ARCHITECTURES, CHUNK_SIZE, LENGTH, Opener, generate, random_tokens, tiny_config
 
-from optimum_neuron.parity.inspect import check_states, inspect_model
-from optimum_neuron.step.attention.cached_attention import attend_cache
 from optimum_neuron.step.attention.coded_states import round_states
-from optimum_neuron.step.attention.rows import AttentionCall, AttentionRows
-from optimum_neuron.step.interface import ATTENTION_NAME
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.state_specs import StateSizes, byte_count, state_specs
 
@@ -77,46 +62,6 @@ def test_steps_equal_transformers_with_rounded_keys_and_values(
         assert (logits[0] - first[0]).abs().max() > 3e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"sliding_window": 5}], ids=["plain", "softcap", "window"])
-def test_attention_over_codes_is_attention_over_what_they_stand_for(
-    kind: str, dtype: torch.dtype, options: dict
-) -> None:
-    """Large numbers would leave float16, and unseen columns hold NaN."""
-    generator, columns = torch.Generator().manual_seed(1), torch.arange(24)
-    keys, values = (torch.randn(3, 2, 24, 16, generator=generator) * 60 for _ in range(2))
-    keys[:, :, 20:], values[:, :, 20:] = float("nan"), float("inf")
-    query = torch.randn(2, 4, 3, 16, generator=generator).to(dtype)
-    positions = torch.tensor([[3, 4, 5], [17, 18, 19]], dtype=torch.int32)
-    arguments = {"softcap": None, "sliding_window": None, "sinks": None} | options
-    window = options.get("sliding_window", len(columns))
-    call = AttentionCall(0, query, query, query, 0.02, **arguments)
-    coded = [round_states(each, TYPES[kind]) for each in (keys, values)]
-    output = attend_cache(call, AttentionRows(positions, None, 24), query, *coded)
-    plain = [torch.nan_to_num(each.dequantize()[:2]).repeat_interleave(2, 1).double() for each in coded]
-    scores = query.double() @ plain[0].transpose(-1, -2) * 0.02
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    seen = (columns <= positions[..., None]) & (columns > positions[..., None] - window)
-    expected = (scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ plain[1]).transpose(1, 2)
-    assert output.dtype == dtype
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-3
-    torch.testing.assert_close(output.double(), expected, atol=60 * tolerance, rtol=tolerance)
-
-
-def test_who_sees_a_broken_token_gets_nan_and_nobody_else() -> None:
-    query = torch.randn(1, 2, 3, 16)
-    states = torch.randn(1, 1, 8, 16)
-    states[0, 0, 4, 2] = float("nan")
-    coded = round_states(states, torch.int8)
-    call = AttentionCall(0, query, query, query, 0.25, None, None, None)
-    output = attend_cache(
-        call, AttentionRows(torch.tensor([[2, 3, 4]], dtype=torch.int32), None, 8), query, coded, coded
-    )
-    assert output[0, :2].isfinite().all() and output[0, 2].isnan().all()
-
-
 def test_a_token_takes_half_the_bytes_and_four_for_each_scale(tiny_specs: dict[str, ModelSpec]) -> None:
     plain, coded = (
         StateSizes.measure(state_specs(tiny_config(dtype="bfloat16", kv_cache_dtype=kind), tiny_specs["llama"]))
@@ -126,20 +71,3 @@ def test_a_token_takes_half_the_bytes_and_four_for_each_scale(tiny_specs: dict[s
     assert plain.per_token == heads * 16 * 2 and coded.per_token == heads * (16 + 4)
     states = state_specs(tiny_config(dtype="bfloat16", kv_cache_dtype="fp8"), tiny_specs["llama"])
     assert byte_count(states) == 4 * LENGTH * coded.per_token
-
-
-def test_models_whose_caches_have_no_codes_are_refused_by_name() -> None:
-    config = tiny_config(kv_cache_dtype="int8")
-    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "state_size": 4, "vocab_size": 60}
-    mamba = AutoModelForCausalLM.from_config(MambaConfig(**sizes), attn_implementation=ATTENTION_NAME)
-    refused = {
-        "MambaForCausalLM keeps none: states of recurrences": mamba,
-        "GPTJForCausalLM attends by code of its own": graph_model("gptj", torch.float32),
-        "2 layers of DeepseekV4ForCausalLM attend to compressed keys": FEATURES["deepseek_v4"].model(),
-    }
-    for words, model in refused.items():
-        spec = inspect_model(model, compare=False)
-        with pytest.raises(ValueError, match=words) as caught:
-            check_states(model, spec, config)
-        assert "kv_cache_dtype='int8'" in str(caught.value) and "leave it out" in str(caught.value)
-        check_states(model, spec, tiny_config())

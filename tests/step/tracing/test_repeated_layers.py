@@ -26,6 +26,7 @@ from optimum_neuron.targets.cpu.ops import OPS
 
 
 LAYERS = 7
+CONFIG = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="cpu")
 
 
 @pytest.fixture
@@ -37,8 +38,7 @@ def model() -> Any:
 
 def layers_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Traces all layers and a few, and compares the plans; returns the layers whose code ran in the second."""
-    config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="cpu")
-    cache = KVCache(state_specs(config, look_at(model)))
+    cache = KVCache(state_specs(CONFIG, look_at(model)))
     numbers = {id(layer.mlp): number for number, layer in enumerate(model.model.layers)}
     own, ran = LlamaMLP.forward, []
 
@@ -47,7 +47,7 @@ def layers_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return own(self, x)
 
     monkeypatch.setattr(LlamaMLP, "forward", noted)
-    graph = next(graph for graph in graph_specs(config) if graph.kind == "token_generation")
+    graph = next(graph for graph in graph_specs(CONFIG) if graph.kind == "token_generation")
     whole, constants = lower(export_graph(model, cache, graph, OPS))
     ran.clear()
     found, own_constants = lower(export_layers_once(model, cache, graph, OPS))
@@ -93,19 +93,17 @@ def test_a_layer_that_is_another_is_traced(what: str, model: Any, monkeypatch: p
     assert layers_run(model, monkeypatch) == ([0, 1, 2, 5, 6] if what == "tied" else [0, 1, 2, 5])
 
 
-def test_a_layer_whose_code_computes_with_its_number_is_traced(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_layers(monkeypatch, lambda layer, x: x * 2 if layer.self_attn.layer_idx >= 5 else x)
-    assert layers_run(model, monkeypatch) == [0, 1, *range(LAYERS)]
-
-
-def test_a_number_that_its_code_catches_the_error_of_counts_as_used(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_layer_whose_code_computes_with_its_number_is_traced(
+    caught: bool, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def change(layer: Any, x: Tensor) -> Tensor:
         try:
             return x * 2 if layer.self_attn.layer_idx >= 5 else x
         except Exception:
-            return x
+            if caught:
+                return x
+            raise
 
     change_layers(monkeypatch, change)
     assert layers_run(model, monkeypatch)[-LAYERS:] == list(range(LAYERS))
@@ -146,8 +144,7 @@ def test_what_fails_in_a_model_without_repeated_layers_is_traced_once(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del model.model.layers[3:]
-    config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="cpu")
-    cache = KVCache(state_specs(config, look_at(model)))
+    cache = KVCache(state_specs(CONFIG, look_at(model)))
     ran = []
 
     def failing(layer: Any, x: Tensor) -> Tensor:
@@ -156,7 +153,7 @@ def test_what_fails_in_a_model_without_repeated_layers_is_traced_once(
 
     change_layers(monkeypatch, failing)
     with pytest.raises(RuntimeError, match="of the layer's own"):
-        export_layers_once(model, cache, graph_specs(config)[0], OPS)
+        export_layers_once(model, cache, graph_specs(CONFIG)[0], OPS)
     assert ran == [0]
 
 

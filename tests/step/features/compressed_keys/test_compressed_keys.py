@@ -3,29 +3,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from feature_models import FEATURES
-from helpers import (
-    decode_tokens,
-    eager_runner,
-    prefill_pieces,
-    random_tokens,
-    read_state,
-    tiny_config,
-    write_state,
-)
 from torch import Tensor
 
 from optimum_neuron.errors import UnsupportedModelError
-from optimum_neuron.parity.inspect import check_states, inspect_model, look_at
-from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.step.attention import rows as attention_rows
+from optimum_neuron.parity.inspect import look_at
 from optimum_neuron.step.attention.masks import CausalMask
 from optimum_neuron.step.attention.rows import CompressedKeys
 from optimum_neuron.step.features.compressed_keys.compression import (
@@ -35,72 +22,11 @@ from optimum_neuron.step.features.compressed_keys.compression import (
     split_joined,
 )
 from optimum_neuron.step.features.compressed_keys.slot_groups import SlotGroupKeys
-from optimum_neuron.step.features.compressed_keys.state import CompressedKeyState
 from optimum_neuron.step.features.selected_keys.index_keys import ScoresOf
-from optimum_neuron.step.features.selected_keys.state import IndexKeyState
-from optimum_neuron.step.model_spec import ModelSpec
-from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.sharding import shard_plan
 
 
 MODEL = FEATURES["deepseek_v4"].model
-
-
-@cache
-def runner() -> GraphRunner:
-    return eager_runner(MODEL(), tiny_config(), spec=spec())
-
-
-@cache
-def spec() -> ModelSpec:
-    return inspect_model(MODEL())
-
-
-def test_who_sees_the_key_of_a_broken_token_is_not_finite_and_nobody_else() -> None:
-    steps = runner()
-    steps.reset_slots()
-    for slot in (0, 1):
-        prefill_pieces(steps, slot, random_tokens(14, seed=6), [14])
-    state = read_state(steps.executable, "kv_cache.buffer_1_0")
-    state[1, :, 12 % 8] = torch.nan  # of a token whose group has no key yet
-    write_state(steps.executable, "kv_cache.buffer_1_0", state)
-    before = decode_tokens(steps, {0: 5, 1: 5})[1]
-    assert before[:2].isfinite().all()  # token 14
-    logits = decode_tokens(steps, {0: 5, 1: 5})[1]  # token 15 ends the group
-    assert logits[0].isfinite().all() and logits[1].isnan().all()
-    steps.reset_slots()
-    assert prefill_pieces(steps, 1, random_tokens(20, seed=7), [16, 4]).isfinite().all()
-
-
-def test_what_a_model_keeps_is_found_by_running_it() -> None:
-    assert spec().states_of(CompressedKeyState) == (
-        CompressedKeyState(1, 0, rate=4, spans=2, width=64, key_dim=16),
-        CompressedKeyState(1, 1, rate=4, spans=2, width=64, key_dim=16),
-        CompressedKeyState(2, 0, rate=8, spans=1, width=32, key_dim=16),
-    )
-    assert not spec().reuses_prefixes and not spec().states_of(IndexKeyState)
-    assert ModelSpec.from_dict(json.loads(json.dumps(spec().to_dict()))) == spec()
-    config = tiny_config(prefill_chunk_size=10, ctx_batch_size=2, sequence_length=32, context_buckets=None)
-    shapes = {state.name.removeprefix("kv_cache."): state.shape for state in state_specs(config, spec())}
-    # Three slots; behind them as many rows as 23 tokens of a step fill, and the keys of 3 + 2 * 3 and 3 + 2 * 2 groups.
-    assert shapes["buffer_1_0"] == (3 + 3, 1, 8, 64) and shapes["buffer_2_0"] == (3 + 3, 1, 8, 32)
-    assert shapes["group_1_1"] == (3 + 2, 1, 8, 16) and shapes["group_2_0"] == (3 + 2, 1, 4, 16)
-    short = tiny_config(prefill_chunk_size=2, ctx_batch_size=1, sequence_length=7, context_buckets=None)
-    assert not [state.name for state in state_specs(short, spec()) if "_2_" in state.name]
-
-
-def test_compressed_keys_that_are_not_seen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the prompt of several groups: the short one ends before the first group of eight."""
-    visible = attention_rows.visible_groups
-
-    def late(position_ids: Tensor, rate: int, groups: int) -> Tensor:
-        return visible(position_ids - (rate if rate == 8 else 0), rate, groups)
-
-    monkeypatch.setattr(attention_rows, "visible_groups", late)
-    with pytest.raises(
-        ValueError, match="it computes compressed keys otherwise over 24 tokens in chunks than at once"
-    ):
-        inspect_model(MODEL())
 
 
 def test_what_does_not_go_with_compressed_keys_is_refused() -> None:
@@ -108,17 +34,6 @@ def test_what_does_not_go_with_compressed_keys_is_refused() -> None:
         CompressingLayers(_Groups(), {0: 4})[1]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="its layers keep compressed keys, of which ranks do not have parts yet"):
         shard_plan(MODEL(), 2)
-    sizes: dict[str, Any] = {
-        "kv_block_size": 64,
-        "sequence_length": 128,
-        "context_buckets": (128,),
-        "output_logits": False,
-    }
-    check_states(MODEL(), spec(), tiny_config(**sizes))
-    with pytest.raises(
-        ValueError, match=r"2 layers of DeepseekV4ForCausalLM keep compressed keys, .*kv_block_size=64"
-    ):
-        check_states(MODEL(), spec(), tiny_config(target="hlo", **sizes))
 
 
 class _Groups:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from feature_models import FEATURES
 from torch import Tensor, nn
 
 from optimum_neuron.errors import UnsupportedModelError
+from optimum_neuron.parity.inspect import look_at
 from optimum_neuron.step.cache_needs import StepCache
 from optimum_neuron.step.features.own_code.layers_by_token import set_own_states
 from optimum_neuron.step.features.recurrence.recurrence import RecurrenceBackend, ScanCall, ScanKind
@@ -74,40 +76,12 @@ class Delayed(nn.Module):
         return torch.cat([self.convolution(inputs).transpose(1, 2), before], dim=-1)
 
 
-class Attributes(nn.Module):
-    """Keeps a vector in an attribute, and inputs in one of its part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = nn.Identity()
-        self.state: Any = "before"
-        self.part.inputs = None
-        self.forgets = False
-
-    def _setup_cache(self, batch: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.state = torch.zeros((batch, SIZE), device=device)
-        self.part.inputs = torch.zeros((batch, SIZE, 3), dtype=dtype, device=device)
-
-    def forward(self, hidden_states: Tensor, use_cache: bool = False) -> Tensor:
-        assert use_cache and self.state.shape[0] == len(hidden_states) == TOKENS
-        inputs = torch.cat((self.part.inputs, hidden_states.transpose(1, 2)), -1)
-        if not self.forgets:
-            self.part.inputs = inputs[:, :, 1:]
-        state = torch.sigmoid(hidden_states) * self.state[:, None].to(hidden_states.device)
-        state += torch.sum(inputs * torch.ones(SIZE, 4), dim=-1)[:, None]
-        output = state.type(hidden_states.dtype)
-        self.state = state[:, -1]
-        return output
-
-
-def run(layer: nn.Module, hidden: Tensor, *, cached: bool = True) -> tuple[Any, Noting]:
+def run(layer: nn.Module, hidden: Tensor) -> tuple[Any, Noting]:
     noting: Any = Noting()
     backends = Backends(dict.fromkeys(KINDS, noting))
-    if cached:
-        set_own_states(layer)
-    arguments = {"past_key_values": StepCache(0, None, backends, {})} if cached else {}
+    set_own_states(layer)
     with torch.no_grad(), serving(backends, torch.arange(TOKENS)):
-        return layer(hidden, **arguments), noting
+        return layer(hidden, past_key_values=StepCache(0, None, backends, {})), noting
 
 
 @pytest.fixture
@@ -150,25 +124,6 @@ def test_a_decay_that_was_no_exponential_and_one_for_each_row(hidden: Tensor) ->
     torch.testing.assert_close(found.exp(), decay[..., 0].expand(TOKENS, HEADS, DIM))
 
 
-def test_vectors_and_inputs_in_attributes(hidden: Tensor) -> None:
-    layer = nn.ModuleList([nn.Identity(), Attributes()])
-    set_own_states(layer)
-    output, noting = run(layer[1], hidden, cached=False)
-    [(kind, call)], [(layer_idx, index, inputs, past)] = noting.calls, noting.inputs
-    assert kind == "selective_scan" and (layer_idx, index, past) == (1, 0, 3)
-    assert torch.equal(inputs, hidden.transpose(1, 2))
-    added = hidden[0] + 3 * 100 + 3
-    torch.testing.assert_close(call.value[:, 0], added)
-    torch.testing.assert_close((call.rates * call.decay[:, 0]).exp(), torch.sigmoid(hidden[0]))
-    assert torch.equal(call.key, torch.ones(TOKENS, 1, 1)) and torch.equal(call.query, call.key)
-    torch.testing.assert_close(output[0], added + 100)
-    assert layer[1].state == "before" and layer[1].part.inputs is None
-    layer[1].forgets = True
-    with pytest.raises(UnsupportedModelError, match="layer 1 keeps the state of a recurrence of its own"):
-        run(layer[1], hidden, cached=False)
-    assert layer[1].state == "before" and layer[1].part.inputs is None
-
-
 def test_last_inputs_and_one_that_is_told_later(hidden: Tensor) -> None:
     layer = Delayed()
     output, noting = run(layer, hidden)
@@ -180,6 +135,23 @@ def test_last_inputs_and_one_that_is_told_later(hidden: Tensor) -> None:
         torch.testing.assert_close(output[0, :, :SIZE], layer.convolution(windows)[..., 0])
     with pytest.raises(UnsupportedModelError, match="layer 3 keeps the state of a recurrence of its own"):
         run(Delayed(kept=lambda x: x), hidden)
+
+
+def test_a_state_in_an_attribute_that_a_layer_forgets_is_refused_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = FEATURES["vectors"].model().model.layers[0].temporal_block
+    part, forward = block.rg_lru, type(block.rg_lru).forward
+
+    def forget(self: Any, *args: Any) -> Any:
+        before = self.recurrent_states
+        output = forward(self, *args)
+        self.recurrent_states = before
+        return output
+
+    monkeypatch.setattr(part, "recurrent_states", "before")
+    monkeypatch.setattr(type(part), "forward", forget)
+    with pytest.raises(UnsupportedModelError, match="layer 0 keeps the state of a recurrence of its own"):
+        look_at(FEATURES["vectors"].model())
+    assert part.recurrent_states == "before" and block.conv1d_state is None
 
 
 def bodies() -> Iterator[tuple[str, Body, str]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.step.attention.kv_cache import KVCache, write_indices
 from optimum_neuron.step.attention.rows import actual_tokens_mask
+from optimum_neuron.step.features.recurrence import recurrent_functions
 from optimum_neuron.step.features.recurrence.recurrence import ScanCall, ScanKind, ScanRows, ScanState, SlotScans
 from optimum_neuron.step.features.recurrence.scan_grid import walk
 from optimum_neuron.step.features.recurrence.state import RecurrentState
@@ -179,8 +180,8 @@ def test_no_cut_neighbor_slot_or_earlier_owner_changes_a_bit(kind: str, shape: s
             state.fill_(torch.nan) if state.is_floating_point() else state.fill_(data.draw(st.integers(-1, 40)))
         done, others, outputs = 0, {each: 0 for each in range(SLOTS) if each != slot}, []
         while done < total:
-            count = min(data.draw(st.integers(1, most)), total - done)
-            chunks = [(slot, done, rows_of(call, torch.arange(done, done + count)))]
+            count = min(data.draw(st.integers(0, most)), total - done)  # none: the slot keeps its state
+            chunks = [(slot, done, rows_of(call, torch.arange(done, done + count)))] * (count > 0)
             free = rows - -(-count // tokens)
             decodes = {}
             for other, at in others.items():
@@ -192,7 +193,8 @@ def test_no_cut_neighbor_slot_or_earlier_owner_changes_a_bit(kind: str, shape: s
                 elif action == "decode":
                     decodes[other] = (at, rows_of(another, torch.arange(at, at + 1)))
                     others[other] = at + 1
-            outputs.append(steps.step(data.draw(st.permutations(chunks)), decodes)[0][slot])
+            found, _ = steps.step(data.draw(st.permutations(chunks)), decodes)
+            outputs += [found[slot]] if count else []
             done += count
         assert torch.equal(torch.cat(outputs), expected)
         assert all(map(torch.equal, steps.states(slot), kept))
@@ -251,18 +253,6 @@ def test_a_broken_token_is_seen_by_those_behind_it_in_its_slot_alone(kind: str) 
     assert torch.equal(steps.prefill(0, call, [10, 10, 10]), expected)  # the next request in its slot
 
 
-def test_a_slot_without_a_token_keeps_its_state() -> None:
-    steps, call = Steps("gated delta", 10, 1, 4), text("gated delta", 30)
-    for slot in range(SLOTS):
-        steps.prefill(slot, call, [5 + slot])
-    before = [each.clone() for each in steps.cache.buffers()]
-    steps.step([(1, 6, rows_of(call, torch.arange(6, 8)))], {2: (7, rows_of(call, torch.arange(7, 8)))})
-    steps.step([], {2: (8, rows_of(call, torch.arange(8, 9)))})  # its chunk rows are idle
-    for old, new in zip(before, steps.cache.buffers(), strict=True):
-        assert torch.equal(old[0], new[0]) and not torch.equal(old[1], new[1])
-    assert steps.cache.scanned.tolist()[:SLOTS] == [5, 8, -1]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_walk_over_the_same_steps_computes_the_same(kind: str) -> None:
     """What a target with a kernel for it does: it keeps the current state alone."""
@@ -277,3 +267,23 @@ def test_a_walk_over_the_same_steps_computes_the_same(kind: str) -> None:
     for name in ("anchor_0_0", "tail_0_0"):
         delattr(pieces.cache, name)
     assert torch.equal(pieces.prefill(2, call, [1] * 37), found)
+
+
+class _Noted:
+    """A step that keeps the call of its scan."""
+
+    def scan(self, kind: str, call: ScanCall) -> Tensor:
+        self.call = call
+        return torch.zeros_like(call.value)
+
+
+def test_limits_of_a_time_step_are_not_rounded_to_the_type_of_the_model() -> None:
+    limits, noted = (0.001, 0.1), _Noted()
+    assert all(float(torch.tensor(each, dtype=torch.bfloat16)) != each for each in limits)
+    steps = torch.tensor([-20.0, 20.0], dtype=torch.bfloat16).view(1, 2, 1)
+    one = torch.ones(1, 2, 1, 4, dtype=torch.bfloat16)
+    scan: Any = recurrent_functions._OURS["mamba2_chunk_scan"]
+    scan(noted, one, steps, -torch.ones(1), one, one, dt_softplus=True, dt_limit=limits)
+    expected = torch.tensor(limits)
+    assert torch.equal(-noted.call.decay.flatten(), expected)
+    assert torch.equal(noted.call.value[:, 0], expected[:, None].expand(2, 4))
