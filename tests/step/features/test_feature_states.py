@@ -33,6 +33,7 @@ KEPT: dict[str, tuple[LayerState, ...]] = {
         KeyValueState(1, 2, 16, 16), ConvolutionState(0, 0, 3, 96), RecurrentState(0, 0, 4, 16, 8, 4 * (16 + 8 + 1 + 1)),
     ),
     "by channel": (RecurrentState(0, 0, 4, 16, 16, 4 * (16 + 16 + 16 + 1)),),
+    "selective": (RecurrentState(0, 0, 1, 8, 128, 8 + 2 * 128),),
     "deepseek_v4": (
         CompressedKeyState(1, 0, rate=4, spans=2, width=64, key_dim=16),
         CompressedKeyState(1, 1, rate=4, spans=2, width=64, key_dim=16),
