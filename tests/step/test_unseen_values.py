@@ -195,7 +195,8 @@ def test_a_broken_token_stays_with_those_who_see_it(
     prefill_pieces(runner, 0, tampered, [3, 16, 1])  # who sees it does not depend on chunks
     decode_tokens(runner, {0: 5})
     for key, state in read_states(runner, spec).items():
-        assert torch.equal(state[0].nan_to_num(123.0), after[key][0].nan_to_num(123.0))
+        if key.startswith((*BY_TOKEN, "kv_cache.conv_")):
+            assert torch.equal(state[0].nan_to_num(123.0), after[key][0].nan_to_num(123.0))
     runner.reset_slots()
     again, _ = serve(prompt)
     assert all(torch.equal(left[0], right[0]) for left, right in zip(again, healthy, strict=True))
