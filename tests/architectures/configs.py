@@ -17,53 +17,42 @@ VOCAB, LAYERS, WINDOW, POSITIONS = 256, 4, 8, 256
 
 # Sizes by the name of the attribute. An attribute_map leads other names (n_embd, d_model, ...) to the same rules.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_experts")
-SIZES: dict[str, int] = (
-    dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "emb_dim", "embedding_size"), 64)
-    | dict.fromkeys(("input_embedding_size", "output_embedding_size", "embedding_dim", "lru_width"), 64)
-    | dict.fromkeys(("attention_hidden_size", "linear_kv_dim"), 64)
-    | dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "ffn_hidden_size", "ffn_dim", "decoder_ffn_dim"), 96)
-    | dict.fromkeys(("n_inner", "dff", "d_inner", "dim_ff", "feed_forward_size", "dense_intermediate_size"), 96)
-    | dict.fromkeys(("prefix_dense_intermediate_size",), 96)
-    | dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_blocks"), LAYERS)
-    | dict.fromkeys(("num_decoder_layers", "encoder_layers", "num_encoder_layers", "num_layers_per_stack"), LAYERS)
-    | dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4)
-    | dict.fromkeys(("num_decoder_attention_heads", "swa_num_attention_heads", "attention_heads"), 4)
-    | dict.fromkeys(("encoder_attention_heads", "num_encoder_attention_heads"), 4)
-    | dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2)
-    | dict.fromkeys(("num_global_key_value_heads", "num_query_groups"), 2)
-    | dict.fromkeys(("head_dim", "dim_head", "d_head", "swa_head_dim", "global_head_dim", "attention_head_size"), 16)
-    | dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim"), 16)
-    | dict.fromkeys(("mamba_d_head", "mamba_headdim", "attention_head_dim"), 16)
-    | dict.fromkeys(("rotary_dim",), 8)
-    | dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads"), 4)
-    | dict.fromkeys(("mamba_n_heads", "n_mamba_heads"), 8)
-    | dict.fromkeys(("vocab_size", "n_tokens", "vocab_size_per_layer_input", "decoder_vocab_size"), VOCAB)
-    | dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), POSITIONS)
-    | dict.fromkeys(("max_target_positions", "context_length", "original_max_position_embeddings"), POSITIONS)
-    | dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "local_attention"), WINDOW)
-    | dict.fromkeys(("attention_window_size", "swa_window_size", "attention_chunk_size"), WINDOW)
-    | dict.fromkeys(("keep_window_size", "floor_scale", "rel_extent", "local_attn_chunk_length"), WINDOW)
-    | dict.fromkeys(EXPERT_COUNTS, 4)
-    | dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2)
-    | dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1)
-    | dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"), 32)
-    | dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size", "router_hidden_size"), 32)
-    | dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"), 1)
-    | dict.fromkeys(("zero_expert_num", "max_window_layers", "num_kv_shared_layers"), 2)
-    | dict.fromkeys(("moe_layer_start_index",), 1)
-    | dict.fromkeys(("moe_layer_end_index",), LAYERS - 1)
-    # Latent attention: keys and values of different sizes.
-    | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
-    | {"o_lora_rank": 16, "o_groups": 2, "hc_lowrank": 8, "laurel_rank": 8, "hidden_size_per_layer_input": 8}
-    | {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2}
-    | {"mamba_d_state": 8, "state_size": 8, "ssm_state_size": 8, "time_step_rank": 4, "mamba_d_ssm": 128}
-    | {"mamba_chunk_size": 8, "chunk_size": 8, "num_mel_bins": 8, "d_rel": 8, "adapter_rank": 8}
-)  # fmt: skip
+_NAMES_BY_SIZE = {
+    64: "hidden_size n_embd d_model word_embed_proj_dim emb_dim embedding_size input_embedding_size output_embedding_size embedding_dim "
+        "lru_width attention_hidden_size linear_kv_dim",
+    96: "intermediate_size intermediate_size_mlp ffn_hidden_size ffn_dim decoder_ffn_dim n_inner dff d_inner dim_ff feed_forward_size "
+        "dense_intermediate_size prefix_dense_intermediate_size",
+    LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers num_blocks num_decoder_layers encoder_layers num_encoder_layers "
+        "num_layers_per_stack num_attention_heads n_head n_heads num_heads decoder_attention_heads num_decoder_attention_heads "
+        "swa_num_attention_heads attention_heads encoder_attention_heads num_encoder_attention_heads linear_num_heads linear_num_key_heads "
+        "linear_num_value_heads mamba_num_heads time_step_rank index_topk index_block_size " + " ".join(EXPERT_COUNTS),
+    2: "num_key_value_heads num_kv_heads swa_num_key_value_heads num_global_key_value_heads num_query_groups num_experts_per_tok "
+        "num_experts_per_token moe_topk moe_k top_k_experts zero_expert_num max_window_layers num_kv_shared_layers o_groups index_n_heads "
+        "index_topk_blocks",
+    16: "head_dim dim_head d_head swa_head_dim global_head_dim attention_head_size linear_head_dim linear_key_head_dim "
+        "linear_value_head_dim mamba_head_dim mamba_d_head mamba_headdim attention_head_dim kv_lora_rank qk_nope_head_dim o_lora_rank "
+        "index_head_dim",
+    VOCAB: "vocab_size n_tokens vocab_size_per_layer_input decoder_vocab_size max_position_embeddings n_positions n_ctx max_seq_len seq_length "
+        "max_target_positions context_length original_max_position_embeddings",
+    WINDOW: "sliding_window sliding_window_size window_size local_attention attention_window_size swa_window_size attention_chunk_size "
+        "keep_window_size floor_scale rel_extent local_attn_chunk_length rotary_dim mamba_n_heads n_mamba_heads qk_rope_head_dim hc_lowrank "
+        "laurel_rank hidden_size_per_layer_input mamba_d_state state_size ssm_state_size mamba_chunk_size chunk_size num_mel_bins d_rel "
+        "adapter_rank",
+    32: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+        "shared_intermediate_size router_hidden_size",
+    1: "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group num_expert_group first_k_dense_replace "
+        "num_dense_layers moe_layer_start_index",
+    LAYERS - 1: "moe_layer_end_index",
+    # Of latent attention and of Mamba: keys and values of different sizes, and more channels than the hidden size has.
+    24: "q_lora_rank", 12: "v_head_dim", 128: "mamba_d_ssm",
+}  # fmt: skip
+SIZES: dict[str, int] = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
 # Values that switch on what an architecture has, or that a causal language model needs.
 VALUES: dict[str, Any] = {
     "is_decoder": True, "use_sliding_window": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16, "axial_pos_embds": False, "mamba_expand": 2, "use_cache": True,
 }  # fmt: skip
+_ONLY_IF_SET = {"attn_logit_softcapping", "final_logit_softcapping", "num_experts", "sliding_window_size"}
 # Where the names tell too little: the attribute means something else here, or sizes depend on each other.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _TEXT_SIZES = (
@@ -74,27 +63,17 @@ _TEXT_OF_ASSISTANT = {name: SIZES[name] for name in _TEXT_SIZES} | {
 }  # fmt: skip
 _T5 = {"model_type": "t5", "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 2, "vocab_size": VOCAB}
 _ENCODEC = {"model_type": "encodec", "num_filters": 4, "hidden_size": 16, "codebook_size": 64, "num_lstm_layers": 1}
-_MUSIC = {
-    "text_encoder": _T5,
-    "audio_encoder": _ENCODEC,
-    "decoder": {
-        "model_type": "musicgen_decoder", "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": VOCAB,
-    },
+_DECODER = {
+    "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": VOCAB,
 }  # fmt: skip
+_MUSIC = {"text_encoder": _T5, "audio_encoder": _ENCODEC, "decoder": {"model_type": "musicgen_decoder"} | _DECODER}
+_BLT = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 260}
+_BOTH = ("sliding_attention", "full_attention")
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "blt": {
-        "patch_size": 4,
-        "encoder_hash_byte_group_vocab": 64,
-        **{
-            f"{part}_config": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 260}
-            for part in ("patcher", "encoder", "decoder", "global")
-        },
-    },
+    "blt": {"patch_size": 4, "encoder_hash_byte_group_vocab": 64}
+    | {f"{part}_config": _BLT for part in ("patcher", "encoder", "decoder", "global")},
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_parameters": dict.fromkeys(
-            ("sliding_attention", "full_attention"), _ROPE | {"mrope_section": [3, 3, 2]}
-        ),
+        "layer_types": [*_BOTH] * 2, "rope_parameters": dict.fromkeys(_BOTH, _ROPE | {"mrope_section": [3, 3, 2]}),
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -103,8 +82,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "gemma4_assistant": {"backbone_hidden_size": 64, "num_centroids": 8, "text_config": _TEXT_OF_ASSISTANT},
     "gemma4_unified_assistant": {
-        "backbone_hidden_size": 64,
-        "num_centroids": 8,
+        "backbone_hidden_size": 64, "num_centroids": 8,
         "text_config": _TEXT_OF_ASSISTANT | {"model_type": "gemma4_unified_text"},
     },
     "kimi_linear": {"num_key_value_heads": 4},
@@ -121,7 +99,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_mem_blocks": 1},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
@@ -147,7 +125,7 @@ def tiny_options(default: PreTrainedConfig, overrides: dict[str, Any]) -> dict[s
         elif key in VALUES:
             options[key] = VALUES[key] if value is not None or key not in _ONLY_IF_SET else None
         elif isinstance(value, list) and value and len(value) == depth:
-            kinds = list(dict.fromkeys(map(_hashable, value)))
+            kinds = list(dict.fromkeys(tuple(each) if isinstance(each, list) else each for each in value))
             if kinds == ["full_attention"] and "sliding_window" in default.to_dict():
                 kinds = ["sliding_attention", "full_attention"]
             options[key] = [kinds[index % len(kinds)] for index in range(LAYERS)]
@@ -156,10 +134,3 @@ def tiny_options(default: PreTrainedConfig, overrides: dict[str, Any]) -> dict[s
     if "qk_rope_head_dim" in options:  # latent attention: keys and values are made for every head
         options |= {"num_key_value_heads": options["num_attention_heads"], "head_dim": options["qk_rope_head_dim"]}
     return options | overrides
-
-
-_ONLY_IF_SET = {"attn_logit_softcapping", "final_logit_softcapping", "num_experts", "sliding_window_size"}
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,31 +57,27 @@ class Mixer(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tokens_that_influence_each_other_outside_of_attention_are_found(dtype: torch.dtype) -> None:
-    model = tiny_model("llama", dtype)
-    inspect_model(model)
-    for layer in model.model.layers:
-        layer.mlp = Mixer(layer.mlp)
-    with pytest.raises(ValueError, match="it lets tokens of different requests in a step influence each other"):
-        inspect_model(model)
-
-
-def test_a_config_that_transformers_own_attention_cannot_run_is_compared_with_its_own_whole_prompt() -> None:
-    model = tiny_model("deepseek_v3", num_key_value_heads=2)
-    assert len(inspect_model(model).states) == 4
-    model.model.layers[0].mlp = Mixer(model.model.layers[0].mlp)
-    with pytest.raises(ValueError, match="it lets tokens of different requests in a step influence each other"):
-        inspect_model(model)
-
-
-def test_a_language_model_that_transformers_has_only_inside_of_others_is_compared_too() -> None:
+def text_model_of_qwen2_5_vl() -> PreTrainedModel:
+    """A language model that transformers has only inside of another."""
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
     config = Qwen2_5_VLTextConfig(**TINY_SIZES, rope_parameters=rope)
     register_language_model(config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
     sharpen(model)
-    assert len(inspect_model(model).states) == 2
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(tiny_model, "llama", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        partial(tiny_model, "deepseek_v3", num_key_value_heads=2),  # transformers' own attention cannot run it
+        text_model_of_qwen2_5_vl,
+    ],
+)
+def test_tokens_that_influence_each_other_outside_of_attention_are_found(make: Callable[[], Any]) -> None:
+    model = make()
+    assert len(inspect_model(model).states) == model.config.num_hidden_layers
     model.model.layers[0].mlp = Mixer(model.model.layers[0].mlp)
     with pytest.raises(ValueError, match="it lets tokens of different requests in a step influence each other"):
         inspect_model(model)
@@ -88,13 +85,12 @@ def test_a_language_model_that_transformers_has_only_inside_of_others_is_compare
 
 @pytest.mark.parametrize("window", [4, 256])
 def test_keys_that_a_table_of_places_hides_are_refused_whatever_the_window(window: int) -> None:
-    with pytest.raises(
-        ValueError, match=r"hides keys by a table of places in a call, transformer\.h\.0\.attn\.attention\.bias"
-    ):
+    words = r"hides keys by a table of places in a call, transformer\.h\.0\.attn\.attention\.bias"
+    with pytest.raises(ValueError, match=words):
         inspect_model(tiny_model("gpt_neo", window_size=window))
 
 
-def test_attention_of_a_models_own_is_compared_behind_its_window_and_where_it_decides(
+def test_attention_of_a_models_own_is_compared_behind_its_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(inspect, "check_own_masks", lambda model: None)
@@ -104,16 +100,13 @@ def test_attention_of_a_models_own_is_compared_behind_its_window_and_where_it_de
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()  # attends to all alike
     set_implementation(model.to(torch.bfloat16), ATTENTION_NAME)
-    with pytest.raises(
-        ValueError, match=r"attends by code of its own otherwise over 73 tokens in chunks than at once"
-    ):
+    with pytest.raises(ValueError, match="attends by code of its own otherwise over 73 tokens in chunks than at once"):
         inspect_model(model)
 
 
 def test_a_config_that_no_code_can_run_is_refused_with_what_failed() -> None:
-    with pytest.raises(
-        ValueError, match=r"FalconForCausalLM cannot be exported: it fails on a token .* invalid for input"
-    ):
+    words = "FalconForCausalLM cannot be exported: it fails on a token .* invalid for input"
+    with pytest.raises(ValueError, match=words):
         inspect_model(tiny_model("falcon", multi_query=False))
 
 
@@ -122,10 +115,8 @@ def test_weights_of_several_types_that_do_not_go_together_are_refused_with_the_t
     model = tiny_model("llama", torch.bfloat16)
     for layer in model.model.layers:
         layer.input_layernorm.float()
-    with pytest.raises(
-        ValueError,
-        match=r"it fails on a prompt .*; its weights have the types bfloat16 and float32: try dtype='float32'",
-    ):
+    words = "it fails on a prompt .*; its weights have the types bfloat16 and float32: try dtype='float32'"
+    with pytest.raises(ValueError, match=words):
         inspect_model(model)
 
 
@@ -145,10 +136,13 @@ def test_a_model_is_refused_by_its_cause(name: str, reason: str, dtype: torch.dt
         inspect_model(tiny_model(name, dtype))
 
 
-def test_a_model_that_numbers_tokens_by_those_of_a_call_is_refused() -> None:
+def test_a_model_that_numbers_tokens_by_those_of_a_call_or_attends_in_both_directions_is_refused() -> None:
     with pytest.raises(ValueError, match="ignores position_ids and counts the tokens of a call"):
         inspect_model(tiny_model("trocr", use_learned_position_embeddings=False))
     inspect_model(tiny_model("trocr"))  # its table takes positions, though nobody passes it some
+    inspect_model(tiny_model("bert"))
+    with pytest.raises(ValueError, match="masks attention by bidirectional_mask_function"):
+        inspect_model(tiny_model("bert", is_decoder=False))
 
 
 def test_rounding_refuses_no_model_whose_many_routers_amplify_it() -> None:
@@ -157,27 +151,14 @@ def test_rounding_refuses_no_model_whose_many_routers_amplify_it() -> None:
     assert len(inspect_model(tiny_model("deepseek_v3", torch.bfloat16, **layers)).states) == 32
 
 
-def test_a_model_made_bidirectional_is_refused() -> None:
-    model = tiny_model("bert")
-    inspect_model(model)
-    model = tiny_model("bert", is_decoder=False)
-    with pytest.raises(ValueError, match="masks attention by bidirectional_mask_function"):
-        inspect_model(model)
-
-
-def test_an_inspected_model_keeps_its_attention_and_weights() -> None:
+def test_an_inspected_model_keeps_its_attention_and_weights_and_needs_no_data() -> None:
     model = tiny_model("gemma2")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    inspect_model(model)
-    assert model.config._attn_implementation == ATTENTION_NAME
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_a_model_without_data_is_inspected_without_a_comparison() -> None:
-    model = tiny_model("llama")
     with no_data():
         spec = inspect_model(data_free_copy(model))
     assert spec == inspect_model(model)
+    assert model.config._attn_implementation == ATTENTION_NAME
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_a_mask_of_the_windows_that_transformers_makes_is_a_rule_about_positions() -> None:
@@ -192,13 +173,9 @@ def test_a_mask_of_the_windows_that_transformers_makes_is_a_rule_about_positions
         mask = causal_mask(mask_function=function)
         assert mask.visible_window() == window
         zero = torch.tensor(0)
-        expected = torch.stack(
-            [torch.stack([torch.as_tensor(function(zero, zero, q, k)) for k in positions]) for q in positions]
-        )
-        assert torch.equal(rows.visible(window)[0], expected)
-
-
-def test_an_idle_row_sees_nothing_of_its_attention_chunk() -> None:
+        expected = [[bool(function(zero, zero, query, key)) for key in positions] for query in positions]
+        assert torch.equal(rows.visible(window)[0], torch.tensor(expected))
+    # An idle row sees nothing of its attention chunk.
     assert not AttentionRows(torch.tensor([[-1]], dtype=torch.int32), None, 30).visible(AttentionChunk(8)).any()
 
 
@@ -227,27 +204,18 @@ def test_a_model_that_computes_with_its_mask_is_stopped_by_name() -> None:
     assert mask[:, :, :, :4] is mask
     scores = torch.zeros(1, 1, 3, 3)
     for compute in (
-        lambda: scores + mask,
-        lambda: mask + scores,
-        lambda: scores.masked_fill(mask, 0.0),
-        lambda: torch.cat([mask, scores]),
-        lambda: mask.device,
-        lambda: mask < 0,
-        lambda: ~mask,
-        lambda: bool(mask),
-    ):
+        lambda: scores + mask, lambda: mask + scores, lambda: scores.masked_fill(mask, 0.0), lambda: torch.cat([mask, scores]),
+        lambda: mask.device, lambda: mask < 0, lambda: ~mask, lambda: bool(mask),
+    ):  # fmt: skip
         with pytest.raises(UnsupportedModelError, match="it computes with its attention mask"):
             compute()
 
 
 def test_a_model_that_knows_only_the_names_of_transformers_gets_our_attention_afterwards() -> None:
-    config = tiny_config("gptj")
-    model = with_attention(
-        lambda name: AutoModelForCausalLM.from_config(config, attn_implementation=name), ATTENTION_NAME
-    )
-    assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {
-        ATTENTION_NAME
-    }
+    make = partial(AutoModelForCausalLM.from_config, tiny_config("gptj"))
+    model = with_attention(lambda name: make(attn_implementation=name), ATTENTION_NAME)
+    found = {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+    assert found == {ATTENTION_NAME}
 
     def fail(name: str) -> PreTrainedModel:
         raise KeyError("another")

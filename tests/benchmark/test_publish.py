@@ -38,16 +38,11 @@ def report(**figures: dict[str, Any]) -> dict[str, Any]:
     }
     group = {"model": "m", "precision": "int8", "figures": found | figures, "agreement": {OURS: 0.5}, "reasons": {}}
     names = ["optimum_neuron-plain", "transformers", "transformers-static", "llamacpp", "openvino"]
+    machine = {"cpu": "a CPU", "threads": 2, "kernels": "avx2", "commit": "abc1234"}
     return {
-        "benchmark": "peers",
-        "command": "python -m benchmark.peers",
-        "date": "2026-11-08",
-        "machine": {"cpu": "a CPU", "threads": 2, "kernels": "avx2", "commit": "abc1234"},
-        "options": {"peers": names, "rounds": 3},
-        "missing": {},
-        "notes": [],
-        "groups": [group],
-    }
+        "benchmark": "peers", "command": "python -m benchmark.peers", "date": "2026-11-08", "machine": machine,
+        "options": {"peers": names, "rounds": 3}, "missing": {}, "notes": [], "groups": [group],
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -97,10 +92,7 @@ def test_every_row_and_every_runtime_of_a_run_is_published(tmp_path: Path) -> No
     for text in texts["README.md"], texts["RESULTS.md"]:
         assert "prefill 128 (OpenVINO by 16%)" in text and f"{PEERS['transformers-static'].label} 4.0 times" in text
         assert "commit abc1234 (8 November 2026)" in text and "2 threads of a CPU" in text
-
-
-@pytest.mark.usefixtures("_made_up")
-def test_a_changed_number_a_missing_row_and_another_run_give_other_documents(tmp_path: Path) -> None:
+    # A changed number and a missing row give other documents, and a second run of one benchmark another heading.
     first = dict(publish.documents(tmp_path))
     changed, fewer = report(**{SERVE: values(optimum_neuron=71, llamacpp=30)}), report()
     del fewer["groups"][0]["figures"][SERVE]
@@ -108,6 +100,9 @@ def test_a_changed_number_a_missing_row_and_another_run_give_other_documents(tmp
         (tmp_path / "peers.json").write_text(json.dumps(other), encoding="utf-8")
         second = dict(publish.documents(tmp_path))
         assert all(first[path] != second[path] for path in first)
+    (tmp_path / "peers_avx2.json").write_text(json.dumps(report()), encoding="utf-8")
+    text = dict(publish.documents(tmp_path))[tmp_path / "RESULTS.md"]
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Other runtimes", "Other runtimes: peers_avx2"]
 
 
 @pytest.mark.usefixtures("_made_up")
@@ -118,13 +113,6 @@ def test_a_run_of_no_known_benchmark_and_a_page_without_markers_are_refused(tmp_
     (tmp_path / "x.json").write_text('{"benchmark": "guess"}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"x\.json is of benchmark 'guess', which has no section; known are peers"):
         publish.reports(tmp_path)
-
-
-@pytest.mark.usefixtures("_made_up")
-def test_two_runs_of_one_benchmark_have_two_headings(tmp_path: Path) -> None:
-    (tmp_path / "peers_avx2.json").write_text(json.dumps(report()), encoding="utf-8")
-    text = dict(publish.documents(tmp_path))[tmp_path / "RESULTS.md"]
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Other runtimes", "Other runtimes: peers_avx2"]
 
 
 def test_lost_and_level_rows_are_named_with_by_how_much_and_to_whom() -> None:
@@ -151,7 +139,6 @@ def test_own_variants_are_shown_and_are_no_peers() -> None:
 def test_a_command_is_published_without_the_places_of_its_machine_and_a_table_is_markdown() -> None:
     words = "/x/python -m benchmark.peers --json /a/b.json --rounds 3 --folder=/c --peers a b"
     assert command_line(words.split()) == "python -m benchmark.peers --rounds 3 --peers a b"
-
     table = Table("t", ("", "system"), ("ms",))
     table.add_row("a", "", "1.0")
     assert table.markdown().splitlines() == ["| | system | ms |", "| --- | --- | --: |", "| a | | 1.0 |"]

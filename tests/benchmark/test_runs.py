@@ -38,15 +38,13 @@ def test_a_ratio_is_of_one_round_a_slower_format_is_marked_and_an_unknown_set_is
         formats.chosen_sets(["mmx"])
 
 
-def test_each_instruction_set_has_a_process_that_is_held_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_instruction_set_has_a_process_held_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CPU_VARIABLE, raising=False)
-    started: list[tuple[str, list[str]]] = []
+    started: dict[str, list[str]] = {}
     reports: list[dict[str, Any]] = []
 
     def run(command: list[str], *, env: dict[str, str], **options: object) -> subprocess.CompletedProcess[str]:
-        started.append((env[CPU_VARIABLE], command))
+        started[env[CPU_VARIABLE]] = command
         results = [{"instruction_set": env[CPU_VARIABLE]}]
         return subprocess.CompletedProcess(command, 0, f"a table\n{json.dumps({'results': results})}\n")
 
@@ -57,8 +55,8 @@ def test_each_instruction_set_has_a_process_that_is_held_to_it(
     monkeypatch.setattr(sys, "argv", ["formats", "--rows", "2", "--artifacts", str(tmp_path)])
     assert formats.main() == 0
     names = [each.name for each in list_instruction_sets() if each.needs]
-    assert [name for name, _ in started] == names
-    for name, command in started:
+    assert list(started) == names
+    for name, command in started.items():
         assert command[:5] == [sys.executable, "-m", "benchmark.generate.formats", "--rows", "2"]
         assert command[-4:] == ["--instruction-sets", name, "--artifacts", str(tmp_path)]
     assert [each["instruction_set"] for each in reports[0]["results"]] == names
@@ -90,9 +88,7 @@ def test_pauses_are_those_that_overlap_the_time_until_the_first_token_of_the_lon
     found = workload.results(trace)
     assert (found["ttft_ms"], found["decode_itl_ms"], found["itl_max_ms"]) == (2500, 2500, 4000)
     assert found["tok_s"] == pytest.approx(5 / 6.5)
-
-
-def test_as_many_requests_as_users_are_in_flight() -> None:
+    # As many requests as users are in flight.
     jobs = Users(2, 5, prompt=10, new_tokens=10).jobs(PromptSource(100, 0))
     assert all(8 <= len(job.prompt) <= 12 and 8 <= job.new_tokens <= 12 for job in jobs)
     trace, waiting = Trace(), list(jobs)
@@ -116,11 +112,10 @@ def test_a_long_prompt_among_decodes_runs(
     assert report["padding"]["stall"]["mixed"]["padded_share"] == 0
 
 
-def _span(track: str, name: str, begin: float, end: float, **facts: int) -> dict[str, Any]:
-    return {"cat": track, "name": name, "ts": begin, "dur": end - begin, "args": facts}
-
-
 def test_parts_are_medians_of_all_runs_but_the_first() -> None:
+    def _span(track: str, name: str, begin: float, end: float, **facts: int) -> dict[str, Any]:
+        return {"cat": track, "name": name, "ts": begin, "dur": end - begin, "args": facts}
+
     events = [_span("steps", "decode", 0, 9e6)]
     for number, (walk, map_) in enumerate([(900, 900), (1, 7), (5, 3), (3, 5)], 1):
         begin = number * 1e4
@@ -141,9 +136,7 @@ def test_parts_are_medians_of_all_runs_but_the_first() -> None:
 
 
 @pytest.mark.slow
-def test_recurrent_shapes_run_and_float32_tokens_are_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recurrence_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     layers = {"layers_block_type": ["linear_attention", "full_attention"], "ssm_state_size": 8, "n_groups": 2}
     tiny = NemotronHConfig(**TINY_SIZES | layers, mamba_num_heads=4, mamba_head_dim=32)
     assert shapes.CONFIGS.keys() == SHAPES.keys()

@@ -29,8 +29,7 @@ from optimum_neuron.step.features.codes.modules import is_experts
 from optimum_neuron.step.features.codes.weight import UNUSED_SCALE_BITS, QuantizedWeight
 
 
-_Round = Callable[[Tensor], QuantizedWeight]
-ROUNDINGS: dict[str, _Round] = {
+ROUNDINGS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int8": round_int8, "fp8": round_fp8,
     "fp8 of Trainium 2": lambda weight: round_fp8(weight, 240.0),
     "int4": lambda weight: round_int4(weight, 32),
@@ -44,9 +43,7 @@ def _weight(seed: int, outputs: int = 5, inputs: int = 64) -> Tensor:
 
 @given(seed=st.integers(0, 10**6), exponent=st.integers(-3, 3), outlier=st.floats(1, 20))
 @settings(max_examples=30, deadline=None)
-def test_values_are_off_by_half_a_step_at_most_or_clipped_where_that_is_better(
-    seed: int, exponent: int, outlier: float
-) -> None:
+def test_values_are_off_by_half_a_step_or_clipped_if_better(seed: int, exponent: int, outlier: float) -> None:
     weight = _weight(seed) * 10.0**exponent
     weight[0, 3] *= outlier
     groups = weight.view(5, 2, 32)
@@ -64,6 +61,13 @@ def test_values_are_off_by_half_a_step_at_most_or_clipped_where_that_is_better(
         assert (error <= 32 * (span * 1.1) ** 2).all()
 
 
+def test_codes_stay_within_what_a_device_and_a_scale_have() -> None:
+    assert round_fp8(_weight(0), 240.0).codes.float().abs().amax() == 240
+    for factor, size, words in ((1, 48, "groups of 48 do not divide 64 inputs"), (1e7, 32, "too large for int4")):
+        with pytest.raises(ValueError, match=words):
+            round_int4(_weight(0) * factor, size)
+
+
 @pytest.mark.parametrize("factor", [1.0, 1e-4, 1e-6, 1e-9, 8e4])
 def test_scales_of_int4_times_codes_are_numbers_of_bfloat16(factor: float) -> None:
     for importance in (None, torch.rand(64) + 0.1):
@@ -74,31 +78,17 @@ def test_scales_of_int4_times_codes_are_numbers_of_bfloat16(factor: float) -> No
 
 
 @pytest.mark.parametrize("name", ROUNDINGS)
-def test_an_output_is_rounded_alike_beside_any_others(name: str) -> None:
+def test_an_output_is_rounded_alike_beside_any_others_and_zeros_and_single_values_are_kept(name: str) -> None:
     weight = torch.cat([_weight(0), _weight(1) * 100])
     whole, part = (ROUNDINGS[name](each) for each in (weight, weight[2:4]))
     assert torch.equal(whole.dequantize()[2:4], part.dequantize())
     experts = ROUNDINGS[name](torch.stack([weight[:5], weight[5:]]))
     assert torch.equal(experts.dequantize().flatten(0, 1), whole.dequantize())
-
-
-@pytest.mark.parametrize("name", ROUNDINGS)
-def test_zeros_and_single_values_are_kept(name: str) -> None:
     weight = torch.zeros(3, 64)
     weight[1, 7] = -2.5
     weight[2, :] = 0.125
     found = ROUNDINGS[name](weight).dequantize()
-    assert torch.equal(found[0], weight[0])
-    assert torch.count_nonzero(found[1]) == 1
-    assert torch.allclose(found, weight, rtol=1e-3)
-
-
-def test_codes_stay_within_what_a_device_and_a_scale_have() -> None:
-    assert round_fp8(_weight(0), 240.0).codes.float().abs().amax() == 240
-    with pytest.raises(ValueError, match="groups of 48 do not divide 64 inputs"):
-        round_int4(_weight(0), 48)
-    with pytest.raises(ValueError, match="too large for int4"):
-        round_int4(_weight(0) * 1e7, 32)
+    assert not found[0].any() and torch.count_nonzero(found[1]) == 1 and torch.allclose(found, weight, rtol=1e-3)
 
 
 SIZES: dict[str, Any] = {"target": "eager", "sequence_length": 64, "dtype": "float32", "quantization": "int4"}
@@ -127,7 +117,7 @@ def _inputs(count: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("zero_point", [False, True])
-def test_outputs_on_other_inputs_are_nearer_than_without(zero_point: bool) -> None:
+def test_outputs_on_other_inputs_are_nearer_and_each_expert_is_rounded_by_its_own(zero_point: bool) -> None:
     weight = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
     seen, others = _inputs(400, seed=2), _inputs(400, seed=3)
     importances = (None, seen.square().mean(0), torch.full((64,), 2.0))
@@ -136,11 +126,7 @@ def test_outputs_on_other_inputs_are_nearer_than_without(zero_point: bool) -> No
     )
     errors = [(others @ (each - weight).T).square().mean() for each in (calibrated, plain)]
     assert errors[0] < 0.6 * errors[1] and torch.equal(plain, alike)
-
-
-@pytest.mark.parametrize("zero_point", [False, True])
-def test_each_expert_is_rounded_by_its_own_inputs(zero_point: bool) -> None:
-    """Of so many groups that they are searched in several pieces, with ends in the middle of a row and of an expert."""
+    # Experts of so many groups that they are searched in several pieces, with ends in the middle of a row and of an expert.
     weight = torch.randn(3, 150, 320, generator=torch.Generator().manual_seed(0))
     importance = torch.rand(3, 320, generator=torch.Generator().manual_seed(1)) ** 4 + 1e-3
     found = round_int4(weight, 32, zero_point=zero_point, importance=importance).dequantize()
@@ -161,9 +147,7 @@ class _Products(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_importance_is_the_mean_square_of_what_products_take(
-    name: str, sharp_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_importance_of_inputs(name: str, sharp_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers' own model multiplies, whose experts are a product each."""
     monkeypatch.setattr("optimum_neuron.checkpoints.quantize.calibration._LEAST_TOKENS", 4)
     model = load_model(sharp_checkpoints[name])
@@ -198,12 +182,12 @@ def test_threads_change_no_bit_and_the_model_stays_as_it_was(tiny_checkpoint: Pa
     model.lm_head.register_forward_hook(lambda *_: heads.append(1))
     model.model.norm.register_forward_hook(lambda *_: used.add(torch.get_num_threads()))
     found = []
-    for count in (1, 3):
-        torch.set_num_threads(count)
-        try:
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
             found.append(input_importance(model, layers, IDS))
-        finally:
-            torch.set_num_threads(threads)
+    finally:
+        torch.set_num_threads(threads)
     assert not heads and used == {1}  # the run ends before the head
     assert len(found[0]) == 14 and all(torch.equal(each, found[1][name]) for name, each in found[0].items())
     assert model.config._attn_implementation == attention
@@ -228,12 +212,8 @@ def test_an_artifact_is_of_the_text_alone_with_its_digest(tiny_checkpoint: Path,
 
 
 def test_what_no_text_reaches_is_rounded_without_it_and_named(
-    tiny_checkpoint: Path,
-    text: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_checkpoint: Path, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     monkeypatch.setattr("optimum_neuron.checkpoints.quantize.calibration._LEAST_TOKENS", 10**6)
     names = {"out": text, "plain": None}
     found, plain = (load_file(_export(tiny_checkpoint, tmp_path / name, names[name]) / WEIGHTS_NAME) for name in names)
@@ -274,13 +254,10 @@ def test_a_text_of_no_use_is_refused_before_any_write(kind: str, tiny_checkpoint
     assert not (tmp_path / "here").exists()
 
 
-@pytest.mark.parametrize("kind", [None, "int8", "checkpoint"])
-def test_a_text_without_int4_is_refused(kind: str | None, tiny_checkpoint: Path, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"and quantization={kind!r}; leave it out"):
-        _export(tiny_checkpoint, tmp_path / "out", text, quantization=kind)
-
-
-def test_a_text_needs_the_tokenizer_of_the_checkpoint(tiny_checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_a_text_needs_int4_and_the_checkpoint_s_tokenizer(tiny_checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    for kind in (None, "int8", "checkpoint"):
+        with pytest.raises(ValueError, match=f"and quantization={kind!r}; leave it out"):
+            _export(tiny_checkpoint, tmp_path / "here" / "out", text, quantization=kind)
     bare = shutil.copytree(
         tiny_checkpoint, tmp_path / "bare", ignore=lambda *_: ["tokenizer.json", "tokenizer_config.json"]
     )

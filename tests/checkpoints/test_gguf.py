@@ -76,30 +76,28 @@ def refusal(path: Path) -> str:
     return told
 
 
-def key(name: str, value: Any) -> Callable[[Any], None]:
-    """Has a file have a key of the type that Python's value has; of arrays, of its first item."""
-    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array", tuple: "array"}
-    return lambda writer: getattr(writer, f"add_{kinds[type(value)]}")(name, value)
+def keys(values: dict[str, Any]) -> Callable[[Any], None]:
+    """Has a file have keys of the types that Python's values have; of arrays, of their first items."""
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+
+    def add(writer: Any) -> None:
+        for name, value in values.items():
+            getattr(writer, f"add_{kinds[type(value)]}")(name, value)
+
+    return add
 
 
 NOT_KNOWN = "and it is not known what a llama model"
 NUMBER, WHOLE = "which is not a finite number", "which is not a whole number"
 REFUSED: list[tuple[str, Any, str]] = [
-    ("llama.attention.scale", 0.5, NOT_KNOWN),
-    ("llama.rope.scaling.yarn_log_multiplier", 0.1, NOT_KNOWN),
-    ("qwen2.block_count", 2, NOT_KNOWN),
+    ("llama.attention.scale", 0.5, NOT_KNOWN), ("qwen2.block_count", 2, NOT_KNOWN),
     ("adapter.lora.alpha", 16.0, NOT_KNOWN),
     ("llama.attention.causal", False, "a token of this model attends to later ones"),
     ("llama.nextn_predict_layers", 1, "so many of its last blocks are layers like"),
-    ("llama.nextn_predict_layers", 2, "so many of its last blocks are layers like"),
-    ("general.type", "adapter", "the file holds no model"),
-    ("split.count", 3, "the file is one of several parts"),
-    ("llama.rope.freq_base", float("nan"), NUMBER),
-    ("llama.rope.freq_base", "10000", NUMBER),
-    ("llama.attention.layer_norm_rms_epsilon", float("inf"), NUMBER),
-    ("llama.feed_forward_length", [96, 96], WHOLE),
-    ("llama.context_length", True, WHOLE),
-    ("llama.attention.head_count", 4.0, WHOLE),
+    ("general.type", "adapter", "the file holds no model"), ("split.count", 3, "the file is one of several parts"),
+    ("llama.rope.freq_base", float("nan"), NUMBER), ("llama.rope.freq_base", "10000", NUMBER),
+    ("llama.attention.layer_norm_rms_epsilon", float("inf"), NUMBER), ("llama.feed_forward_length", [96, 96], WHOLE),
+    ("llama.context_length", True, WHOLE), ("llama.attention.head_count", 4.0, WHOLE),
     ("llama.attention.head_count_kv", [2, 1], "the layers of this model differ"),
     ("llama.attention.head_count_kv", ["a", "b"], "which is not a whole number or 2 of them"),
     ("llama.attention.value_length", 24, "transformers has values as wide as keys, 16"),
@@ -110,14 +108,14 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("llama.rope.scaling.attn_factor", 0.5, "it is known of files with"),
     ("tokenizer.ggml.eos_token_id", 300, "the model has 300 tokens"),
     ("general.architecture", "rwkv6", "GGUF files are read only with bloom, deepseek2"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "value", "told"), REFUSED, ids=[f"{name}-{value}"[:60] for name, value, _ in REFUSED]
 )
 def test_an_unknown_or_wrong_key_is_refused(name: str, value: Any, told: str, llama: Path, tmp_path: Path) -> None:
-    found = refusal(convert(llama, tmp_path / "model.gguf", 300, key(name, value)))
+    found = refusal(convert(llama, tmp_path / "model.gguf", 300, keys({name: value})))
     assert told in found and name.rpartition(".")[2] in found
 
 
@@ -126,23 +124,6 @@ HARMLESS = {
     "llama.attention.causal": True, "tokenizer.ggml.add_space_prefix": False, "quantize.imatrix.entries_count": 7,
     "mradermacher.quantized_by": "x", "split.count": 1,
 }  # fmt: skip
-
-
-def several(values: dict[str, Any]) -> Callable[[Any], None]:
-    def add(writer: Any) -> None:
-        for name, value in values.items():
-            key(name, value)(writer)
-
-    return add
-
-
-def test_keys_without_effect_are_taken(llama: Path, tmp_path: Path) -> None:
-    path = convert(llama, tmp_path / "model.gguf", 300, several(HARMLESS))
-    find_checkpoint(path, revision=None, token=None, trust_remote_code=False).load_model("auto")
-
-
-def tensor(name: str, *values: float) -> Callable[[Any], None]:
-    return lambda writer: writer.add_tensor(name, np.array(values, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +140,8 @@ def tensor(name: str, *values: float) -> Callable[[Any], None]:
 def test_a_tensor_that_the_model_lacks_or_that_is_wrong_is_refused_by_name(
     name: str, values: list[float], told: str, llama: Path, tmp_path: Path
 ) -> None:
-    assert told in refusal(convert(llama, tmp_path / "model.gguf", 300, tensor(name, *values)))
+    data = np.array(values, np.float32)
+    assert told in refusal(convert(llama, tmp_path / "model.gguf", 300, lambda writer: writer.add_tensor(name, data)))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +151,6 @@ def test_a_tensor_that_the_model_lacks_or_that_is_wrong_is_refused_by_name(
         (b"llama.attention.key_length", b"llama.attention.head_count", "it has llama.attention.head_count twice"),
         (b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight", "it has blk.0.ffn_up.weight twice"),
         (b"llama.block_count", b"llama.block_coumt", "lacks llama.block_count, without which its model is not known"),
-        (b"blk.1.attn_v.weight", b"blk.1.attn_k.weight", "it has blk.1.attn_k.weight twice"),
         (b"token_embd.weight", b"token_embx.weight", "lacks the tensor token_embd.weight"),
     ],
 )  # fmt: skip
@@ -180,7 +161,7 @@ def test_a_name_twice_or_missing_is_told(old: bytes, new: bytes, told: str, llam
 
 
 def test_a_tensor_of_other_sizes_than_the_keys_name_is_refused(llama: Path, tmp_path: Path) -> None:
-    told = refusal(convert(llama, tmp_path / "model.gguf", 300, key("llama.feed_forward_length", 80)))
+    told = refusal(convert(llama, tmp_path / "model.gguf", 300, keys({"llama.feed_forward_length": 80})))
     assert "blk.0.ffn_gate.weight of the shape [96, 64]" in told and "gate_proj.weight of the shape [80, 64]" in told
 
 
@@ -198,13 +179,13 @@ BOS = "tokenizer.ggml.add_bos_token"
     ("changes", "begins"),
     [
         ({}, False), ({BOS: True}, True), ({"tokenizer.ggml.pre": "llama-bpe"}, True),
-        ({"tokenizer.ggml.pre": "llama-bpe", BOS: False}, False),
+        ({"tokenizer.ggml.pre": "llama-bpe", BOS: False}, False), (HARMLESS, False),
     ],
 )  # fmt: skip
-def test_a_text_begins_with_the_token_that_llama_cpp_begins_it_with(
+def test_a_text_begins_as_by_llama_cpp_and_keys_without_effect_are_taken(
     changes: dict[str, Any], begins: bool, llama: Path, tmp_path: Path
 ) -> None:
-    path = convert(llama, tmp_path / "model.gguf", 300, several(changes))
+    path = convert(llama, tmp_path / "model.gguf", 300, keys(changes))
     artifact = export_tiny(path, tmp_path / "artifact")
     ids = AutoTokenizer.from_pretrained(artifact)("\0\1\2").input_ids
     assert len(ids) > 1 and ids.count(1) == int(begins) and (ids[0] == 1) is begins

@@ -29,6 +29,9 @@ from optimum_neuron.checkpoints.find import find_checkpoint
 from optimum_neuron.checkpoints.hub import hub_file
 
 
+SIZES: dict[str, Any] = {"sequence_length": 64, "prefill_chunk_size": 8, "target": "eager"}
+
+
 @pytest.fixture(scope="module")
 def cpu_artifact(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_tiny(tiny_checkpoint, tmp_path_factory.mktemp("hub") / "artifact", target="cpu")
@@ -39,9 +42,7 @@ def generate(model: Any) -> torch.Tensor:
     return model.generate(ids, do_sample=False, max_new_tokens=5, eos_token_id=None, pad_token_id=0)
 
 
-def test_graphs_of_the_hub_run_if_trusted(
-    cpu_artifact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trusted_graphs_of_the_hub_run(cpu_artifact: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     snapshot = put_in_hub_cache(cpu_artifact, "someone/tiny", tmp_path)
     expected = generate(NeuronModelForCausalLM.from_pretrained(cpu_artifact))
     trusting = NeuronModelForCausalLM.from_pretrained("someone/tiny", cache_dir=tmp_path, trust_remote_code=True)
@@ -54,8 +55,7 @@ def test_graphs_of_the_hub_run_if_trusted(
         assert torch.equal(generate(NeuronModelForCausalLM.from_pretrained(careful, cache_dir=tmp_path)), expected)
     assert caplog.text.count("its graphs come from the Hub, and are not trusted") == 2
     shutil.rmtree(snapshot / "graphs")
-    model = NeuronModelForCausalLM.from_pretrained("someone/tiny", cache_dir=tmp_path)
-    assert torch.equal(generate(model), expected)
+    assert torch.equal(generate(NeuronModelForCausalLM.from_pretrained("someone/tiny", cache_dir=tmp_path)), expected)
 
 
 def links_to_a_snapshot(snapshot: Path, folder: Path) -> dict[str, str]:
@@ -84,9 +84,7 @@ def links_to_a_snapshot(snapshot: Path, folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_snapshot_counts_as_from_the_hub_however_it_is_named(
-    cpu_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_is_known_by_any_name(cpu_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = put_in_hub_cache(cpu_artifact, "someone/tiny", tmp_path / "anywhere")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
@@ -106,23 +104,19 @@ def test_a_snapshot_counts_as_from_the_hub_however_it_is_named(
     assert not is_from_hub(tmp_path / "copy")
 
 
-def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
+def test_a_circle_of_links_and_a_revision_of_a_folder_are_refused(cpu_artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to(tmp_path / "two")
     (tmp_path / "two").symlink_to(tmp_path / "one")
     assert not is_from_hub(tmp_path / "one")
     with pytest.raises(OSError, match="one"):
         NeuronModelForCausalLM.from_pretrained(tmp_path / "one", export=False)
-
-
-def test_a_revision_of_a_folder_is_refused(cpu_artifact: Path) -> None:
     with pytest.raises(ValueError, match=r"revision='v1' names a state of a Hub repository, and .* is a local path"):
         NeuronModelForCausalLM.from_pretrained(cpu_artifact, revision="v1")
 
 
 def test_a_hub_checkpoint_is_exported(tiny_checkpoint: Path, tmp_path: Path) -> None:
     put_in_hub_cache(tiny_checkpoint, "someone/plain", tmp_path)
-    sizes: dict[str, Any] = {"sequence_length": 64, "prefill_chunk_size": 8, "target": "eager"}
-    model = NeuronModelForCausalLM.from_pretrained("someone/plain", cache_dir=tmp_path, **sizes)
+    model = NeuronModelForCausalLM.from_pretrained("someone/plain", cache_dir=tmp_path, **SIZES)
     assert model.artifact.manifest["source"] == "someone/plain"
     with pytest.raises(FileNotFoundError, match=r"neither a folder nor a Hub repository with neuron_config\.json"):
         NeuronModelForCausalLM.from_pretrained("someone/plain", cache_dir=tmp_path, export=False)
@@ -168,14 +162,11 @@ def test_where_gguf_files_are_many_they_are_named_and_how_to_choose_one(hub: Loo
     with pytest.raises(ValueError, match=rf"name one of them, as {tmp_path}/m\.gguf; it has m\.gguf$"):
         find_checkpoint(tmp_path, **OPTIONS)
     hub.commits = [{"README.md": b"", "m-Q8_0.gguf": b"", "big/m-Q4_0.gguf": b"", "m-\x1b[2J.gguf": b""}]
-    words = (
-        f"{REPO} holds GGUF files; name one of them, as {REPO}:big/m-Q4_0.gguf; it has big/m-Q4_0.gguf, m-Q8_0.gguf"
-    )
-    with pytest.raises(ValueError, match=f"{re.escape(words)}$"):
-        find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS)
-    hub.commits = [hub.files | {"config.json": b'{"model_type": "llama"}'}]
-    with pytest.raises(ValueError, match=f"{re.escape(words)}$"):
-        find_checkpoint(REPO, cache_dir=tmp_path / "described", **OPTIONS)
+    told = f"{REPO} holds GGUF files; name one of them, as {REPO}:big/m-Q4_0.gguf; it has big/m-Q4_0.gguf, m-Q8_0.gguf"
+    for described in ({}, {"config.json": b'{"model_type": "llama"}'}):
+        hub.commits = [hub.files | described]
+        with pytest.raises(ValueError, match=f"{re.escape(told)}$"):
+            find_checkpoint(REPO, cache_dir=tmp_path / str(len(described)), **OPTIONS)
     for name in ("m-Q9_0.gguf", "Q4_0"):
         with pytest.raises(ValueError, match=f"{REPO} has no GGUF file {name}; name one of them, as {REPO}:big/m-Q"):
             find_checkpoint(f"{REPO}:{name}", weights=False, **OPTIONS)
@@ -186,10 +177,9 @@ def test_a_repository_without_readable_weights_says_what_it_has(hub: LoopbackHub
     with pytest.raises(ValueError, match=f"{REPO} holds its weights as pytorch_model.bin, a format that may run code"):
         find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS)
     del hub.files["pytorch_model.bin"]
-    with pytest.raises(FileNotFoundError, match=r"holds no weights: .*; it has consolidated\.safetensors, model"):
-        find_checkpoint(REPO, cache_dir=tmp_path, **OPTIONS)
-    with pytest.raises(FileNotFoundError, match=r"holds no weights: .*; it has consolidated"):
-        find_checkpoint(f"{REPO}:m.gguf", cache_dir=tmp_path, **OPTIONS)
+    for name in (REPO, f"{REPO}:m.gguf"):
+        with pytest.raises(FileNotFoundError, match=r"holds no weights: .*; it has consolidated\.safetensors, model"):
+            find_checkpoint(name, cache_dir=tmp_path, **OPTIONS)
     del hub.files["config.json"]
     with pytest.raises(FileNotFoundError, match=f"{REPO} holds no config.json"):
         find_checkpoint(REPO, cache_dir=tmp_path / "anew", **OPTIONS)
@@ -201,28 +191,20 @@ def test_a_gguf_file_of_a_repository_is_exported(hub: LoopbackHub, tiny_checkpoi
     hub.commits = [{"README.md": card, "sub/m-Q8_0.gguf": (tmp_path / "m.gguf").read_bytes(), "m-F16.gguf": b"big"}]
     hub.branches["v1"] = 1
     name = f"{REPO}:sub/m-Q8_0.gguf"
-    config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, target="eager")
-    exported = export_model(name, tmp_path / "out", config=config, revision="v1")
+    exported = export_model(name, tmp_path / "out", config=NeuronConfig(**SIZES), revision="v1")
     manifest = json.loads((exported / "neuron_config.json").read_text())
     assert manifest["source"] == name
     assert manifest["origin"] == {"repo": REPO, "revision": f"{1:040x}", "license": "mit"}
     assert not hub.asked("GET", "F16")
-    sizes: dict[str, Any] = {"sequence_length": 64, "prefill_chunk_size": 8, "target": "eager"}
-    loaded = NeuronModelForCausalLM.from_pretrained(exported)
-    made = NeuronModelForCausalLM.from_pretrained(name, revision="v1", **sizes)
-    ids = torch.arange(3, 20)[None]
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(loaded.generate(ids, **options), made.generate(ids, **options))
+    made = NeuronModelForCausalLM.from_pretrained(name, revision="v1", **SIZES)
+    assert torch.equal(generate(NeuronModelForCausalLM.from_pretrained(exported)), generate(made))
 
 
 def test_names_of_repository_files_are_told_from_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_file("org/repo:sub/m.gguf") == ("org/repo", "sub/m.gguf")
     assert hub_file("gpt2:m.gguf") == ("gpt2", "m.gguf")
-    others = [
-        "org/repo", "m.gguf", "a/b/c:m.gguf", "./a:m.gguf", "/a:m.gguf", "https://org/repo/m.gguf", "org/repo:",
-        ":m.gguf", "C:m.gguf", r"C:\m.gguf",
-    ]  # fmt: skip
-    assert [name for name in others if hub_file(name) is not None] == []
+    others = ["org/repo", "m.gguf", "a/b/c:m.gguf", "./a:m.gguf", "/a:m.gguf", "https://org/repo/m.gguf", "org/repo:"]
+    assert not any(map(hub_file, [*others, ":m.gguf", "C:m.gguf", r"C:\m.gguf"]))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "repo:m.gguf").touch()

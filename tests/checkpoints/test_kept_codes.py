@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapting import export as export_with
 from adapting import lora, make_adapter
 from gguf_files import write_gguf
 from helpers import artifact_runner, export_tiny, prefill_pieces, random_tokens, weights_of
 from quantized_files import (
     change_config,
     change_weights,
+    check_export_refused,
     dequantized_model,
     quantize_to_fp8,
     quantize_to_gptq,
@@ -26,8 +28,6 @@ from torch import Tensor
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.artifact.quantization import QUANTIZATION_NAME, read_formats
 from optimum_neuron.checkpoints.formats.format import SafetensorsFormat
-from optimum_neuron.config import NeuronConfig
-from optimum_neuron.export.recipe import export_model
 from optimum_neuron.step.features.codes.weight import QuantizedWeight
 
 
@@ -78,9 +78,8 @@ def test_blocks_of_a_gguf_file_that_no_codes_stand_for_become_plain_with_a_warni
     tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     exact = write_gguf(tiny_checkpoint, tmp_path / "tiny.gguf", "IQ4_NL")
-    with pytest.raises(ValueError, match="IQ4_NL, which holds no codes times scales; pass --dequantize"):
-        export_tiny(tmp_path / "tiny.gguf", tmp_path / "out", **KEEP)
-    assert not (tmp_path / "out").exists()
+    words = "IQ4_NL, which holds no codes times scales; pass --dequantize"
+    check_export_refused(words, tmp_path / "tiny.gguf", tmp_path / "out", **KEEP)
     artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "out")
     assert "quantized weights are exported as plain numbers" in caplog.text
     assert Artifact.open(artifact).config.quantization is None
@@ -115,63 +114,51 @@ def test_gptq_is_dequantized_where_that_is_asked_for(act_order: bool, tiny_check
     words = "is quantized, and quantization='int8' would round its weights once more; leave it out"
     if act_order:
         words = r"inputs of one group that do not stand side by side .*; pass --dequantize to"
-    with pytest.raises(ValueError, match=words):
-        export_tiny(checkpoint, tmp_path / "out", quantization=None if act_order else "int8")
-    assert not (tmp_path / "out").exists()
-    config = NeuronConfig(sequence_length=64, prefill_chunk_size=8, dtype="float32", target="eager")
-    artifact = export_model(checkpoint, tmp_path / "out", config=config, dequantize=True)
+    check_export_refused(words, checkpoint, tmp_path / "out", quantization=None if act_order else "int8")
+    artifact = export_tiny(checkpoint, tmp_path / "out", dequantize=True)
     assert not (artifact / QUANTIZATION_NAME).exists()
     weights = weights_of(Artifact.open(artifact))
     assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in exact.items())
 
 
-def _renamed(tensors: dict[str, Tensor]) -> None:
-    for part in ("qweight", "qzeros", "scales"):
-        tensors[f"model.layers.7.mlp.up_proj.{part}"] = tensors.pop(f"model.layers.1.mlp.up_proj.{part}")
-
-
 def test_codes_of_another_model_leave_nothing(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
     change_config(checkpoint, intermediate_size=128)
-    with pytest.raises(ValueError, match="has the shape"):
-        export_tiny(checkpoint, tmp_path / "out", **KEEP)
+    check_export_refused("has the shape", checkpoint, tmp_path / "out", **KEEP)
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for part in ("qweight", "qzeros", "scales"):
+            tensors[f"model.layers.7.mlp.up_proj.{part}"] = tensors.pop(f"model.layers.1.mlp.up_proj.{part}")
+
     change_config(checkpoint, intermediate_size=96)
-    change_weights(checkpoint, _renamed)
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj"):
-        export_tiny(checkpoint, tmp_path / "out", **KEEP)
-    assert not (tmp_path / "out").exists()
+    change_weights(checkpoint, rename)
+    check_export_refused("layers.1.mlp.up_proj", checkpoint, tmp_path / "out", **KEEP)
 
 
 def test_what_has_no_codes_keeps_none(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     plain = tiny_checkpoints["llama"]
     coded, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "gptq")
     adapter = make_adapter(plain, tmp_path / "adapter", lora())
-    for checkpoint, kept, options, words in (
-        (plain, "checkpoint", {}, "is not quantized, and is to keep"),
-        (plain, None, {"dequantize": True}, "is not quantized, and is to dequantize"),
-        (plain, "checkpoint", {"dequantize": True}, "leave out one of them"),
-        (coded, "checkpoint", {"adapter": adapter}, "an adapter is merged into plain weights; pass --dequantize"),
-    ):
-        config = NeuronConfig(target="eager", sequence_length=64, dtype="float32", quantization=kept)
-        with pytest.raises(ValueError, match=words):
-            export_model(checkpoint, tmp_path / "out", config=config, **options)
+    check_export_refused("is not quantized, and is to keep", plain, tmp_path / "out", **KEEP)
+    check_export_refused("is not quantized, and is to dequantize", plain, tmp_path / "out", dequantize=True)
+    check_export_refused("leave out one of them", plain, tmp_path / "out", dequantize=True, **KEEP)
+    with pytest.raises(ValueError, match="an adapter is merged into plain weights; pass --dequantize"):
+        export_with(coded, tmp_path / "out", adapter, **KEEP)
     assert not (tmp_path / "out").exists()
 
 
-def test_codes_that_stand_for_other_numbers_than_the_model_s_are_refused(
+def test_codes_that_stand_for_other_numbers_than_the_model_s_arecheck_export_refused(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, _, _ = _checkpoint(tmp_path, tiny_checkpoints, "fp8")
     read = SafetensorsFormat.read_codes
 
     def other(form: SafetensorsFormat, name: str) -> QuantizedWeight:
-        weight = read(form, name)
-        return replace(weight, scale=weight.scale * 1.01)
+        return replace(read(form, name), scale=read(form, name).scale * 1.01)
 
     monkeypatch.setattr(SafetensorsFormat, "read_codes", other)
-    with pytest.raises(ValueError, match="stand for other numbers than transformers loads; pass --dequantize"):
-        export_tiny(checkpoint, tmp_path / "out", **KEEP)
-    assert not (tmp_path / "out").exists()
+    words = "stand for other numbers than transformers loads; pass --dequantize"
+    check_export_refused(words, checkpoint, tmp_path / "out", **KEEP)
 
 
 @pytest.mark.parametrize("target", ["eager", "cpu"])
@@ -182,9 +169,8 @@ def test_a_table_of_codes_is_one_with_its_head(target: str, tiny_checkpoint: Pat
     exact = write_gguf(tied, tmp_path / "tiny.gguf", "Q8_0", without=("lm_head.weight",))
     artifact = export_tiny(tmp_path / "tiny.gguf", tmp_path / "out", target=target)
     assert read_formats(artifact)["model.embed_tokens"].groups == 2
-    assert not any(
-        name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in weights_of(Artifact.open(artifact))
-    )
+    names = weights_of(Artifact.open(artifact))
+    assert not any(name.endswith(("embed_tokens.weight", "lm_head.weight")) for name in names)
     _check(artifact, exact, "int8")
 
 

@@ -68,11 +68,8 @@ def lies(tensor: Tensor) -> str | None:
     return mapped._mapping_of(tensor.data_ptr())
 
 
-SAME: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"dtype": "bfloat16"},
-    "deepseek_v3": {},
-    "gemma2": {"quantization": "int8"},
-}  # cast, joined, rounded and tied
+# Cast, joined, rounded and tied.
+SAME: dict[str, Any] = {"gpt_oss": {"dtype": "bfloat16"}, "deepseek_v3": {}, "gemma2": {"quantization": "int8"}}
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -101,9 +98,7 @@ def test_a_loaded_model_lies_in_files(tiny_checkpoints: dict[str, Path], tmp_pat
 
 
 def test_tensors_in_files_are_those_that_they_were(tmp_path: Path, everything: None) -> None:
-    tensors = [
-        torch.randn(5, 3).T, torch.randn(4, 4).to(torch.float8_e4m3fn), torch.arange(6), torch.tensor(1.5)[None],
-    ]  # fmt: skip
+    tensors = [torch.randn(5, 3).T, torch.randn(4, 4).to(torch.float8_e4m3fn), torch.arange(6), torch.ones(1)]
     with scratch_folder(tmp_path):
         moved = [in_file(each) for each in tensors]
         assert all(lies(each) == mapped._FILE for each in moved)
@@ -120,10 +115,8 @@ def test_tensors_in_files_are_those_that_they_were(tmp_path: Path, everything: N
 
 
 def test_mapped_files_hold_what_safetensors_finds_in_them(tmp_path: Path) -> None:
-    tensors = {
-        "a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.uint8), "none": torch.empty(0, 4),
-        "c": torch.randn(2).to(torch.bfloat16),
-    }  # fmt: skip
+    tensors = {"a": torch.randn(3, 5), "b": torch.arange(7, dtype=torch.uint8), "none": torch.empty(0, 4)}
+    tensors |= {"c": torch.randn(2).to(torch.bfloat16)}
     path = tmp_path / "model.safetensors"
     save_file(tensors, path, {"format": "pt"})
     data = path.read_bytes()
@@ -133,10 +126,7 @@ def test_mapped_files_hold_what_safetensors_finds_in_them(tmp_path: Path) -> Non
     found = map_tensors(path)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], each) and found[name].dtype == each.dtype for name, each in tensors.items())
-
-
-def test_types_that_are_not_mapped_are_read_by_safetensors(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
+    # A type that is not mapped is read by safetensors.
     save_file({"a": torch.ones(3).to(torch.float8_e5m2), "b": torch.ones(2)}, path)
     with mapped.reading_mapped_files(), modeling_utils.safe_open(path, framework="pt") as file:
         assert type(file) is safe_open and torch.equal(file.get_tensor("b"), torch.ones(2))

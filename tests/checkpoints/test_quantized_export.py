@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ import pytest
 import tampering
 import torch
 from helpers import artifact_runner, prefill_pieces
-from quantized_files import dequantized_model
+from quantized_files import check_export_refused, dequantized_model
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from optimum_neuron import NeuronModelForCausalLM
@@ -37,7 +37,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TARGETS = ("eager", "cpu")
 TIED_FILES = ["config.json", "model.safetensors", "generation_config.json"]
-_PROMPT = 41
+Export = Callable[[str, str, str], Path]
 
 
 def _export(checkpoint: Path, output: Path, **options: Any) -> Path:
@@ -45,23 +45,17 @@ def _export(checkpoint: Path, output: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exported(
-    sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, str, str], Path]:
-    made: dict[tuple[str, str, str], Path] = {}
-
+def exported(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Export:
+    @cache
     def export(name: str, form: str, target: str) -> Path:
-        key = (name, form, target)
-        if key not in made:
-            output = tmp_path_factory.mktemp("quantized") / "artifact"
-            made[key] = _export(sharp_checkpoints[name], output, target=target, **FORMATS[form])
-        return made[key]
+        output = tmp_path_factory.mktemp("quantized") / "artifact"
+        return _export(sharp_checkpoints[name], output, target=target, **FORMATS[form])
 
     return export
 
 
-def _prompt(seed: int, count: int = _PROMPT) -> np.ndarray:
-    return np.random.default_rng(seed).integers(3, 300, count, dtype=np.int32)
+def _prompt(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 300, 41, dtype=np.int32)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +68,7 @@ def _prompt(seed: int, count: int = _PROMPT) -> np.ndarray:
     ],
 )  # fmt: skip
 def test_logits_are_those_of_the_dequantized_weights(
-    name: str, form: str, target: str, exported: Callable[[str, str, str], Path], sharp_checkpoints: dict[str, Path]
+    name: str, form: str, target: str, exported: Export, sharp_checkpoints: dict[str, Path]
 ) -> None:
     artifact = exported(name, form, target)
     peer, kinds = dequantized_model(artifact)
@@ -95,14 +89,12 @@ def test_logits_are_those_of_the_dequantized_weights(
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("form", FORMATS)
-def test_cuts_and_neighbours_change_no_bit(form: str, target: str, exported: Callable[[str, str, str], Path]) -> None:
+def test_cuts_and_neighbours_change_no_bit(form: str, target: str, exported: Export) -> None:
     runner = artifact_runner(exported("llama", form, target))
     prompt = _prompt(1)
-    expected: Tensor | None = None
-    for slot, pieces in enumerate([[16, 16, 9], [1, 2, 16, 16, 6], [7, 13, 5, 16]]):
-        logits = prefill_pieces(runner, slot, prompt, pieces)
-        expected = logits if expected is None else expected
-        assert torch.equal(logits, expected)
+    cuts = ([16, 16, 9], [1, 2, 16, 16, 6], [7, 13, 5, 16])
+    first, *others = (prefill_pieces(runner, slot, prompt, pieces) for slot, pieces in enumerate(cuts))
+    assert all(torch.equal(each, first) for each in others)
 
 
 def test_layers_are_chosen_by_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -117,9 +109,7 @@ def test_layers_are_chosen_by_name(tiny_checkpoint: Path, tmp_path: Path) -> Non
     assert artifact.manifest["format_version"] == 5
 
 
-def test_the_head_and_undivided_layers_are_int8(
-    tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_undivided_layers_are_int8(tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _export(tiny_checkpoint, tmp_path / "out", target="eager", quantization="int4", quantization_group_size=64)
     modules = json.loads((tmp_path / "out" / QUANTIZATION_NAME).read_text())["weights"]
     kinds = {name.rpartition(".")[2]: form["kind"] for name, form in modules.items()}
@@ -152,14 +142,11 @@ def test_a_table_that_a_head_has_stays_one(kind: str, target: str, tiny_checkpoi
 
 
 @pytest.mark.parametrize(
-    ("exclude", "told"), [(["*.qproj"], r"'\*.qproj' is the name of none of"), (["*"], "finds nothing to quantize")]
+    ("exclude", "told"), [("*.qproj", r"'\*.qproj' is the name of none of"), ("*", "finds nothing to quantize")]
 )
-def test_patterns_that_choose_nothing_are_refused_before_anything_is_written(
-    exclude: list[str], told: str, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=told):
-        _export(tiny_checkpoint, tmp_path / "out", target="eager", quantization="int8", quantization_exclude=exclude)
-    assert not any(tmp_path.iterdir())
+def test_patterns_for_nothing_are_refused(exclude: str, told: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"quantization": "int8", "quantization_exclude": (exclude,)}
+    check_export_refused(told, tiny_checkpoint, tmp_path / "out", **options)
 
 
 def test_weights_that_are_no_numbers_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -167,17 +154,8 @@ def test_weights_that_are_no_numbers_are_refused(tiny_checkpoint: Path, tmp_path
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
     model.save_pretrained(tmp_path / "broken")
     shutil.copytree(tiny_checkpoint, tmp_path / "broken", dirs_exist_ok=True, ignore=lambda *_: ["model.safetensors"])
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight holds NaN or infinity in 1 of 6,144 places"):
-        _export(tmp_path / "broken", tmp_path / "out", target="eager", quantization="int4")
-    assert not (tmp_path / "out").exists()
-
-
-def _tampered(artifact: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    shutil.copytree(artifact, folder)
-    document = json.loads((folder / QUANTIZATION_NAME).read_text())
-    change(document)
-    tampering.write(folder, QUANTIZATION_NAME, json.dumps(document).encode())
-    return folder
+    words = "layers.1.mlp.up_proj.weight holds NaN or infinity in 1 of 6,144 places"
+    check_export_refused(words, tmp_path / "broken", tmp_path / "out", quantization="int4")
 
 
 _LAYER = "model.layers.0.self_attn.q_proj"
@@ -197,9 +175,11 @@ _LAYER = "model.layers.0.self_attn.q_proj"
     ],
 )  # fmt: skip
 def test_a_changed_description_is_told(
-    change: Callable[[dict[str, Any]], None], told: str, exported: Callable[[str, str, str], Path], tmp_path: Path
+    change: Callable[[dict[str, Any]], None], told: str, exported: Export, tmp_path: Path
 ) -> None:
-    artifact = exported("llama", "int8", "eager")
-    folder = _tampered(artifact, tmp_path / "artifact", lambda document: change(document["weights"]))
+    folder = Path(shutil.copytree(exported("llama", "int8", "eager"), tmp_path / "artifact"))
+    document = json.loads((folder / QUANTIZATION_NAME).read_text())
+    change(document["weights"])
+    tampering.write(folder, QUANTIZATION_NAME, json.dumps(document).encode())
     with pytest.raises(ValueError, match=told):
         NeuronModelForCausalLM.from_pretrained(folder)

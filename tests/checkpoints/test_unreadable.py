@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import numpy as np
 import pytest
 from gguf_files import write_gguf
 from helpers import export_tiny
-from quantized_files import change_weights
-from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
+from quantized_files import change_config, change_weights, check_export_refused
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from optimum_neuron.checkpoints.find import find_checkpoint
@@ -29,35 +27,18 @@ def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
 
 
-@pytest.fixture
-def refusal(checkpoint: Path, tmp_path: Path) -> Callable[..., str]:
-
-    def refused(kind: type[Exception] = ValueError, folder: Path = checkpoint, **changes: Any) -> str:
-        with pytest.raises(kind) as caught:
-            export_tiny(folder, tmp_path / "out" / "artifact", **changes)
-        assert "\n" not in str(caught.value)
-        assert not (tmp_path / "out").exists()
-        return str(caught.value)
-
-    return refused
-
-
 def test_one_number_that_no_probe_reaches_is_named_where_it_is_written(checkpoint: Path, tmp_path: Path) -> None:
     name = "model.embed_tokens.weight"
     change_weights(checkpoint, lambda tensors: tensors[name][0, 0].fill_(float("nan")))  # of the token that pads
     words = f"^{name} holds NaN or infinity in 1 of 19,200 places; repair it, or download it again$"
-    with pytest.raises(ValueError, match=words):
-        export_tiny(checkpoint, tmp_path / "artifact")
-    assert not list(tmp_path.glob("*artifact*"))
-
-
-def test_logits_that_a_type_cannot_hold_are_told_apart(checkpoint: Path, tmp_path: Path) -> None:
-    change_weights(
-        checkpoint, lambda tensors: [tensors[name].mul_(1e3) for name in ("model.norm.weight", "lm_head.weight")]
-    )
+    check_export_refused(words, checkpoint, tmp_path / "artifact")
+    # A type that cannot hold logits is told apart.
+    change_weights(checkpoint, lambda tensors: tensors[name][0, 0].fill_(0.0))
+    for each in ("model.norm.weight", "lm_head.weight"):
+        change_weights(checkpoint, lambda tensors, each=each: tensors[each].mul_(1e3))
     export_tiny(checkpoint, tmp_path / "float32")
-    with pytest.raises(ValueError, match=r"its logits are not finite: its weights are, so float16 is too narrow"):
-        export_tiny(checkpoint, tmp_path / "float16", dtype="float16")
+    words = "its logits are not finite: its weights are, so float16 is too narrow"
+    check_export_refused(words, checkpoint, tmp_path / "float16", dtype="float16")
 
 
 @pytest.mark.parametrize("broken", ["adapter", "checkpoint"])
@@ -75,13 +56,6 @@ def test_the_tokenizer_that_is_read_is_the_one_taken_over(broken: str, checkpoin
         check_verbatim(found, taken if broken == "adapter" else ())
 
 
-def test_a_checkpoint_without_a_tokenizer_is_exported(checkpoint: Path, tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (checkpoint / name).unlink()
-    artifact = export_tiny(checkpoint, tmp_path / "artifact")
-    assert not list(artifact.glob("tokenizer*"))
-
-
 def test_code_of_a_tokenizer_is_not_run(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     document = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))
     document["auto_map"] = {"AutoTokenizer": ["tokens.Tokens", None]}
@@ -92,13 +66,18 @@ def test_code_of_a_tokenizer_is_not_run(checkpoint: Path, tmp_path: Path, caplog
     assert "its tokenizer is taken over unread: it needs code of the checkpoint's" in caplog.text
 
 
-def test_a_link_to_nothing_is_no_missing_file(checkpoint: Path, refusal: Callable[..., str]) -> None:
+def test_a_link_to_nothing_is_no_missing_file(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "tokenizer.json").symlink_to("../blobs/gone")
-    assert "tokenizer.json is a link to ../blobs/gone, which does not exist" in refusal(FileNotFoundError)
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json is a link to \.\./blobs/gone, which does not exist"):
+        export_tiny(checkpoint, tmp_path / "artifact")
 
 
-def test_a_config_is_parsed_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_exported_and_its_config_is_parsed_once(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (checkpoint / name).unlink()
     parsed: list[str] = []
     parse = PreTrainedConfig.get_config_dict.__func__  # type: ignore[attr-defined]
 
@@ -107,24 +86,15 @@ def test_a_config_is_parsed_once(checkpoint: Path, tmp_path: Path, monkeypatch: 
         return parse(cls, folder, **options)
 
     monkeypatch.setattr(PreTrainedConfig, "get_config_dict", classmethod(get_config_dict))
-    export_tiny(checkpoint, tmp_path / "artifact")
-    assert parsed.count(str(checkpoint)) == 1
-
-
-def test_a_header_of_a_gguf_file_is_read_as_it_was_written(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    write_gguf(tiny_checkpoint, tmp_path / "model.gguf", "Q8_0")
-    header = read_header(tmp_path / "model.gguf")
-    assert header.sizes()["block_count"] == 2 and header.sizes()["attention.head_count"] == 4
-    tokens = len(AutoTokenizer.from_pretrained(tiny_checkpoint).get_vocab()) + 1
-    assert header.values["tokenizer.ggml.tokens"].count == tokens
-    stored = load_file(tiny_checkpoint / "model.safetensors").values()
-    assert (header.stored.tensors, header.stored.elements) == (len(stored), sum(tensor.numel() for tensor in stored))
+    artifact = export_tiny(checkpoint, tmp_path / "artifact")
+    assert parsed.count(str(checkpoint)) == 1 and not list(artifact.glob("tokenizer*"))
 
 
 def test_a_gguf_file_that_is_cut_or_changed_anywhere_is_read_or_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(tiny_checkpoint, path, "Q8_0")
-    whole = path.read_bytes()
+    weights = write_gguf(tiny_checkpoint, path, "Q8_0").values()
+    stored, whole = read_header(path).stored, path.read_bytes()
+    assert (stored.tensors, stored.elements) == (len(weights), sum(each.numel() for each in weights))
     for length in (*range(0, 2000, 37), len(whole) // 2, len(whole) - 64):
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match=r"truncated or corrupt|is no GGUF file"):
@@ -140,47 +110,31 @@ def test_a_gguf_file_that_is_cut_or_changed_anywhere_is_read_or_refused(tiny_che
             assert str(path) in str(error)
 
 
-YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
-# Of published config.json files, what is said of computing, and what is not and looks like it.
+YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+# Of published config.json files, what is said of computing by names that the class lacks, and what is not and looks like it.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen2.5": {"model_type": "qwen2", "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False, "rope_theta": 1e6,
-                "use_mrope": False, "rope_scaling": YARN, "tie_word_embeddings": True, "attention_dropout": 0.0},
-    "Gemma 2": {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",
-                "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
-                "sliding_window": 4096, "sliding_window_size": 4096, "head_dim": 256, "rope_theta": 10000.0},
-    "Gemma 3": {"model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 512,
-                "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window_pattern": 6,
-                "hidden_activation": "gelu_pytorch_tanh", "cache_implementation": "hybrid",
-                "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+                "use_mrope": False, "rope_scaling": YARN},
+    "Gemma 2": {"model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+                "sliding_window": 4096, "sliding_window_size": 4096, "cache_implementation": "hybrid", "rope_theta": 10000.0},
+    "Gemma 3": {"model_type": "gemma3_text", "attn_logit_softcapping": None, "rope_local_base_freq": 10000, "rope_theta": 1000000,
+                "sliding_window_pattern": 6, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
     "Phi 4 mini": {"model_type": "phi3", "original_max_position_embeddings": 4096, "max_position_embeddings": 131072, "lm_head_bias": False,
-                   "partial_rotary_factor": 0.75, "full_attn_mod": 1, "interpolate_factor": 1, "mlp_bias": False, "sliding_window": 262144,
-                   "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
-                   "hidden_size": 3072, "num_attention_heads": 24},
-    "gpt-oss": {"model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
-                "initial_context_length": 4096, "sliding_window": 128, "router_aux_loss_coef": 0.9, "rope_theta": 150000,
-                "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-                                 "rope_type": "yarn", "truncate": False}},
-    "DeepSeek V2": {"model_type": "deepseek_v2", "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
-                    "n_group": 1, "scoring_func": "softmax", "seq_aux": True, "topk_method": "greedy", "norm_topk_prob": False,
-                    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
-                                     "original_max_position_embeddings": 4096, "type": "yarn"}},
-    "DeepSeek V3": {"model_type": "deepseek_v3", "aux_loss_alpha": 0.001, "ep_size": 1, "first_k_dense_replace": 3, "moe_layer_freq": 1,
-                    "n_group": 8, "topk_group": 4, "num_nextn_predict_layers": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-                    "routed_scaling_factor": 2.5, "seq_aux": True, "norm_topk_prob": True,
-                    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                                     "original_max_position_embeddings": 4096, "type": "yarn"}},
-    "BLOOM": {"model_type": "bloom", "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True,
-              "n_head": 16, "n_inner": None, "n_layer": 24, "offset_alibi": 100, "seq_length": 2048, "skip_bias_add": True,
-              "skip_bias_add_qkv": False, "apply_residual_connection_post_layernorm": False, "pretraining_tp": 1},
-    "StarCoder2": {"model_type": "starcoder2", "activation_function": "gelu", "attention_softmax_in_fp32": True, "norm_epsilon": 1e-5,
-                   "layer_norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "mlp_type": "default", "norm_type": "layer_norm",
-                   "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True, "sliding_window": 4096, "use_bias": True},
-    "Cohere 2": {"model_type": "cohere2", "cache_implementation": "hybrid", "layer_switch": 4, "logit_scale": 0.25, "rotary_pct": 1.0,
-                 "order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj", "sliding_window_pattern": 4,
-                 "use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": False},
-    "GPT-J": {"model_type": "gptj", "rotary": True, "rotary_dim": 64, "scale_attn_weights": True, "summary_type": "cls_index"},
-    "Mamba": {"model_type": "mamba", "d_inner": 1536, "fused_add_norm": True, "pad_vocab_size_multiple": 8, "rms_norm": True,
-              "rescale_prenorm_residual": False, "residual_in_fp32": True, "ssm_cfg": {}, "conv_kernel": 4, "time_step_rank": 48},
+                   "partial_rotary_factor": 0.75, "full_attn_mod": 1, "interpolate_factor": 1, "mlp_bias": False, "hidden_size": 3072,
+                   "num_attention_heads": 24, "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"}},
+    "gpt-oss": {"model_type": "gpt_oss", "experts_per_token": 4, "num_experts_per_tok": 4, "initial_context_length": 4096,
+                "rope_theta": 150000, "rope_scaling": YARN | {"rope_type": "yarn", "truncate": False}},
+    "DeepSeek V2": {"model_type": "deepseek_v2", "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "scoring_func": "softmax",
+                    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+    "DeepSeek V3": {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "BLOOM": {"model_type": "bloom", "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "offset_alibi": 100,
+              "skip_bias_add": True},
+    "StarCoder2": {"model_type": "starcoder2", "activation_function": "gelu", "norm_epsilon": 1e-5, "layer_norm_epsilon": 1e-5,
+                   "norm_type": "layer_norm", "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True},
+    "Cohere 2": {"model_type": "cohere2", "layer_switch": 4, "rotary_pct": 1.0, "order_of_interleaved_layers": "local_attn_first",
+                 "position_embedding_type": "rope_gptj", "sliding_window_pattern": 4, "use_gated_activation": True, "use_parallel_block": True},
+    "GPT-J": {"model_type": "gptj", "rotary": True, "scale_attn_weights": True, "summary_type": "cls_index"},
+    "Mamba": {"model_type": "mamba", "fused_add_norm": True, "rms_norm": True, "rescale_prenorm_residual": False, "ssm_cfg": {}},
 }  # fmt: skip
 
 
@@ -240,10 +194,8 @@ def test_keys_by_which_any_other_class_computes_are_named_for_llama() -> None:
     assert read({"model_type": "llama"} | dict.fromkeys(computing, 0.37)).keys() == computing
 
 
-def test_what_is_unread_is_named_once(tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(document | {"sliding_window": 8, "logit_scale": 0.5}))
-    export_tiny(folder, tmp_path / "artifact")
+def test_what_is_unread_is_named_once(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change_config(checkpoint, sliding_window=8, logit_scale=0.5)
+    export_tiny(checkpoint, tmp_path / "artifact")
     (line,) = [record.getMessage() for record in caplog.records if "does not read" in record.getMessage()]
     assert "its config.json says sliding_window=8, logit_scale=0.5, which LlamaConfig does not read" in line

@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,9 +90,14 @@ def models(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> M
     large.mkdir()
     (large / "config.json").write_text(json.dumps(LLAMA_CONFIG), encoding="utf-8")
     write_gguf(small, folder / GGUF, "Q8_0")
-    return Models(
-        {SMOLLM2: small, LLAMA: large, GGUF: folder / GGUF}, export_model(small, folder / "smollm2", config=READY)
-    )
+    paths = {SMOLLM2: small, LLAMA: large, GGUF: folder / GGUF}
+    return Models(paths, export_model(small, folder / "smollm2", config=READY))
+
+
+def parse(module: str, command: str, words: list[str]) -> Namespace:
+    parser = ArgumentParser()
+    getattr(importlib.import_module(f"optimum.commands.register.{module}"), command).parse_args(parser)
+    return parser.parse_args(words)
 
 
 @dataclass
@@ -128,7 +133,11 @@ class Reader:
 
     def optimum_cli(self, words: list[str], patch: pytest.MonkeyPatch) -> None:
         if words[:2] == ["export", "neuron"]:
-            self._make_room(words)
+            # For a page's own export in the place of the artifact at hand; it must not export twice to one place.
+            output = parse("export_neuron", "NeuronExportCommand", words[2:]).output.absolute()
+            if output not in self.exported:
+                shutil.rmtree(output, ignore_errors=True)
+            self.exported.add(output)
         if words[:2] == ["neuron", "serve"]:
             self.serve(words[2:])
             return
@@ -144,30 +153,13 @@ class Reader:
             assert (ended.code or 0) in allowed, f"optimum-cli {shlex.join(words)} ended with {ended.code}"
 
     def printf(self, words: list[str], patch: pytest.MonkeyPatch) -> None:
-        (text,) = words
-        self.piped = text.replace("\\n", "\n")
-
-    def _make_room(self, words: list[str]) -> None:
-        """For a page's own export in the place of the artifact at hand; it must not export twice to one place."""
-        export = importlib.import_module("optimum.commands.register.export_neuron").NeuronExportCommand
-        parser = ArgumentParser()
-        export.parse_args(parser)
-        output = parser.parse_args(words[2:]).output.absolute()
-        if output not in self.exported:
-            shutil.rmtree(output, ignore_errors=True)
-        self.exported.add(output)
+        self.piped = words[0].replace("\\n", "\n")
 
     def serve(self, words: list[str]) -> None:
         """The server's application on the artifact, without its process: tests/tools/serve/test_serve_process.py has that."""
-        command = importlib.import_module("optimum.commands.register.neuron_serve").NeuronServeCommand
-        parser = ArgumentParser()
-        command.parse_args(parser)
-        args = parser.parse_args(words)
+        args = parse("neuron_serve", "NeuronServeCommand", words)
         self.close()
-        model, tokenizer = (
-            NeuronModelForCausalLM.from_pretrained(args.model),
-            AutoTokenizer.from_pretrained(args.model),
-        )
+        model, tokenizer = (each.from_pretrained(args.model) for each in (NeuronModelForCausalLM, AutoTokenizer))
         self.served = start_app(model, tokenizer=tokenizer, name=args.served_model_name or str(Path(args.model)))
 
     def curl(self, words: list[str], patch: pytest.MonkeyPatch) -> None:
@@ -199,20 +191,16 @@ def reader(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     shutil.copy(models.paths[GGUF], tmp_path)
     (tmp_path / "text.txt").write_text("A text that a model may meet. " * 40, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    given = {
-        "model": NeuronModelForCausalLM.from_pretrained(models.artifact),
-        "tokenizer": AutoTokenizer.from_pretrained(models.artifact),
-    }
-    reader = Reader(models, monkeypatch, given)
+    given = {"model": NeuronModelForCausalLM, "tokenizer": AutoTokenizer}
+    names = {name: kind.from_pretrained(models.artifact) for name, kind in given.items()}
+    reader = Reader(models, monkeypatch, names)
     yield reader
     reader.close()
 
 
 def reasons(command: Command) -> list[str]:
     line = " ".join((command.program, *command.words[1:]))
-    return [
-        why for words, why in NOT_RUN.items() if line.startswith(words) or (words.startswith("--") and words in line)
-    ]
+    return [why for each, why in NOT_RUN.items() if line.startswith(each) or (each.startswith("--") and each in line)]
 
 
 def block_reasons(text: str) -> list[str]:
@@ -240,9 +228,5 @@ def test_what_is_not_run_is_there() -> None:
 def test_extras_that_are_installed_exist() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     text = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
-    named = {
-        name
-        for extras in re.findall(r"(?:optimum-neuron-runtime|'\.)\[([\w,]+)\]", text)
-        for name in extras.split(",")
-    }
+    named = set(",".join(re.findall(r"(?:optimum-neuron-runtime|'\.)\[([\w,]+)\]", text)).split(","))
     assert "serve" in named and not [name for name in named if not re.search(rf"^{name} = \[", project, re.MULTILINE)]

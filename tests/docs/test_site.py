@@ -9,7 +9,7 @@ import sys
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from documents import PAGES, ROOT
@@ -30,22 +30,16 @@ def _import_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
 
 
-def load(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
-
 def test_the_reference_has_every_command_and_option_of_the_parsers() -> None:
-    reference = load("cli_reference")
+    reference = importlib.import_module("cli_reference")
     found = dict(reference.commands())
     assert {"optimum-cli export neuron", "optimum-cli neuron serve", "optimum-cli neuron cache lookup"} <= found.keys()
     for words, command in found.items():
         parser = ArgumentParser(prog=words, add_help=False)
         command.parse_args(parser)
         section = reference.section_of(words, command)
-        text, terms = (
-            section.astext(),
-            [term.astext() for term in section.findall(lambda node: node.tagname == "term")],
-        )
+        text = section.astext()
+        terms = [term.astext() for term in section.findall(lambda node: node.tagname == "term")]
         shown = [action for action in parser._actions if action.help != SUPPRESS]
         assert len(terms) == len(shown) and words in text and "%(default)s" not in text
         for action in shown:
@@ -55,7 +49,7 @@ def test_the_reference_has_every_command_and_option_of_the_parsers() -> None:
 
 
 def test_a_new_page_stands_in_the_navigation() -> None:
-    tree = load("page_tree")
+    tree = importlib.import_module("page_tree")
     found = [path.relative_to(ROOT).with_suffix("").as_posix() for path in PAGES]
     source = ["# Title"]
     env = SimpleNamespace(found_docs={*found, "docs/brand-new", "NEURON", "docs/nested/page"})
@@ -68,14 +62,14 @@ def test_a_new_page_stands_in_the_navigation() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (DOCS / "drawings").glob("*.svg")))
 def test_drawings_are_those_that_the_script_draws(name: str) -> None:
-    drawings = load("drawings")
+    drawings = importlib.import_module("drawings")
     assert set(drawings.DRAWINGS) == {path.stem for path in (DOCS / "drawings").glob("*.svg")}
     drawn = drawings.DRAWINGS[name]().svg()
     assert drawn == (DOCS / "drawings" / f"{name}.svg").read_text(encoding="utf-8"), "run make results"
 
 
 def test_runs_with_other_runtimes_have_a_picture_each_with_a_mark_for_each_ratio(tmp_path: Path) -> None:
-    drawings = load("drawings")
+    drawings = importlib.import_module("drawings")
     pictures = drawings.measured(drawings.PUBLISHED)
     assert {path.stem for path in drawings.MEASURED.glob("*")} == pictures.keys()
     for name, drawing in pictures.items():
@@ -89,12 +83,10 @@ def test_runs_with_other_runtimes_have_a_picture_each_with_a_mark_for_each_ratio
 
 
 def test_steps_are_drawn_as_wide_as_they_were_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawings = load("drawings")
+    drawings = importlib.import_module("drawings")
     kinds = {"mixed": 30.0, "token_generation": 15.0, "chunked_prefill": 20.0}
-    run = {
-        "steps": [{"kind": kind, "ms": ms} for kind, ms in kinds.items()],
-        "options": {"slots": 4, "chunk_size": 24},
-    }
+    steps = [{"kind": kind, "ms": ms} for kind, ms in kinds.items()]
+    run = {"steps": steps, "options": {"slots": 4, "chunk_size": 24}}
     (tmp_path / "stall.json").write_text(json.dumps(run), encoding="utf-8")
     monkeypatch.setattr(drawings, "STEPS", tmp_path / "stall.json")
     widths, sentence = drawings.widths()

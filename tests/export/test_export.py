@@ -47,13 +47,8 @@ def test_an_artifact_holds_the_checkpoint_files_and_complete_records(tiny_checkp
     artifact.verify()
     assert returned == output and names(output.parent) == ["artifact"]
     verbatim = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"}
-    assert set(folder_bytes(output)) == verbatim | {
-        "tokenizer_config.json",
-        RECORD_NAME,
-        MANIFEST_NAME,
-        WEIGHTS_NAME,
-        INDEX_NAME,
-    }
+    made = {"tokenizer_config.json", RECORD_NAME, MANIFEST_NAME, WEIGHTS_NAME, INDEX_NAME}
+    assert set(folder_bytes(output)) == verbatim | made
     assert all((output / name).read_bytes() == (tiny_checkpoint / name).read_bytes() for name in verbatim)
     ours, theirs = (json.loads((each / "tokenizer_config.json").read_bytes()) for each in (output, tiny_checkpoint))
     assert ours == theirs | {"model_max_length": 64}
@@ -86,48 +81,28 @@ def test_an_interrupted_export_leaves_nothing_or_the_old_artifact(
     assert folder_bytes(output) == before and names(output.parent) == ["artifact"]
 
 
-def test_a_full_disk_is_seen_before_anything_is_written(
-    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000_000))
-    with pytest.raises(OSError, match=r"needs about 0\.1 GB, and .* has 0\.1 GB free; free some space"):
-        export_tiny(tiny_checkpoint, output)
-    assert not output.parent.exists()
-
-
 def test_a_default_length_is_lowered_to_the_positions_of_the_model(tiny_checkpoint: Path, tmp_path: Path) -> None:
     positions = json.loads((tiny_checkpoint / "config.json").read_bytes())["max_position_embeddings"]
     assert positions < NeuronConfig.sequence_length
     for name, options in (("plain", {}), ("rows", {"batch_size": 4})):
         export_model(tiny_checkpoint, tmp_path / name, config=NeuronConfig(target="eager", **options))
         config = Artifact.open(tmp_path / name).config
-        assert config == NeuronConfig(
-            target="eager", sequence_length=positions, dtype="float32", activations=None, **options
-        )
-    with pytest.raises(
-        ValueError, match=f"sequence_length=1024 is longer than the model's max_position_embeddings={positions}"
-    ):
+        wanted = {"target": "eager", "sequence_length": positions, "dtype": "float32", "activations": None}
+        assert config == NeuronConfig(**wanted | options)
+    words = f"sequence_length=1024 is longer than the model's max_position_embeddings={positions}"
+    with pytest.raises(ValueError, match=words):
         export_model(tiny_checkpoint, tmp_path / "asked", config=NeuronConfig(target="eager", sequence_length=1024))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"state_snapshots": 4}, "=4 is for state that slots keep, and those of LlamaForCausalLM keep keys"),
-        ({"state_snapshot_interval": 64}, "=64 is for state .* leave state_snapshot_interval out"),
-    ],
-)
-def test_options_that_this_machine_cannot_honor_are_refused(
-    tiny_checkpoint: Path, output: Path, changes: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
-        export_tiny(tiny_checkpoint, output, **changes)
-    assert "\n" not in str(caught.value)
+def test_a_full_disk_is_seen_in_time(tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000_000))
+    with pytest.raises(OSError, match=r"needs about 0\.1 GB, and .* has 0\.1 GB free; free some space"):
+        export_tiny(tiny_checkpoint, output)
     assert not output.parent.exists()
 
 
 @pytest.mark.parametrize("route", ["export_model", "from_pretrained"])
-def test_sizes_follow_the_target_that_auto_stands_for(
+def test_sizes_follow_the_target(
     route: str, tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[NeuronConfig] = []
@@ -148,12 +123,20 @@ def test_sizes_follow_the_target_that_auto_stands_for(
     assert checked[0].context_buckets == (256, 1024)
 
 
-def test_a_certifier_that_is_no_function_is_refused(tiny_checkpoint: Path, output: Path) -> None:
-    with pytest.raises(
-        TypeError, match=r"certify=True is no function; pass optimum_neuron\.tools\.certify\.certify_export"
+def test_options_that_do_not_fit_and_a_certifier_that_is_no_function_are_refused(
+    tiny_checkpoint: Path, output: Path
+) -> None:
+    for changes, words in (
+        ({"state_snapshots": 4}, "=4 is for state that slots keep, and those of LlamaForCausalLM keep keys"),
+        ({"state_snapshot_interval": 64}, "=64 is for state .* leave state_snapshot_interval out"),
     ):
+        with pytest.raises(ValueError, match=words) as caught:
+            export_tiny(tiny_checkpoint, output, **changes)
+        assert "\n" not in str(caught.value)
+    told = r"certify=True is no function; pass optimum_neuron\.tools\.certify\.certify_export"
+    with pytest.raises(TypeError, match=told):
         export_model(tiny_checkpoint, output, certify=True)  # type: ignore[arg-type]  # as a user may
-    assert not output.exists()
+    assert not output.parent.exists()
 
 
 @pytest.fixture
@@ -161,11 +144,9 @@ def checkpoint(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(sharp_checkpoints["llama"], tmp_path / "checkpoint"))
 
 
-def export(checkpoint: Path, facts: dict[str, Any], **options: Any) -> Path:
+def export(checkpoint: Path, facts: dict[str, Any]) -> Path:
     (checkpoint / "generation_config.json").write_text(json.dumps(facts))
-    return export_tiny(
-        checkpoint, checkpoint.with_name("artifact"), overwrite=True, **{"output_logits": False} | options
-    )
+    return export_tiny(checkpoint, checkpoint.with_name("artifact"), output_logits=False)
 
 
 @pytest.mark.parametrize(
@@ -190,10 +171,8 @@ def test_graphs_return_logits_where_the_file_needs_them(
     model = NeuronModelForCausalLM.from_pretrained(path, output_logits=False)
     reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     ids = torch.tensor([[40, 41, 42, 40, 41, 42]])
-    tokens, expected = (
-        each.generate(ids, do_sample=False, max_new_tokens=6, return_dict_in_generate=False)
-        for each in (model, reference)
-    )
+    how = {"do_sample": False, "max_new_tokens": 6, "return_dict_in_generate": False}
+    tokens, expected = (each.generate(ids, **how) for each in (model, reference))
     assert torch.equal(tokens, expected)
     assert model.generate_batch(ids.tolist())["req_0"].error is None
     same = NeuronConfig.from_dict(Artifact.open(path).config.to_dict() | {"output_logits": False})
@@ -209,7 +188,7 @@ def test_graphs_return_logits_where_the_file_needs_them(
         {"max_new_tokens": 9999, "pad_token_id": -1, "eos_token_id": [2, 400], "max_window_size": 24000, "cache_implementation": "hybrid"},
     ],
 )  # fmt: skip
-def test_a_file_that_graphs_follow_needs_no_logits_and_no_word(
+def test_followed_files_need_no_logits(
     checkpoint: Path, facts: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "optimum_neuron"):
@@ -219,16 +198,12 @@ def test_a_file_that_graphs_follow_needs_no_logits_and_no_word(
     assert model.generate(torch.tensor([[5, 6], [7, 8]])).shape[1] > 2
 
 
-def test_what_no_artifact_does_is_said_by_the_export_and_refuses_no_call(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    facts = {
-        "num_beams": 4, "penalty_alpha": 0.6, "guidance_scale": 1.5, "num_return_sequences": 4, "do_sample": True, "output_attentions": True,
-    }  # fmt: skip
-    path = export(checkpoint, facts)
+def test_what_no_artifact_does_is_said_and_refuses_no_call(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    facts = {"num_beams": 4, "penalty_alpha": 0.6, "guidance_scale": 1.5, "output_attentions": True}
+    path = export(checkpoint, facts | {"num_return_sequences": 4, "do_sample": True})
     told = "\n".join(caplog.messages)
-    for name in ("num_beams=4", "penalty_alpha=0.6", "guidance_scale=1.5", "output_attentions=True"):
-        assert f"generation_config.json asks for {name}, which is left out: " in told
+    for name, value in facts.items():
+        assert f"generation_config.json asks for {name}={value}, which is left out: " in told
     assert "num_return_sequences=4, which is left out: it needs do_sample and batch_size=4" in told
     caplog.clear()
     model = NeuronModelForCausalLM.from_pretrained(path)

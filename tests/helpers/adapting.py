@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,6 @@ def make_adapter(checkpoint: Path, folder: Path, config: peft.PeftConfig, *, row
         assert parameter.isfinite().all(), name
     adapted.save_pretrained(folder)
     return folder
-
-
-def change_config(adapter: Path, **changes: Any) -> None:
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 def export(checkpoint: Path, output: Path, adapter: Any, **changes: Any) -> Path:

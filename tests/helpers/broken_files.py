@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import torch
 from command_lines import CONFIGS, MISFITS, NO_OBJECT, TOKENIZERS
+from gguf_files import close_writer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -187,7 +188,4 @@ def write_tiny_gguf(
     writer.add_vocab_size(300)
     if tensors:
         writer.add_tensor("token_embd.weight", np.zeros((300, 64), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close_writer(writer)

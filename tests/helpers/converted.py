@@ -13,16 +13,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from gguf_files import add_tokenizer
 
 
 # It brings a gguf of its own, which must not replace the one that is installed: hence a folder by itself, see the Makefile.
 FOLDER = Path(sys.prefix) / "converter"
 _OWN = ("gguf", "conversion")
 # What its modules of DeepSeek's and MiniMax's models name, for others than those of the tests, and its own gguf lacks.
-_ABSENT = {
-    "MODEL_TENSOR": ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"),
-    "MODEL_ARCH": ("MINIMAXM3",),
-}
+_ABSENT = {"MODEL_TENSOR": ("DSPARK_MARKOV_W1", "DSPARK_MARKOV_W2", "DSPARK_CONF_PROJ"), "MODEL_ARCH": ("MINIMAXM3",)}
 
 
 def convert(
@@ -45,16 +43,10 @@ def _vocabulary(tokens: int, add: Callable[[Any], None]) -> Any:
     def write(self: Any) -> None:
         special = ["<pad>", "<s>", "</s>"]
         single = [chr(0x100 + index) for index in range(tokens - len(special) - 1)]
-        writer = self.gguf_writer
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("default")
-        writer.add_token_list([*special, *single, single[0] + single[1]])
-        writer.add_token_types([3 if index < len(special) else 1 for index in range(tokens)])
-        writer.add_token_merges([f"{single[0]} {single[1]}"])
-        writer.add_pad_token_id(0)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        add(writer)
+        words = [*special, *single, single[0] + single[1]]
+        types = [3 if index < len(special) else 1 for index in range(tokens)]
+        add_tokenizer(self.gguf_writer, words, types, f"{single[0]} {single[1]}")
+        add(self.gguf_writer)
 
     return write
 

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 
@@ -65,16 +66,11 @@ def commands(text: str) -> Iterator[Command]:
         words = shlex.split(line.strip().removeprefix("$ "), comments=True)
         while words:
             stop = next((index for index, word in enumerate(words) if word in SHELL_OPERATORS), len(words))
-            call = [
-                word
-                for index, word in enumerate(words[:stop])
-                if not {word, *words[max(index - 1, 0) : index]} & REDIRECTIONS
-            ]
-            first = next(
-                (index for index, word in enumerate(call) if not re.fullmatch(r"[A-Z_]+=.*", word)), len(call)
-            )
-            if first < len(call):
-                yield Command(tuple(call[first:]), tuple(call[:first]))
+            pairs = zip(["", *words], words[:stop], strict=False)  # each with the one before
+            call = [word for before, word in pairs if not {before, word} & REDIRECTIONS]
+            variables = tuple(takewhile(re.compile(r"[A-Z_]+=.*").fullmatch, call))
+            if len(variables) < len(call):
+                yield Command(tuple(call[len(variables) :]), variables)
             words = words[stop + 1 :]
 
 

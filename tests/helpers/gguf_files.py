@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import gguf
 import numpy as np
@@ -41,11 +41,7 @@ def swap_halves(tensor: Tensor, heads: int, *, back: bool) -> Tensor:
 
 
 def write_gguf(
-    checkpoint: Path,
-    path: Path,
-    kind: str,
-    without: Sequence[str] = (),
-    sampling: Mapping[str, float] = MappingProxyType({}),
+    checkpoint: Path, path: Path, kind: str, without: Sequence[str] = (), sampling: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
     """Writes a tiny Llama, but for some weights, with defaults of generation; returns the weights that the file stands for, by transformers' names."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -61,9 +57,11 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    for name, value in sampling.items():
+    for name, value in (sampling or {}).items():
         getattr(writer, f"add_sampling_{name}")(value)
-    _add_tokenizer(writer, checkpoint)
+    vocab = AutoTokenizer.from_pretrained(checkpoint).get_vocab()
+    tokens = [*sorted(vocab, key=vocab.__getitem__), "ab"]
+    add_tokenizer(writer, tokens, [3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens], "a b")
     exact = {}
     for name, tensor in model.state_dict().items():
         if name in without:
@@ -77,21 +75,24 @@ def write_gguf(
         plain = torch.from_numpy(np.array(gguf.quants.dequantize(data, chosen))).reshape(tensor.shape)
         exact[name] = swap_halves(plain, heads, back=True) if heads else plain
         writer.add_tensor(gguf_name(name), data, raw_dtype=chosen)
+    close_writer(writer)
+    return exact
+
+
+def close_writer(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return exact
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
-    vocab = AutoTokenizer.from_pretrained(checkpoint).get_vocab()
-    tokens = [*sorted(vocab, key=vocab.__getitem__), "ab"]
+def add_tokenizer(writer: Any, tokens: Sequence[str], types: Sequence[int], merge: str) -> None:
+    """A tokenizer with one merge, and with tokens that pad, begin and end a text."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens])
-    writer.add_token_merges(["a b"])
+    writer.add_token_types(types)
+    writer.add_token_merges([merge])
     writer.add_pad_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -86,6 +86,10 @@ def examples(count: int, **options: Any) -> settings:
     """How a property test is run: by `count` examples in the profile `full` (`make test-full`), else by a fourth of them."""
     full = settings.get_current_profile_name() == "full"
     return settings(max_examples=count if full else max(count // 4, 5), deadline=None, **options)
+
+
+def forbidden(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("must not be called")
 
 
 def tiny_config(**changes: Any) -> NeuronConfig:

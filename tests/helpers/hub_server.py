@@ -87,7 +87,6 @@ def put_in_hub_cache(folder: Path, repo_id: str, cache_dir: Path) -> Path:
 @contextmanager
 def loopback_hub() -> Iterator[LoopbackHub]:
     hub = LoopbackHub()
-
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_port}"
@@ -111,9 +110,8 @@ def connected_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     with loopback_hub() as found, tempfile.TemporaryDirectory() as cache:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", cache)
         monkeypatch.setattr(constants, "ENDPOINT", found.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", found.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        template = found.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         huggingface_hub.close_session()
         yield found
         huggingface_hub.close_session()
@@ -200,10 +198,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, page, more if start + _PAGE < len(names) else {})
 
     def _preupload(self, asked: dict[str, Any]) -> None:
-        files = [
-            {"path": each["path"], "uploadMode": "regular" if each["path"].endswith((".json", ".md")) else "lfs", "shouldIgnore": False}
-            for each in asked["files"]
-        ]  # fmt: skip
+        modes = {
+            each["path"]: "regular" if each["path"].endswith((".json", ".md")) else "lfs" for each in asked["files"]
+        }
+        files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
         self._send(200, {"files": files})
 
     def _batch(self, objects: list[dict[str, Any]]) -> None:

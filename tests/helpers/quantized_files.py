@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import export_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -30,9 +31,7 @@ WEIGHTS_FILE = "model.safetensors"
 def opened(folder: Path, tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> CheckpointFormat:
     """Writes tensors by name, and one plain tensor beside them; opens them by a config with this quantization."""
     plain = {"model.norm.weight": torch.ones(4)}
-    save_file(
-        {name: tensor.contiguous() for name, tensor in (plain | dict(tensors)).items()}, folder / "model.safetensors"
-    )
+    save_file({name: tensor.contiguous() for name, tensor in (plain | dict(tensors)).items()}, folder / WEIGHTS_FILE)
     return open_quantized({"model_type": "llama", "quantization_config": dict(quantization)}, folder, "tiny")
 
 
@@ -47,12 +46,22 @@ def check_read(
     return found
 
 
-def check_refused(folder: Path, tensors: Mapping[str, Tensor | None], settings: Mapping[str, Any], told: str) -> None:
+def check_refused(
+    folder: Path, tensors: Mapping[str, Tensor | None], settings: Mapping[str, Any], told: str, weight: str = WEIGHT
+) -> None:
     """Reading a layer ends in a sentence with some words; tensors that are None are left out."""
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with pytest.raises(ValueError, match=told) as caught:
-        opened(folder, kept, settings).read_codes(WEIGHT)
+        opened(folder, kept, settings).read_codes(weight)
     assert "\n" not in str(caught.value)
+
+
+def check_export_refused(told: str, checkpoint: Path, output: Path, **options: Any) -> None:
+    """An export ends in one sentence before anything is written."""
+    there = output.parent.exists(), sorted(output.parent.glob("*"))
+    with pytest.raises(ValueError, match=told) as caught:
+        export_tiny(checkpoint, output, **options)
+    assert "\n" not in str(caught.value) and (output.parent.exists(), sorted(output.parent.glob("*"))) == there
 
 
 def words(codes: Tensor, bits: int) -> Tensor:

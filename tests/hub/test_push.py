@@ -15,6 +15,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from helpers import folder_bytes
 from hub_server import REPO, TOKEN, Fault, LoopbackHub, connected_hub
 from optimum.commands import optimum_cli
 from transformers import GenerationConfig
@@ -53,19 +54,13 @@ def answer(model: Any) -> list[int]:
     return model.generate(IDS, do_sample=False, max_new_tokens=6, eos_token_id=None, pad_token_id=0)[0].tolist()
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def load(cache: Path, **options: Any) -> Any:
     return NeuronModelForCausalLM.from_pretrained(REPO, cache_dir=cache, export=False, **options)
 
 
 def find(cache: Path, **options: Any) -> Artifact:
-    asked: dict[str, Any] = {
-        "revision": None, "token": None, "native_code": False, "cache_dir": cache, "export": False,
-    }  # fmt: skip
-    found = finding.find_artifact(REPO, **asked | options)
+    asked: dict[str, Any] = {"revision": None, "token": None, "native_code": False, "export": False}
+    found = finding.find_artifact(REPO, cache_dir=cache, **asked | options)
     assert found is not None
     return found[0]
 
@@ -77,7 +72,7 @@ def test_what_is_pushed_answers_as_what_was_exported(
     assert done.oid == hub.sha() and hub.private
     pushed = {name: data for name, data in hub.files.items() if name != ".gitattributes"}
     card = pushed.pop("README.md").decode()
-    assert pushed == files_of(artifact)
+    assert pushed == folder_bytes(artifact)
     assert is_unchanged(card) and "- mine\n" in card and f'from_pretrained("{REPO}")' in card
     hub.needs_token = True
     with pytest.raises(FileNotFoundError, match=r"org/compiled is neither a local path nor a Hub repository that can"):
@@ -116,15 +111,13 @@ def test_a_commit_is_whole_and_what_it_replaces_is_gone(artifact: Path, hub: Loo
     hub.files.update({"graphs/old.json": b"{}", "weights/tp3.safetensors": b"x", "notes.txt": b"mine"})
     push_artifact(Artifact.open(artifact), REPO, token=TOKEN)
     assert len(hub.commits) == 2
-    assert hub.files.keys() == {*files_of(artifact), "README.md", ".gitattributes", "notes.txt"}
+    assert hub.files.keys() == {*folder_bytes(artifact), "README.md", ".gitattributes", "notes.txt"}
     hub.requests.clear()
     again = push_artifact(Artifact.open(artifact), REPO, token=TOKEN)
     assert not hub.asked("PUT", "/lfs/") and again.oid
 
 
-def test_what_a_person_wrote_into_a_card_stays(
-    artifact: Path, hub: LoopbackHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_own_cards_stay(artifact: Path, hub: LoopbackHub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hub.exists = True
     hub.files["README.md"] = OWN_CARD.encode()
     push_artifact(Artifact.open(artifact), REPO, token=TOKEN, tags=["mine", "neuron"])
@@ -176,7 +169,7 @@ def test_a_failed_push_is_one_sentence_and_the_next_completes_it(artifact: Path,
     hub.faults, sent = [], len(hub.objects)
     hub.requests.clear()
     push_artifact(Artifact.open(artifact), REPO, token=TOKEN)
-    assert {*files_of(artifact), "README.md", ".gitattributes"} == hub.files.keys()
+    assert {*folder_bytes(artifact), "README.md", ".gitattributes"} == hub.files.keys()
     assert len(hub.asked("PUT", "/lfs/")) == len(hub.objects) - sent
 
 
@@ -191,10 +184,11 @@ def test_an_interrupted_push_says_that_the_command_continues_it(
         patch.setattr(huggingface_hub.HfApi, "create_commit", interrupt)
         optimum_cli.main()
     assert (ended.value.code, len(hub.commits)) == (130, 1)
-    told = "interrupted; what was uploaded is not uploaded again, so run the command again\n"
-    assert capsys.readouterr().err == told
+    assert (
+        capsys.readouterr().err == "interrupted; what was uploaded is not uploaded again, so run the command again\n"
+    )
     optimum_cli.main()
-    assert {*files_of(artifact), "README.md", ".gitattributes"} == hub.files.keys()
+    assert {*folder_bytes(artifact), "README.md", ".gitattributes"} == hub.files.keys()
 
 
 def test_a_repository_stays_as_public_as_it_is_and_needs_a_token(artifact: Path, hub: LoopbackHub) -> None:
@@ -234,9 +228,7 @@ def test_a_failed_load_is_told_and_the_next_completes_it(pushed: LoopbackHub, na
     assert find(tmp_path).manifest["target"] == "cpu"
 
 
-def test_a_branch_that_is_pushed_to_while_it_is_read_is_read_of_one_commit(
-    pushed: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_branch_is_read_of_one_commit(pushed: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download = hub_client.download
 
     def push_after(*args: Any, **options: Any) -> Path:

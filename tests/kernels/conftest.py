@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from emulated_amx import EMULATED_AMX
-from emulation import EMULATED, close_emulators
+from emulation import EMULATED, EMULATED_AMX
 from kernel_calls import NAMES, Kernels, load_kernels, threads
 
 
@@ -16,21 +15,24 @@ _SLOW = [pytest.param(each, marks=pytest.mark.full) for each in EMULATED]
 _OWN = [pytest.param(each, marks=pytest.mark.full) if each == "avx2" and each != NAMES[0] else each for each in NAMES]
 
 
-@pytest.fixture(scope="session", params=[*_OWN, *_SLOW])
+# AMX computes these otherwise.
+_PRODUCTS = ("test_linear_kernels", "test_coded_kernels", "test_attention_kernels")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """With the kernels of each instruction set of this machine, the best first, and, slowly, those that an emulator runs."""
+    if "kernels" in metafunc.fixturenames:
+        names = [*(EMULATED_AMX if metafunc.module.__name__ in _PRODUCTS else ()), *_OWN, *_SLOW]
+        metafunc.parametrize("kernels", names, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def kernels(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
-    """The kernels of each instruction set of this machine, the best first, and, slowly, those that an emulator runs."""
-    return load_kernels(request.param)
-
-
-@pytest.fixture(scope="session", params=[*EMULATED_AMX, *_OWN, *_SLOW])
-def product_kernels(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
-    """The same for linear layers and attention, which AMX computes otherwise."""
     return load_kernels(request.param)
 
 
 @pytest.fixture(scope="session")
 def best_kernels(_compile_cache: None) -> Kernels:
-    """Those that the cpu target uses here."""
     return load_kernels(NAMES[0])
 
 
@@ -39,9 +41,3 @@ def torch_with_one_thread() -> Iterator[None]:
     """For small tensors, which torch's threads would only wait for each other with."""
     with threads(1):
         yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _ended_emulators() -> Iterator[None]:
-    yield
-    close_emulators()

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of aarch64 on any machine that has a cross compiler and qemu: the library as it is built there, run in an emulator."""
+"""Kernels of aarch64 on any machine that has a cross compiler and qemu, run in an emulator; and those for AMX, without its registers."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import hashlib
 import platform
 import shutil
 import struct
@@ -26,6 +28,14 @@ _COMPILER, _EMULATOR, _ROOT = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aar
 _CPUS = {"neon": "cortex-a53", "neon_bf16": "max,sve=off", "sve256": "max,sve-max-vq=2", "sve512": "a64fx"}
 _CAN_RUN = shutil.which(_COMPILER) is not None and shutil.which(_EMULATOR) is not None
 EMULATED = tuple(_CPUS) if _CAN_RUN and "neon" not in {each.name for each in host.list_instruction_sets()} else ()
+
+# The kernels for AMX on a machine that has its other instructions: the same sources, with tile registers in C++.
+_HEADER = Path(__file__).with_name("emulated_amx.h")
+_WITHOUT = next(each for each in host._X86_64 if each.name == "avx512_bf16")
+# The header's digest is in the flags, so that a kept cache holds no kernels of another one.
+_DIGEST = f"-DSTEP_AMX_EMULATED=0x{hashlib.sha256(_HEADER.read_bytes()).hexdigest()[:8]}"
+AMX = host.InstructionSet("amx_bf16-emulated", (*_WITHOUT.flags, _DIGEST, "-include", str(_HEADER)), _WITHOUT.needs)
+EMULATED_AMX = (AMX.name,) if _WITHOUT in host.list_instruction_sets() else ()
 
 _Region = tuple[int, int]  # address, bytes
 
@@ -128,18 +138,8 @@ class EmulatedLibrary:
         return result
 
 
-_started: list[Emulator] = []
-
-
 @cache
 def emulator(name: str) -> Emulator:
-    """One process for all tests."""
     started = Emulator(name)
-    _started.append(started)
+    atexit.register(started.close)
     return started
-
-
-def close_emulators() -> None:
-    while _started:
-        _started.pop().close()
-    emulator.cache_clear()

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changed plans of real graphs, loaded and run by kernels that AddressSanitizer watches: refused in a sentence, or run in their memory.
+"""Hostile changes of plans of real graphs, run by kernels that AddressSanitizer watches: refused in a sentence, or run in their memory.
 
 test_plan_safety.py runs it, for as long as FUZZ_SECONDS says. It prints how many changes were refused, ran, or refused an index while they
-ran; it fails on a crash, a report, and any other error. `--tries 1 --models NAME --seed N` repeats one in a folder of artifacts.
-
-Changes run in processes that are forked after all imports, so that a crash is seen as one. g++ has to have its sanitizer (libasan).
+ran; it fails on any other error, and ends with a crash or a report, behind the change that led to it. `--tries 1 --models NAME --seed N`
+repeats one in a folder of artifacts. g++ has to have its sanitizer (libasan).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,7 +33,6 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from helpers import CHUNK_SIZE, export_tiny, random_tokens, step_inputs  # noqa: E402
-from plan_mutations import mutated  # noqa: E402
 from recurrent import model  # noqa: E402
 from tampering import read_json, write  # noqa: E402
 from tiny import TINY_CONFIGS  # noqa: E402
@@ -46,12 +45,168 @@ from optimum_neuron.kernels import plan as plan_module  # noqa: E402
 from optimum_neuron.kernels.host import native_build  # noqa: E402
 from optimum_neuron.kernels.host.instruction_sets import InstructionSet, choose_instruction_set  # noqa: E402
 from optimum_neuron.kernels.run import memory  # noqa: E402
+from optimum_neuron.kernels.steps.access import ALL_SIZES  # noqa: E402
 from optimum_neuron.targets.cpu import loader  # noqa: E402
 from optimum_neuron.targets.cpu.native_library import fetch_library, load_kernels  # noqa: E402
 
 
+Plan = dict[str, Any]
+# What no plan may call, and what changes memory that is not its own or reads what it does not check.
+_UNSAFE = """
+    aten.set_.source_Tensor aten.resize_.default aten.as_strided_.default aten.from_file.default aten._embedding_bag_dense_backward.default
+    aten.adaptive_max_pool2d_backward.default aten.segment_reduce.default aten._ctc_loss.default aten._convert_indices_from_csr_to_coo.default
+    aten.max_unpool2d.default aten.copy_.default prims.empty.default
+"""
+UNSAFE = tuple(_UNSAFE.split())
+_DTYPES = tuple(ALL_SIZES)
+_KINDS = ("input", "output", "tensor", "constant", "kept", "arena")
+_WRONG: tuple[Any, ...] = (
+    None, True, "", "x", -1, 0, 1, 7, 2**31, 2**40, 2**62, 2**63, 10**30, 1.5, [], {}, [1], [[]], {"tensor": None}, {"dtype": "x"},
+    {"number": []}, "inf", "nan",
+)  # fmt: skip
+
+
+def mutated(plan: Plan, seed: int) -> tuple[Plan, list[str]]:
+    """A copy of a plan with one to three changes, and their kinds; the same for the same seed."""
+    choice, changed = random.Random(seed), copy.deepcopy(plan)
+    changes = choice.choices(_CHANGES, k=choice.choice((1, 1, 1, 2, 2, 3)))
+    for change in changes:
+        with contextlib.suppress(
+            TypeError, KeyError, IndexError, AttributeError, ValueError
+        ):  # an earlier change left nothing
+            change(changed, choice)
+    return changed, [change.__name__.lstrip("_") for change in changes]
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Every container in a value with each of its keys."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield value, key
+        if isinstance(inner, dict | list):
+            yield from _places(inner)
+
+
+def _is_operand(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"buffer", "dtype", "offset", "shape", "strides"}
+
+
+def _operands(value: Any) -> list[Plan]:
+    return [inner for holder, key in _places(value) if _is_operand(inner := holder[key])]
+
+
+def _step(plan: Plan, choice: random.Random) -> Plan:
+    """A step, of each kind as often as of any other."""
+    kinds: dict[str, list[Plan]] = {}
+    for step in (*plan["once"], *plan["steps"]):
+        if isinstance(step, dict) and step:
+            kinds.setdefault(str(step.get("kind")) + str(step.get("operator")), []).append(step)
+    return choice.choice(kinds[choice.choice(sorted(kinds))]) if kinds else plan
+
+
+def _value(own: Any, plan: Plan, choice: random.Random) -> Any:
+    if isinstance(own, int) and not isinstance(own, bool) and choice.random() < 0.7:
+        near = (own + 1, own - 1, own * 2, own // 2, -own, own + 64, own * 64, len(plan["buffers"]) - 1)
+        return choice.choice(near)
+    if isinstance(own, str) and choice.random() < 0.7:
+        return choice.choice((*_DTYPES, *_KINDS, *UNSAFE))
+    return copy.deepcopy(choice.choice(_WRONG))
+
+
+def _field(plan: Plan, choice: random.Random) -> None:
+    """One field of a step, or none in its place."""
+    holder, key = choice.choice(list(_places(_step(plan, choice))))
+    if choice.random() < 0.25:
+        del holder[key]
+    else:
+        holder[key] = _value(holder[key], plan, choice)
+
+
+def _pair(plan: Plan, choice: random.Random) -> None:
+    """An operand where another one of its step lies, at a place that is not far from it."""
+    moved, onto = choice.sample(_operands(_step(plan, choice)), 2)
+    moved["buffer"] = onto["buffer"]
+    if choice.random() < 0.7:
+        moved["offset"] = choice.choice((0, 1, 4, 64, onto["offset"]))
+
+
+def _exchange(plan: Plan, choice: random.Random) -> None:
+    """Two operands of one step, or one of any other step."""
+    step = _step(plan, choice)
+    others = _operands(step) if choice.random() < 0.5 else _operands(_step(plan, choice))
+    left, right = choice.choice(_operands(step)), choice.choice(others)
+    before, other = dict(left), dict(right)
+    left.update(other)
+    if choice.random() < 0.5:
+        right.update(before)
+
+
+def _together(plan: Plan, choice: random.Random) -> None:
+    """A number of a step, wherever it has it."""
+    step = _step(plan, choice)
+    found = [(holder, key) for holder, key in _places(step) if type(holder[key]) is int]
+    holder, key = choice.choice(found)
+    own = holder[key]
+    to = choice.choice((0, 1, own + 1, own * 2, own * 1000, 2**31, 2**40, 2**62))
+    for inner, name in found:
+        if inner[name] == own:
+            inner[name] = to
+    if choice.random() < 0.5:  # a size of any number of elements that takes no memory
+        for operand in _operands(step):
+            for dim, size in enumerate(operand["shape"][: len(operand["strides"])]):
+                operand["strides"][dim] = 0 if size == to else operand["strides"][dim]
+
+
+def _buffer(plan: Plan, choice: random.Random) -> None:
+    """A field of a buffer, or the place of another one in memory."""
+    buffer, other = choice.choice(plan["buffers"]), choice.choice(plan["buffers"])
+    if choice.random() < 0.3:
+        buffer["offset"] = other["offset"] + choice.choice((0, 0, 64))
+    elif choice.random() < 0.5:
+        buffer.update({key: other[key] for key in ("kind", "name", "offset")})
+    else:
+        key = choice.choice(sorted(buffer))
+        buffer[key] = choice.choice(_KINDS) if key == "kind" else _value(buffer[key], plan, choice)
+
+
+def _top(plan: Plan, choice: random.Random) -> None:
+    key = choice.choice(sorted(plan))
+    if key == "arena":
+        plan[key] = _value(plan[key], plan, choice)
+    else:
+        plan[key] = choice.choice(([], {}, None, plan[key][::-1], plan[key] * 2))
+
+
+def _operator(plan: Plan, choice: random.Random) -> None:
+    """Another operator of a call, of the plan's own or none that one may call."""
+    calls = [step for step in (*plan["once"], *plan["steps"]) if step.get("kind") == "TorchCall"]
+    call = choice.choice(calls)
+    call["operator"] = choice.choice((*UNSAFE, *(each["operator"] for each in calls)))
+    if choice.random() < 0.3:
+        call["outputs"] = []
+
+
+def _order(plan: Plan, choice: random.Random) -> None:
+    """Steps in another order, one more or fewer of them, or computed once that belong to each run."""
+    steps = plan["steps"]
+    first, second = sorted(choice.sample(range(len(steps)), 2))
+    kind = choice.choice(("swap", "swap", "move", "drop", "repeat", "once"))
+    if kind == "swap":
+        second = first + 1 if choice.random() < 0.5 else second
+        steps[first], steps[second] = steps[second], steps[first]
+    elif kind == "repeat":
+        steps.insert(second, copy.deepcopy(steps[first]))
+    else:
+        step = steps.pop(second)
+        {"move": steps, "once": plan["once"], "drop": []}[kind].insert(0, step)
+
+
+_CHANGES: tuple[Callable[[Plan, random.Random], None], ...] = (
+    _field, _field, _field, _field, _pair, _pair, _pair, _exchange, _exchange, _together, _together, _buffer, _buffer, _top,
+    _operator, _order, _order, _order, _buffer,
+)  # fmt: skip
+
+
 HANG = 60  # seconds of one change
-BATCH = 25  # changes of a process, unless one ends it
 _MEMORY = 1 << 30  # what a plan may take: what is larger is refused before it is allocated
 _ASAN_FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address")
 ASAN_OPTIONS = "detect_leaks=0:abort_on_error=0:exitcode=99:allocator_may_return_null=1:max_allocation_size_mb=4096"
@@ -69,7 +224,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def sanitized(chosen: InstructionSet) -> InstructionSet:
-    """The same instructions, watched by AddressSanitizer."""
     return dataclasses.replace(chosen, name=f"{chosen.name}_asan", flags=(*chosen.flags, *_ASAN_FLAGS))
 
 
@@ -86,7 +240,6 @@ def sanitizer() -> str | None:
 
 
 def make_artifacts(folder: Path, names: list[str]) -> None:
-    """Exports each model to a folder of its name."""
     for name in names:
         kind, options = MODELS[name]
         torch.manual_seed(1)
@@ -103,49 +256,21 @@ class Fuzzer:
         self._path = artifact
         self._plans = {path: read_json(path) for path in sorted((artifact / "graphs").glob("*.json"))}
         self._manifest = (artifact / "neuron_config.json").read_bytes()
-        for path, content in self._plans.items():  # before the forks, which find all imported
+        for path, content in self._plans.items():
             unchanged = self._load_and_run(path, content)
             assert unchanged["verdict"] == RAN, unchanged
 
-    def attempt(self, seeds: range) -> list[dict[str, Any]]:
-        """What becomes of changes, up to the first that ends their process.
-
-        `verdict` is one of REFUSED, RAN and REFUSED_RUN, or says what is wrong.
-        """
-        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as result:
-            child = os.fork()
-            if child == 0:
-                os.dup2(said.fileno(), 2)
-                with contextlib.suppress(BaseException):
-                    for seed in seeds:
-                        signal.alarm(HANG)
-                        result.write(json.dumps(self._try(seed)) + "\n")
-                        result.flush()
-                os._exit(0)
-            _, status = os.waitpid(child, 0)
-            said.seek(0)
-            result.seek(0)
-            found = [json.loads(line) for line in result]
-            if len(found) < len(seeds):
-                code = os.waitstatus_to_exitcode(status)
-                verdict = "hung" if code == -signal.SIGALRM else f"ended with {code}"
-                found.append({"verdict": verdict, "message": said.read()[:6000]})
-        for seed, each in zip(seeds, found, strict=False):
-            each |= {"model": self._path.name, "seed": seed, "changes": self._changed(seed)[2]}
-        return found
-
-    def _changed(self, seed: int) -> tuple[Path, dict[str, Any], list[str]]:
-        """The file of a plan, its changed contents, and what was changed."""
+    def attempt(self, seed: int) -> dict[str, Any]:
+        """What becomes of a change; `verdict` is one of REFUSED, RAN and REFUSED_RUN, or says what is wrong."""
         path = list(self._plans)[seed % len(self._plans)]
         plan, changes = mutated(self._plans[path]["plan"], seed)
-        return path, self._plans[path] | {"plan": plan}, changes
-
-    def _try(self, seed: int) -> dict[str, str]:
-        path, content, _ = self._changed(seed)
+        about = {"model": self._path.name, "seed": seed, "changes": changes}
+        sys.stderr.write(f"{about}\n")  # the last line where a change ends the process
         for other, original in self._plans.items():
             other.write_text(plan_module._serialize(original), encoding="utf-8")
         (self._path / "neuron_config.json").write_bytes(self._manifest)
-        return self._load_and_run(path, content)
+        signal.alarm(HANG)
+        return self._load_and_run(path, self._plans[path] | {"plan": plan}) | about
 
     def _load_and_run(self, path: Path, content: dict[str, Any]) -> dict[str, str]:
         data = plan_module._serialize(content | {"sha256": plan_module._digest(content)}).encode()
@@ -197,25 +322,16 @@ def fuzz(folder: Path, options: argparse.Namespace) -> int:
     with _in_own_memory():
         fuzzers = [Fuzzer(folder / name) for name in options.models.split(",")]
         while counts.total() < options.tries or time.monotonic() - begin < options.seconds:
-            end = seed + (BATCH if options.seconds else min(BATCH, options.tries))
-            for fuzzer in fuzzers:
-                next_seed = seed
-                while next_seed < end:
-                    outcomes = fuzzer.attempt(range(next_seed, end))
-                    next_seed += len(outcomes)
-                    counts.update(each["verdict"] for each in outcomes)
-                    for each in outcomes:
-                        if each["verdict"] not in (REFUSED, RAN, REFUSED_RUN):
-                            failed += 1
-                            say(each)
-            seed = end
-    say({"seconds": round(time.monotonic() - begin), "tried": counts.total(), **counts})
+            for found in [fuzzer.attempt(seed) for fuzzer in fuzzers]:
+                counts.update([found["verdict"]])
+                if found["verdict"] not in (REFUSED, RAN, REFUSED_RUN):
+                    failed += 1
+                    sys.stdout.write(json.dumps(found) + "\n")
+            seed += 1
+    sys.stdout.write(
+        json.dumps({"seconds": round(time.monotonic() - begin), "tried": counts.total(), **counts}) + "\n"
+    )
     return failed
-
-
-def say(found: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(found) + "\n")
-    sys.stdout.flush()
 
 
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -238,7 +354,6 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="without the sanitizer")
     parser.add_argument("--folder", type=Path, required=True, help="of artifacts that were made before")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # a process that computes with several cannot be forked
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not options.plain:
         native_build.choose_instruction_set = lambda: sanitized(choose_instruction_set())  # type: ignore[assignment]

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from emulated_amx import AMX
-from emulation import EMULATED, EmulatedLibrary, emulator
+from emulation import AMX, EMULATED, EmulatedLibrary, emulator
 from filelock import FileLock
+from helpers import decode_tokens, prefill_pieces
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -31,8 +32,9 @@ from optimum_neuron.kernels.run.memory import allocate_arena
 from optimum_neuron.kernels.run.short_scales import are_short
 from optimum_neuron.kernels.steps import steps
 from optimum_neuron.kernels.steps.steps import Buffer, Codes, Layer, Map, Operand, Step, TorchCall
+from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.attention.coded_states import CodedStates
-from optimum_neuron.step.features.codes.weight import QuantizedWeight
+from optimum_neuron.step.features.codes.weight import CODE_DTYPES, PACKED, UNUSED_SCALE_BITS, QuantizedWeight
 from optimum_neuron.step.spec import TensorSpec
 from optimum_neuron.targets.cpu.native_library import fetch_library
 
@@ -43,7 +45,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Half the distance of two neighbouring numbers, relative to them.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 Weight = Tensor | QuantizedWeight
+SHORT = "short"
 _GUARD, _GUARD_BYTE = 256, 0xA5
+NAN, INFINITY = math.nan, math.inf
 
 with_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -68,13 +72,17 @@ def all_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return all(same_bits(a, b) for a, b in zip(left, right, strict=True))
 
 
-def check_linear(result: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Within the rounding of sums in float32, and one of the result."""
-    exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
-    terms = linear(x.double().abs(), weight.double().abs()) + 1
+def check_linear(result: Tensor, x: Tensor, weight: Weight, bias: Tensor | None = None) -> None:
+    """Within the rounding of sums in float32, of codes, of their scales and of shifts, and one of the result."""
+    plain = (weight if isinstance(weight, Tensor) else weight.dequantize()).double()
+    exact, size = linear(x.double(), plain, None if bias is None else bias.double()), plain.abs()
+    if isinstance(weight, QuantizedWeight) and weight.shift is not None:
+        scaled = replace(weight, shift=torch.zeros_like(weight.scale.float())).dequantize().double().abs()
+        size = scaled + weight.shift.double().abs().repeat_interleave(weight.group_size, -1)
+    terms, error = linear(x.double().abs(), size) + 1, (result.double() - exact).abs()
     assert result.dtype == x.dtype and result.shape == exact.shape
-    error = (result.double() - exact).abs()
-    assert (error <= terms * 2**-21 + exact.abs() * ROUNDING[x.dtype] * 1.001).all()
+    least = 2**-21 if isinstance(weight, Tensor) else 2**-20
+    assert (error <= terms * least + exact.abs() * ROUNDING[x.dtype] * 1.001).all()
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -124,7 +132,6 @@ class Tensors:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor's memory."""
     return torch.tensor([], dtype=tensor.dtype).set_(tensor.untyped_storage())
 
 
@@ -145,14 +152,9 @@ def parts_of(weight: Weight) -> tuple[Tensor, QuantizedWeight | None]:
 
 
 class Kernels:
-    """The kernels of one instruction set, as functions of tensors, with threads of their own."""
+    """The kernels of one instruction set, as functions of tensors; `library` gives its C functions for plans over such buffers."""
 
     def __init__(self, name: str, library: Callable[[Sequence[Buffer]], Any]) -> None:
-        """Kernels of a library.
-
-        Args:
-            library: its C functions, for plans over such buffers.
-        """
         self.name, self.library, self.threads = name, library, 2
 
     @contextmanager
@@ -164,12 +166,6 @@ class Kernels:
             self.threads = before
 
     def run(self, step: Step, tensors: Tensors) -> None:
-        """Runs one step.
-
-        Raises:
-            PlanError: it does not fit its tensors.
-            RefusedError: it met an index that is out of range.
-        """
         words = np.array(encode_step(step, tensors.buffers, tensors.short_scales), dtype=np.int64)
         places = [each.untyped_storage().data_ptr() for each in tensors.held]
         addresses = (ctypes.c_void_p * len(places))(*places)
@@ -220,22 +216,19 @@ class Kernels:
         values: Tensor | CodedStates,
         slots: Tensor | None,
         positions: Tensor,
-        scaling: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        column_bias: Tensor | None = None,
-        *,
-        output: Tensor | None = None,
+        *options: Any,
+        **named: Any,
     ) -> Tensor:
+        """`options` are the scaling, and what else there is of the window, the softcap, sinks, and a bias by column."""
         rows, heads, tokens, dim = query.shape
+        output = named.pop("output", None)
         output = guarded((rows, tokens, heads, dim), query.dtype) if output is None else output
-        members: dict[str, Any] = {"query": query, "blocks": slots, "positions": positions, "scaling": scaling}
-        members |= {"window": window, "softcap": softcap, "sinks": sinks, "column_bias": column_bias}
+        members = {"window": 0, "softcap": 0.0, "sinks": None, "column_bias": None}
+        members |= dict(zip(("scaling", *members), options, strict=False)) | named
         for name, each in (("key", keys), ("value", values)):
             plain = isinstance(each, Tensor)
             members |= {f"{name}s": each if plain else each.codes, f"{name}_scale": None if plain else each.scale}
-        return self.call(steps.Attend, output, **members)
+        return self.call(steps.Attend, output, query=query, blocks=slots, positions=positions, **members)
 
     def select(
         self, source: Tensor, index: Tensor, dim: int = 0, *, wraps: bool = False, output: Tensor | None = None
@@ -278,11 +271,7 @@ class _Function(nn.Module):
 
 
 class Planned:
-    """A function of tensors as a plan, called with tensors of the same shapes and types.
-
-    Args:
-        tokens: rows of each of its outputs, of which a run can leave out the last.
-    """
+    """A function of tensors as a plan; `tokens` are rows of each of its outputs, of which a run can leave out the last."""
 
     def __init__(
         self, kernels: Kernels, function: Callable[..., Any], inputs: Sequence[Tensor], tokens: int = 0
@@ -322,3 +311,62 @@ class Planned:
 
 def _spec(tensor: Tensor) -> TensorSpec:
     return TensorSpec("", tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def quantized(
+    kind: str,
+    *shape: int,
+    group: int,
+    shifted: bool = False,
+    scale: torch.dtype | str = torch.float32,
+    activations: str | None = None,
+) -> QuantizedWeight:
+    """Any codes that a weight can have but NaN, with scales of both signs.
+
+    Args:
+        scale: their type; or SHORT, those of float16 that are so.
+    """
+    *others, outputs, inputs = shape
+    codes = torch.randint(0, 256, (*others, outputs, inputs // 2 if kind in PACKED else inputs)).to(torch.uint8)
+    if kind == "fp8":
+        codes[codes % 128 == 127] = 3
+    groups = (*others, outputs, inputs // group)
+    shift = torch.randn(groups) if shifted else None
+    scales = torch.randn(groups)
+    own = shortened(scales) if isinstance(scale, str) else scales.to(scale)
+    return QuantizedWeight(kind, codes.view(CODE_DTYPES[kind]), own, shift, activations)
+
+
+def shortened(scales: Tensor) -> Tensor:
+    return (scales.half().view(torch.int16) & ~UNUSED_SCALE_BITS).view(torch.float16)
+
+
+def row(weight: Weight, rows: slice | int) -> Any:
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    shift = None if weight.shift is None else weight.shift[rows]
+    return replace(weight, codes=weight.codes[rows], scale=weight.scale[rows], shift=shift)
+
+
+def experts_by_linears(kernels: Kernels, x: Tensor, index: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """What linear layers make of the rows of each expert, and zero where an index is none of an expert."""
+    rows = x[:, None].expand(*index.shape, x.shape[-1]) if x.dim() == 2 else x
+    plain, _ = parts_of(weight)
+    output = torch.zeros((*index.shape, plain.shape[1]), dtype=x.dtype)
+    for expert in set(index.flatten().tolist()) & {*range(len(plain))}:
+        chosen = rows[index == expert].contiguous()
+        output[index == expert] = kernels.linear(chosen, row(weight, expert), None if bias is None else bias[expert])
+    return output
+
+
+def check_chunks(runner: GraphRunner, prompt: np.ndarray) -> Tensor:
+    """The logits behind a prompt of 21 tokens, which are the same however it is cut, alone and beside an idle row."""
+    runner.reset_slots()
+    whole = prefill_pieces(runner, 0, prompt, [16, 5])
+    runner.reset_slots()
+    assert torch.equal(prefill_pieces(runner, 0, prompt, [8, 5, 8]), whole)
+    runner.reset_slots()
+    for slot in (0, 1):
+        prefill_pieces(runner, slot, prompt[:20], [16, 4])
+        assert torch.equal(decode_tokens(runner, {slot: int(prompt[20])})[1][slot], whole)
+    return whole

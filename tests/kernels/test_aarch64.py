@@ -11,10 +11,21 @@ from typing import Any
 import pytest
 import torch
 from emulation import EMULATED
-from helpers import Opener, artifact_runner, decode_tokens, generate, prefill_pieces, random_tokens
-from kernel_calls import Kernels, Planned, all_same, check_linear, int32, load_kernels, random, same_bits, with_dtypes
+from helpers import Opener, artifact_runner, generate, random_tokens
+from kernel_calls import (
+    Kernels,
+    Planned,
+    all_same,
+    check_chunks,
+    check_linear,
+    int32,
+    load_kernels,
+    random,
+    same_bits,
+    with_dtypes,
+)
 from test_attention_kernels import ATTEND_ERROR, attend_exactly, make_cache
-from test_coded_kernels import FORMS, ROUNDED, check_near, of_form
+from test_coded_kernels import FORMS, ROUNDED, of_form
 from torch.nn.functional import gelu, silu
 
 from optimum_neuron.kernels.plan import Plan
@@ -38,7 +49,7 @@ def emulated(request: pytest.FixtureRequest, _compile_cache: None) -> Kernels:
 
 
 @with_dtypes
-def test_linears_are_exact_and_a_row_depends_on_nothing_else(emulated: Kernels, dtype: torch.dtype) -> None:
+def test_linear_layers_are_exact_and_a_row_depends_on_nothing_else(emulated: Kernels, dtype: torch.dtype) -> None:
     weights, bias = [random(size, 203, dtype=dtype) for size in (37, 3)], random(37, dtype=dtype)
     x = random(60, 203, dtype=dtype)
     results = emulated.linears(x, weights, [bias, None])
@@ -48,17 +59,11 @@ def test_linears_are_exact_and_a_row_depends_on_nothing_else(emulated: Kernels, 
         with emulated.with_threads(threads):
             fewer = emulated.linears(x[60 - rows :], weights, [bias, None])
         assert all_same(fewer, [whole[60 - rows :] for whole in results]), rows
-
-
-@with_dtypes
-def test_quantized_layers_are_near_float64_and_a_row_depends_on_nothing_else(
-    emulated: Kernels, dtype: torch.dtype
-) -> None:
     for form in FORMS:
-        weight, x = of_form(form, 37, 96, group=48), random(29, 96, dtype=dtype)
-        whole = emulated.linear(x, weight)
-        check_near(whole, x, weight, None)
-        assert same_bits(emulated.linear(x[3:5], weight), whole[3:5])
+        coded, x = of_form(form, 37, 96, group=48), random(29, 96, dtype=dtype)
+        whole = emulated.linear(x, coded)
+        check_linear(whole, x, coded)
+        assert same_bits(emulated.linear(x[3:5], coded), whole[3:5])
 
 
 @with_dtypes
@@ -119,10 +124,4 @@ def test_a_model_gives_the_tokens_of_the_eager_target_and_the_same_bits_however_
     expected, exact = generate(open_runner("llama"), prompt, 6)
     assert tokens == expected
     torch.testing.assert_close(logits, exact, rtol=1e-4, atol=1e-4)
-    runner.reset_slots()
-    whole = prefill_pieces(runner, 0, prompt, [16, 5])
-    runner.reset_slots()
-    assert torch.equal(prefill_pieces(runner, 0, prompt, [8, 5, 8]), whole)
-    runner.reset_slots()
-    prefill_pieces(runner, 1, prompt[:20], [16, 4])
-    assert torch.equal(decode_tokens(runner, {1: int(prompt[20])})[1][1], whole)
+    check_chunks(runner, prompt)

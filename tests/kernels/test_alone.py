@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import shutil
 import sys
 from pathlib import Path
 
@@ -106,16 +105,6 @@ def test_each_source_finds_what_it_includes_and_is_included_or_compiled() -> Non
             if line.startswith('#include "'):
                 included.add(line.split('"')[1])
     assert included == {name for name in sources if name.endswith(".h")}
-
-
-def test_a_source_that_moves_to_another_folder_makes_another_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources = Path(shutil.copytree(native_build.SOURCES, tmp_path / "native"))
-    monkeypatch.setattr(native_build, "SOURCES", sources)
-    before = native_build.digest_sources(choose_instruction_set())
-    (sources / "common" / "range.h").rename(sources / "map" / "range.h")
-    assert native_build.digest_sources(choose_instruction_set()) != before
 
 
 def test_constants_that_the_step_has_too_are_equal() -> None:

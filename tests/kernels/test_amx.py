@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from coded_weights import SHORT, quantized
-from emulated_amx import EMULATED_AMX
-from helpers import artifact_runner, decode_tokens, export_tiny, prefill_pieces, random_tokens
-from kernel_calls import Kernels, load_kernels, random, same_bits
+from emulation import EMULATED_AMX
+from helpers import artifact_runner, export_tiny, prefill_pieces, random_tokens
+from kernel_calls import NAMES, SHORT, Kernels, check_chunks, load_kernels, quantized, random, same_bits
 from torch import Tensor
 
 from optimum_neuron.kernels.host import instruction_sets as host
@@ -28,10 +27,7 @@ BF16 = torch.bfloat16
 emulated = pytest.mark.skipif(not EMULATED_AMX, reason="needs AVX512 with bfloat16 products")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*EMULATED_AMX, *(each.name for each in host.list_instruction_sets() if each.name == "amx_bf16")],
-)
+@pytest.fixture(scope="module", params=[*EMULATED_AMX, *({"amx_bf16"} & {*NAMES})])
 def amx(_compile_cache: None, request: pytest.FixtureRequest) -> Kernels:
     return load_kernels(request.param)
 
@@ -110,14 +106,7 @@ def test_a_model_of_bfloat16_gives_the_same_bits_however_it_is_chunked(
     wanted = prefill_pieces(artifact_runner(path), 0, prompt, [16, 5])
     monkeypatch.setattr(loader, "load_kernels", lambda: amx.library([]))
     runner = artifact_runner(path)
-    whole = prefill_pieces(runner, 0, prompt, [16, 5])
-    torch.testing.assert_close(whole, wanted, rtol=2**-5, atol=2**-5)
-    runner.reset_slots()
-    assert torch.equal(prefill_pieces(runner, 0, prompt, [8, 5, 8]), whole)
-    runner.reset_slots()
-    for slot in (0, 1):  # alone, and beside an idle row
-        prefill_pieces(runner, slot, prompt[:20], [16, 4])
-        assert torch.equal(decode_tokens(runner, {slot: int(prompt[20])})[1][slot], whole)
+    torch.testing.assert_close(check_chunks(runner, prompt), wanted, rtol=2**-5, atol=2**-5)
 
 
 # Sums, then weights, whose lines are outputs, then rows of x, whose lines are pairs of columns.

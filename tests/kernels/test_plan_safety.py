@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fuzz_plans import MODELS, make_artifacts, run, sanitizer
+from fuzz_plans import MODELS, UNSAFE, make_artifacts, run, sanitizer
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_calls import NAMES, Planned, load_kernels
-from plan_mutations import UNSAFE
 from torch import Tensor
 
 from optimum_neuron.kernels.plan import Plan
@@ -29,7 +28,18 @@ from optimum_neuron.kernels.run.torch_call import bind_call
 from optimum_neuron.kernels.steps import steps
 from optimum_neuron.kernels.steps.access import ALL_SIZES, PlanError, find_operands, list_accesses, list_written
 from optimum_neuron.kernels.steps.check import check_order, check_steps
-from optimum_neuron.kernels.steps.steps import Buffer, Item, Layer, Linears, Map, Operand, Select, Step, TorchCall
+from optimum_neuron.kernels.steps.steps import (
+    Buffer,
+    Codes,
+    Item,
+    Layer,
+    Linears,
+    Map,
+    Operand,
+    Select,
+    Step,
+    TorchCall,
+)
 from optimum_neuron.kernels.steps.torch_operators import INDEXED, OPERATORS, check_arguments, resolve
 
 
@@ -72,34 +82,119 @@ def numbers(buffer: int, *shape: int, offset: int = 0) -> Operand:
     return at(buffer, *shape, dtype="int32", offset=offset)
 
 
-WRITE = steps.WriteCache(at(STATE, 2, 2, 8, 4), at(ARENA, 3, 2, 4), numbers(INPUT, 3), numbers(INPUT, 3, offset=8))
-# Steps of every kind that has indices, all of whose parts lie apart.
+# Steps of every kind, with all operands that one can have, which lie apart.
+_PLACES = numbers(INPUT, 3), numbers(INPUT, 3, offset=8)
+_WALKED = (
+    *(at(ARENA, 3, 2, 4, offset=offset) for offset in (0, 32, 64)),
+    at(ARENA, 3, 2, 1, offset=96),
+    at(ARENA, 3, 2, offset=128),
+)
+_WALK = steps.Walk(*_WALKED, None, at(STATE, 4, 2, 4, 4), *_PLACES, at(OTHER, 3, 2, 4))
+_ATTEND = steps.Attend(
+    at(ARENA, 1, 2, 1, 16), at(STATE, 1, 2, 4, 16), at(STATE, 1, 2, 4, 16, offset=256), numbers(INPUT, 1),
+    numbers(INPUT, 1, 1), at(WEIGHT, 2), at(WEIGHT, 2, 64, offset=16), at(OTHER, 1, 1, 2, 16), 1.0, 0, 0.0,
+)  # fmt: skip
+_CODES = [at(INPUT, 1, 2, 4, 16, dtype="int8", offset=offset) for offset in (512, 1024)]
+_SCALES = [at(STATE, 1, 2, 4, 1, offset=offset) for offset in (64, 128)]
+_CODED = Layer(
+    at(INPUT, 6, 4, dtype="uint8"), at(WEIGHT, 6, offset=32), at(OTHER, 3, 6),
+    Codes("int4", at(WEIGHT, 6, 2, offset=64), at(WEIGHT, 6, 2, offset=128)),
+)  # fmt: skip
 STEPS: dict[str, Step] = {
-    "WriteCache": WRITE,
+    "WriteCache": steps.WriteCache(at(STATE, 2, 2, 8, 4), at(ARENA, 3, 2, 4), *_PLACES),
     "WriteCodes": steps.WriteCodes(
-        at(ARENA, 2, 2, 8, 4, dtype="int8"), at(ARENA, 2, 2, 8, 1, offset=64), at(OTHER, 3, 2, 4), numbers(INPUT, 3),
-        numbers(INPUT, 3, offset=8),
+        at(ARENA, 2, 2, 8, 4, dtype="int8"), at(ARENA, 2, 2, 8, 1, offset=64), at(OTHER, 3, 2, 4), *_PLACES
     ),
     "Select": Select(at(WEIGHT, 8, 4), numbers(INPUT, 3), at(ARENA, 3, 4), 0, False),
-    "Attend": steps.Attend(
-        at(ARENA, 1, 2, 1, 16), at(STATE, 1, 2, 4, 16), at(STATE, 1, 2, 4, 16, offset=256), numbers(INPUT, 1),
-        numbers(INPUT, 1, 1), None, None, at(OTHER, 1, 1, 2, 16), 1.0, 0, 0.0,
+    "Attend": _ATTEND,
+    "Attend to codes": replace(
+        _ATTEND, keys=_CODES[0], values=_CODES[1], key_scale=_SCALES[0], value_scale=_SCALES[1]
     ),
     "Experts": steps.Experts(
-        at(ARENA, 3, 4), at(INPUT, 3, 2, dtype="int64"), at(WEIGHT, 4, 8, 4), None, at(OTHER, 3, 2, 8)
+        at(ARENA, 3, 4), at(INPUT, 3, 2, dtype="int64"), at(WEIGHT, 4, 8, 4), at(WEIGHT, 4, 8, offset=256),
+        at(OTHER, 3, 2, 8),
     ),
     "Convolve": steps.Convolve(
-        at(ARENA, 3, 4), at(WEIGHT, 3, 4), None, at(STATE, 4, 2, 4), numbers(INPUT, 3), numbers(INPUT, 3, offset=8),
-        at(OTHER, 3, 4),
+        at(ARENA, 3, 4), at(WEIGHT, 3, 4), at(WEIGHT, 4, offset=64), at(STATE, 4, 2, 4), *_PLACES, at(OTHER, 3, 4)
     ),
-    "Walk": steps.Walk(
-        at(ARENA, 3, 2, 4), at(ARENA, 3, 2, 4, offset=32), at(ARENA, 3, 2, 4, offset=64), at(ARENA, 3, 2, 1, offset=96), None,
-        None, at(STATE, 4, 2, 4, 4), numbers(INPUT, 3), numbers(INPUT, 3, offset=8), at(OTHER, 3, 2, 4),
-    ),
-    "Linears": Linears(at(ARENA, 3, 4), (Layer(at(WEIGHT, 8, 4), None, at(OTHER, 3, 8)),)),
+    "Walk": _WALK,
+    "Walk by rates": replace(_WALK, decay=at(ARENA, 3, 2, 4, offset=96), share=None, rates=at(WEIGHT, 4, 4)),
+    "Linears": Linears(at(ARENA, 3, 4), (Layer(at(WEIGHT, 8, 4), at(WEIGHT, 8, offset=32), at(OTHER, 3, 8)),)),
+    "Linears of codes": Linears(at(ARENA, 3, 8), (_CODED,)),
+    "Sample": steps.Sample(at(ARENA, 3, 16), at(INPUT, 3, 4), at(INPUT, 3, offset=64), numbers(OTHER, 3)),
     "scatter": call("scatter_.value", at(ARENA, 3, 4), 1, at(INPUT, 3, 2, dtype="int64"), 0.0),
     "gather": call("gather.default", at(ARENA, 3, 4), 1, at(INPUT, 3, 2, dtype="int64"), output=at(OTHER, 3, 2)),
 }  # fmt: skip
+
+
+def _list_other_forms(operand: Operand) -> Iterator[tuple[str, Operand]]:
+    """An operand of another size, type, number of dimensions or order of elements, each with what is other."""
+
+    def of_shape(*shape: int) -> Operand:
+        return at(operand.buffer, *shape, dtype=operand.dtype, offset=operand.offset)
+
+    for dim, size in enumerate(operand.shape):
+        yield f"{dim}", of_shape(*operand.shape[:dim], size - 1 or 2, *operand.shape[dim + 1 :])
+    yield "type", replace(operand, dtype="float64", offset=0)
+    yield "dimensions", of_shape(*operand.shape[1:])
+    if sum(size > 1 for size in operand.shape) > 1:
+        yield "order", replace(operand, strides=at(0, *operand.shape[::-1]).strides[::-1])
+
+
+# The places of operands of which there may be fewer, whatever the others have: slots, columns, rows of a table, and words.
+FREE = {"WriteCache": {(0, "0"), (0, "2")}, "Select": {(0, "0")}, "Convolve": {(3, "0")}, "Sample": {(0, "1")}}
+FREE |= {name: {(5, "0")} for name in ("Walk", "Walk by rates")}
+
+
+@pytest.mark.parametrize("name", [name for name, step in STEPS.items() if not isinstance(step, TorchCall)])
+def test_operands_of_a_step_fit_each_other(name: str) -> None:
+    step, taken = STEPS[name], set()
+    encode_step(step, BUFFERS)
+    for place, operand in enumerate(find_operands(step)):
+        for what, other in _list_other_forms(operand):
+            try:
+                encode_step(_with(step, operand, other), BUFFERS)
+                taken.add((place, what))
+            except PlanError as error:
+                assert "\n" not in str(error)
+    assert taken == FREE.get(name, set())
+
+
+_PLAIN = Layer(at(WEIGHT, 6, 8), None, at(OTHER, 3, 6))
+
+
+def _coded(**changes: Any) -> Linears:
+    return Linears(at(ARENA, 3, 8), (replace(_CODED, codes=replace(_CODED.codes, **changes)),))
+
+
+MISFITS: dict[str, tuple[Step, str]] = {
+    "no heads of keys": (replace(_ATTEND, keys=at(STATE, 1, 0, 4, 16)), "its attention has 2 heads, 0 of keys"),
+    "heads of 3 and 2": (replace(_ATTEND, query=at(ARENA, 1, 3, 1, 16)), "its attention has 3 heads, 2 of keys"),
+    "odd heads": (replace(_ATTEND, query=at(ARENA, 1, 2, 1, 24), keys=at(STATE, 1, 2, 4, 24)), "of dimension 24"),
+    "codes without scales": (replace(_ATTEND, keys=_CODES[0], values=_CODES[1]), "int8"),
+    "scales without codes": (replace(_ATTEND, key_scale=_SCALES[0], value_scale=_SCALES[1]), "not all or none have sc"),
+    "a scale of keys alone": (replace(_ATTEND, keys=_CODES[0], key_scale=_SCALES[0]), "not all or none have scales"),
+    "shares and rates": (replace(_WALK, rates=at(WEIGHT, 4, 4)), "its recurrence has shares and rates"),
+    "no rows": (Linears(at(ARENA, 0, 8), (replace(_PLAIN, output=at(OTHER, 0, 6)),)), "an operand that no kernel takes"),
+    "layers of float64": (Linears(at(ARENA, 3, 8, dtype="float64"), (_PLAIN,)), "a linear layer of another form"),
+    "no such kind": (_coded(kind="int2"), "a weight of int2"),
+    "codes of 8 bits": (_coded(kind="int8"), "uint8"),
+    "a shift of floats": (_coded(kind="fp4"), "a shift of fp4"),
+    "no such activations": (_coded(activations="int4"), "activations of int4 with a weight of int4"),
+    "floats that meet int8": (_coded(kind="fp8", shift=None, activations="int8"), "activations of int8 with a weight of fp8"),
+    "no scales": (_coded(scale=at(WEIGHT, 6, 0)), "0 scales for 8 columns"),
+    "a scale each": (_coded(scale=at(WEIGHT, 6, 8)), "8 scales for 8 columns"),
+    "scales apart": (_coded(scale=at(WEIGHT, 6, 2, offset=1023)), "byte 4140 of a buffer"),
+    "other activations": (Linears(at(ARENA, 3, 8), (_CODED, *_coded(activations="int8").layers)), "quantized in several ways"),
+    "plain and codes": (Linears(at(ARENA, 3, 8), (_CODED, _PLAIN)), "quantized in several ways"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_step_that_no_kernel_takes_is_refused(name: str) -> None:
+    step, words = MISFITS[name]
+    with pytest.raises(PlanError, match=words):
+        encode_step(step, BUFFERS)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -117,7 +212,6 @@ def test_what_a_step_reads_never_lies_where_it_writes(name: str) -> None:
 
 
 def _with(value: Any, old: Operand, new: Operand) -> Any:
-    """A step with another operand."""
     if value is old:
         return new
     if isinstance(value, list | tuple):
@@ -187,16 +281,6 @@ def test_an_operand_lies_in_its_buffer(name: str) -> None:
 def test_a_buffer_lies_in_the_arena(buffer: Buffer) -> None:
     with pytest.raises(PlanError, match="it has"):
         checked(buffers=(*BUFFERS, buffer))
-
-
-def test_attention_without_heads_of_keys_is_refused() -> None:
-    step = STEPS["Attend"]
-    assert isinstance(step, steps.Attend)
-    with pytest.raises(PlanError, match="its attention has 2 heads, 0 of keys"):
-        encode_step(replace(step, keys=at(STATE, 1, 0, 4, 16)), BUFFERS)
-
-
-# The order of steps
 
 
 def ordered(*steps: Step, once: tuple[TorchCall, ...] = ()) -> None:
@@ -280,9 +364,6 @@ def test_written_bytes_are_those_that_a_list_of_all_bytes_says(writes: list[Oper
     whole = own(read).all()
     with nullcontext() if whole else pytest.raises(PlanError, match="which no step wrote before"):
         ordered(*calls)
-
-
-# Operators
 
 
 def test_no_other_operator_is_called_or_compiled() -> None:
@@ -375,9 +456,6 @@ def test_a_call_that_torch_would_not_check_is_refused(name: str) -> None:
         bind_call(step, memory)
 
 
-# Changed plans of real graphs
-
-
 @pytest.mark.slow
 def test_a_changed_plan_is_refused_in_a_sentence_or_runs(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:
     names = ("gpt_oss", "lfm2")
@@ -389,7 +467,6 @@ def test_a_changed_plan_is_refused_in_a_sentence_or_runs(cpu_artifact: Callable[
 
 @pytest.mark.full
 def test_changed_plans_stay_in_their_memory_as_the_sanitizer_sees(tmp_path: Path) -> None:
-    """For so many seconds as FUZZ_SECONDS says."""
     if sanitizer() is None:
         pytest.skip("the C++ compiler has no AddressSanitizer")
     make_artifacts(tmp_path, list(MODELS))

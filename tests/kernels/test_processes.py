@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
-from helpers import python_process
+from helpers import forbidden, python_process
 
 from optimum_neuron.kernels.host.processes import Processes, TiedProcess, run_jobs
 
@@ -74,15 +74,11 @@ def read_pids(path: Path) -> list[int]:
     return [int(pid) for pid in path.read_text().split()]
 
 
-@pytest.fixture
-def pids(tmp_path: Path) -> Path:
-    return tmp_path / "pids"
-
-
 @pytest.mark.parametrize(
     ("start", "number"), [*((start, signal.SIGKILL) for start in STARTS), ("another thread", signal.SIGTERM)]
 )
-def test_a_killed_parent_leaves_nothing_running(pids: Path, start: str, number: signal.Signals) -> None:
+def test_a_killed_parent_leaves_nothing_running(tmp_path: Path, start: str, number: signal.Signals) -> None:
+    pids = tmp_path / "pids"
     parent = python_process(STARTER.format(how=STARTS[start]), COMPILER, pids)
     try:
         running = read_pids(pids)
@@ -97,15 +93,13 @@ def test_a_killed_parent_leaves_nothing_running(pids: Path, start: str, number: 
 
 
 def test_what_a_command_leaves_running_ends_with_it_and_is_not_signalled_again(
-    pids: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its number may be another's by then."""
+    pids = tmp_path / "pids"
     process = TiedProcess(["sh", "-c", f"sleep 600 & echo $! > {pids}"])
     assert process.wait() == 0
     wait_for(lambda: not any(map(is_running, read_pids(pids))))
-
-    def forbidden(*arguments: int) -> NoReturn:
-        raise AssertionError("must not be called")
 
     monkeypatch.setattr(os, "kill", forbidden)
     monkeypatch.setattr(os, "killpg", forbidden)

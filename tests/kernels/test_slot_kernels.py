@@ -12,36 +12,20 @@ import torch
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_calls import (
-    DTYPES,
-    Kernels,
-    RefusedError,
-    Tensors,
-    guarded,
-    int32,
-    random,
-    same_bits,
-    with_dtypes,
-)
+from kernel_calls import DTYPES, NAN, Kernels, RefusedError, guarded, int32, random, same_bits, with_dtypes
 from torch import Tensor
 
-from optimum_neuron.kernels.steps.access import PlanError
 from optimum_neuron.kernels.steps.steps import Convolve, Step, Walk
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")
-NAN = float("nan")
 SLOTS = 5
 Given = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Text:
-    """The inputs of a kernel: those `[tokens, ...]` of each token, and those of the layer; and what a slot keeps.
-
-    Attributes:
-        output: an input with the shape of the results.
-    """
+    """The inputs of a kernel of each token, of the layer, and what a slot keeps; `output` is one with the shape of the results."""
 
     make: Callable[..., Step]
     by_token: Given
@@ -95,7 +79,6 @@ def convolution(tokens: int, channels: int, past: int, dtype: torch.dtype, *, bi
 # Heads, key heads, rows and columns of a state: no multiples of a vector or a block, and the sizes that models have.
 STATES = [(1, 1, 1, 1), (4, 2, 7, 33), (2, 1, 16, 24), (3, 3, 64, 64), (2, 1, 128, 128), (1, 1, 3, 200)]
 KINDS = ["scan", "delta", "scan by row", "delta by row", "scan by rates"]
-with_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def walked(text: Text) -> tuple[Tensor, Tensor]:
@@ -117,7 +100,7 @@ def walked(text: Text) -> tuple[Tensor, Tensor]:
     return torch.stack(results), state
 
 
-@with_kinds
+@pytest.mark.parametrize("kind", KINDS)
 def test_results_and_state_of_recurrences_match_float64(kernels: Kernels, kind: str) -> None:
     texts = [recurrence(kind, 40, *shape) for shape in STATES]
     # Of one token repeated: roundings add up.
@@ -208,27 +191,3 @@ def test_slots_that_are_out_of_range_or_come_twice_are_refused(kernels: Kernels,
         with pytest.raises(RefusedError):
             text.run(kernels, state, slots, range(len(slots)))
         assert not state.any()
-
-
-def test_operands_that_do_not_fit_are_refused(best_kernels: Kernels) -> None:
-    walks = [recurrence(kind, 3, 4, 2, 8, 6) for kind in ("delta by row", "scan by rates")]
-    for text in (*walks, convolution(3, 8, 3, torch.bfloat16)):
-        shaped = text.by_token[text.output]
-        assert shaped is not None
-        fitting = text.by_token | text.layer | {"state": text.state, "output": shaped.float()}
-        fitting |= {"slots": int32([0, 0, 1]), "positions": int32([0, 1, 0])}
-
-        def run(changes: Given, make: Callable[..., Step] = text.make, fitting: Given = fitting) -> None:
-            tensors = Tensors()
-            step = make(**{name: tensors.member(each) for name, each in (fitting | changes).items()})
-            best_kernels.run(step, tensors)
-
-        for name, operand in fitting.items():
-            if operand is not None:
-                short = operand[:-1, ..., :-1] if operand.dim() > 1 else operand[:-1]
-                for other in (short, operand.double()):
-                    with pytest.raises(PlanError, match=r"recurrence|convolution|belongs"):
-                        run({name: other})
-        if text.make is Walk:
-            with pytest.raises(PlanError, match="shares and rates"):
-                run({"share": torch.rand(3, 4), "rates": torch.rand(8, 6), "decay": torch.rand(3, 4, 6)})

@@ -36,9 +36,7 @@ class Called(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "lfm2"])
-def test_a_look_at_a_model_computes_no_product_with_its_weights(
-    name: str, tiny_models: dict[str, Any], tiny_specs: dict[str, Any]
-) -> None:
+def test_a_look_multiplies_no_weights(name: str, tiny_models: dict[str, Any], tiny_specs: dict[str, Any]) -> None:
     with Called() as called:
         spec = look_at(tiny_models[name])
     assert "embedding" in called.names and not called.names & {"mm", "addmm", "linear", "matmul"}
@@ -126,16 +124,11 @@ def test_positions_that_no_rule_explains_are_refused(
         inspect_model(model_of(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "longest"),
-    [("roberta", configs.POSITIONS - 4), ("bart", configs.POSITIONS), ("marian", configs.POSITIONS)],
-)
+@pytest.mark.parametrize(("name", "longest"), [("roberta", configs.POSITIONS - 4), ("bart", configs.POSITIONS)])
 def test_a_text_is_as_long_as_its_table_of_positions(name: str, longest: int) -> None:
     model = model_of(name)
     check_tables(model, longest)
     check_text_length(model, longest)
-    words = (
-        rf"cannot be exported with sequence_length={longest + 1}: .* ends at {longest} tokens; .* at most {longest}$"
-    )
+    words = rf"be exported with sequence_length={longest + 1}: .* ends at {longest} tokens; .* at most {longest}$"
     with pytest.raises(ValueError, match=words):
         check_tables(model, longest + 1)

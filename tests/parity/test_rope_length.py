@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import artifact_runner, export_tiny, load_model, prefill_pieces, random_tokens, tiny_config
+from sharp import sharpen
 from tiny import TINY_SIZES
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2_5_VLTextConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2_5_VLTextConfig
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact.artifact import Artifact
@@ -27,35 +28,28 @@ from optimum_neuron.step.state_specs import state_specs
 
 SHORT = 24  # tokens up to which a text keeps the frequencies that it begins with
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "factor": 256 / SHORT,
-    "original_max_position_embeddings": SHORT,
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0 + index for index in range(8)],
-}
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 256 / SHORT, "original_max_position_embeddings": SHORT,
+    "short_factor": [1.0] * 8, "long_factor": [1.0 + index for index in range(8)],
+}  # fmt: skip
+# By their definition.
+LONG_FREQUENCIES = 1.0 / (torch.tensor(LONGROPE["long_factor"]) * 1e4 ** (torch.arange(0, 16, 2).float() / 16))
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
-def save(config: PreTrainedConfig, folder: Path) -> Path:
+def save(rope: dict[str, Any], folder: Path) -> Path:
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES, rope_parameters=rope), dtype=torch.float32)
+    sharpen(model)
     model.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
 def longrope(tmp_path: Path) -> Path:
-    return save(LlamaConfig(**TINY_SIZES, rope_parameters=LONGROPE), tmp_path / "longrope")
+    return save(LONGROPE, tmp_path / "longrope")
 
 
-def test_texts_that_may_outgrow_their_frequencies_are_refused_with_the_length_that_fits(
-    longrope: Path, tmp_path: Path
-) -> None:
+def test_texts_that_may_outgrow_their_frequencies_are_refused(longrope: Path, tmp_path: Path) -> None:
     for length in (SHORT + 1, 200):
         words = (
             rf"LlamaForCausalLM cannot be exported with sequence_length={length}: model\.rotary_emb gives all tokens .* once it "
@@ -87,26 +81,19 @@ def test_texts_of_every_length_may_have_the_frequencies_of_long_ones(longrope: P
     # A short text, too: what vLLM computes, and transformers does not.
     runner, words = artifact_runner(folder), random_tokens(13)
     logits = prefill_pieces(runner, 0, words, [8, 5])
-    own.model.rotary_emb.original_inv_freq.copy_(long_of(own))
+    own.model.rotary_emb.original_inv_freq.copy_(LONG_FREQUENCIES)
     with torch.no_grad():
         expected = own(torch.from_numpy(words)[None].long(), use_cache=False).logits[0, -1]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def long_of(model: Any) -> torch.Tensor:
-    """LongRoPE's frequencies of long texts, by their definition."""
-    factors = torch.tensor(LONGROPE["long_factor"])
-    return 1.0 / (factors * 1e4 ** (torch.arange(0, 2 * len(factors), 2).float() / (2 * len(factors))))
-
-
 def test_long_frequencies_are_refused_where_there_are_none_or_none_are_needed(longrope: Path) -> None:
     model: Any = load_model(longrope)
-    with pytest.raises(
-        ValueError, match=f"sequence_length={SHORT} it has other frequencies for longer texts only; leave out"
-    ):
+    words = f"sequence_length={SHORT} it has other frequencies for longer texts only; leave out"
+    with pytest.raises(ValueError, match=words):
         take_long_frequencies(model, SHORT)
     take_long_frequencies(model, SHORT + 1)
-    assert torch.equal(model.model.rotary_emb.inv_freq, long_of(model))
+    assert torch.equal(model.model.rotary_emb.inv_freq, LONG_FREQUENCIES)
     check_text_length(model, 256)
     for rope in (DYNAMIC, {"rope_type": "default", "rope_theta": 1e4}):
         other: Any = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES, rope_parameters=rope))
@@ -116,7 +103,7 @@ def test_long_frequencies_are_refused_where_there_are_none_or_none_are_needed(lo
 
 @pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
 def test_which_frequencies_a_graph_holds_depends_on_no_position(rope: dict[str, Any], tmp_path: Path) -> None:
-    model: Any = load_model(save(LlamaConfig(**TINY_SIZES, rope_parameters=rope), tmp_path))
+    model: Any = load_model(save(rope, tmp_path))
     rotary = model.model.rotary_emb
     expected = rotary(torch.zeros(1), torch.arange(SHORT)[None])[0]
     check_text_length(model, SHORT)
@@ -129,11 +116,16 @@ def test_which_frequencies_a_graph_holds_depends_on_no_position(rope: dict[str, 
 
 
 def test_the_length_is_found_by_what_a_model_computes() -> None:
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES, rope_parameters=DYNAMIC))
+    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES, rope_parameters=DYNAMIC))
     check_text_length(model, 256)
     with pytest.raises(ValueError, match=r"sequence_length=100000: .* at most 256$"):
         check_text_length(model, 100_000)
     check_text_length(model, 256)  # asking leaves nothing behind
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES, rope_parameters=yarn))
+    check_text_length(model, 256)
+    keep_frequencies(model)
+    assert model.model.rotary_emb.rope_type == "yarn"  # of one kind they stay as they are
 
 
 def test_each_kind_of_layer_is_asked() -> None:
@@ -147,23 +139,13 @@ def test_each_kind_of_layer_is_asked() -> None:
     keep_frequencies(model)
     check_text_length(model, SHORT + 1)
     assert set(model.model.rotary_emb.rope_type.values()) == {"default"}
-
-
-def test_positions_of_several_kinds_are_asked_alike() -> None:
+    # Positions of several kinds are asked alike.
     config = Qwen2_5_VLTextConfig(**TINY_SIZES, rope_parameters=LONGROPE | {"mrope_section": [2, 3, 3]})
     register_language_model(config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
     check_text_length(model, SHORT)
     with pytest.raises(ValueError, match=f"at most {SHORT}, or give"):
         check_text_length(model, SHORT + 1)
-
-
-def test_frequencies_of_one_kind_stay_as_they_are() -> None:
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES, rope_parameters=yarn))
-    check_text_length(model, 256)
-    keep_frequencies(model)
-    assert model.model.rotary_emb.rope_type == "yarn"
 
 
 def test_a_module_that_counts_the_tokens_of_a_text_is_found_whatever_its_name() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 
+OF_TYPES = ("deepseek_v2", "deepseek_v4", "qwen3_next", "nemotron_h", "minimax", "bloom")
+
+
 @dataclass(frozen=True)
 class TinyModel:
-    """A model, and how it is exported.
-
-    Attributes:
-        config: makes a config of transformers.
-        options: of the export, in addition to those that all models have.
-        adapted: whether the export merges an adapter.
-    """
+    """A model, the options of its export, and whether this merges an adapter."""
 
     config: Callable[[], PreTrainedConfig]
     options: dict[str, Any] = field(default_factory=dict)
@@ -41,29 +39,17 @@ class TinyModel:
         model = AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
         fill(model)
         model.save_pretrained(folder / "checkpoint")
-        if not self.adapted:
-            return {"model": folder / "checkpoint"}
-        adapter = peft.get_peft_model(model, lora())
-        fill(adapter)
-        adapter.save_pretrained(folder / "adapter")
-        return {"model": folder / "checkpoint", "adapter": folder / "adapter"}
-
-
-def _of_type(name: str) -> TinyModel:
-    return TinyModel(lambda: tiny_config(name))
+        if self.adapted:
+            adapter = peft.get_peft_model(model, lora())
+            fill(adapter)
+            adapter.save_pretrained(folder / "adapter")
+        return {"model": folder / "checkpoint", **({"adapter": folder / "adapter"} if self.adapted else {})}
 
 
 MODELS: dict[str, TinyModel] = {
-    "llama": TinyModel(TINY_CONFIGS["llama"]),
-    "gemma3": _of_type("gemma3_text"),
-    "gpt_oss": TinyModel(TINY_CONFIGS["gpt_oss"]),
-    "deepseek_v2": _of_type("deepseek_v2"),
-    "deepseek_v4": _of_type("deepseek_v4"),
-    "qwen3_next": _of_type("qwen3_next"),
-    "nemotron_h": _of_type("nemotron_h"),
-    "lfm2": TinyModel(TINY_CONFIGS["lfm2"]),
-    "minimax": _of_type("minimax"),
-    "bloom": _of_type("bloom"),
+    **{name: TinyModel(TINY_CONFIGS[name]) for name in ("llama", "gpt_oss", "lfm2")},
+    "gemma3": TinyModel(partial(tiny_config, "gemma3_text")),
+    **{name: TinyModel(partial(tiny_config, name)) for name in OF_TYPES},
     "quantized": TinyModel(
         TINY_CONFIGS["llama"], {"quantization": "int4", "quantization_group_size": 32, "activations": "none"}
     ),

@@ -46,17 +46,10 @@ def targets() -> list[str]:
 
 
 def digest_model(name: str, wanted: Iterable[str]) -> dict[str, Digests]:
-    """Export a model to each target, and return the digests by target and file.
-
-    Args:
-        wanted: some of `targets()`.
-    """
-    found = {}
+    """Export a model to each of some `targets()`, and return the digests by target and file."""
     with tempfile.TemporaryDirectory() as folder:
         named = MODELS[name].write(Path(folder))
-        for target in wanted:
-            found[target] = dict(_digests(MODELS[name], named, target, Path(folder)))
-    return found
+        return {target: dict(_digests(MODELS[name], named, target, Path(folder))) for target in wanted}
 
 
 def _digests(model: TinyModel, named: dict[str, Any], target: str, folder: Path) -> Iterator[tuple[str, str]]:
@@ -68,26 +61,18 @@ def _digests(model: TinyModel, named: dict[str, Any], target: str, folder: Path)
     if target == PROGRAMS:
         yield from _program_digests(Artifact.open(artifact), tiny_config(target=HLO, **model.options))
         return
-    yield "manifest", _digest_of_manifest(artifact)
+    yield "manifest", _digest_of_json(Artifact.open(artifact).manifest, _NOT_COMPARED)
     for path in sorted(artifact.rglob("*")):
         file = path.relative_to(artifact).as_posix()
         if path.is_file() and (file.startswith(("graphs/", "weights/")) or file == QUANTIZATION_NAME):
             is_plan = target == "cpu" and path.suffix == ".json" and file != QUANTIZATION_NAME
-            yield file, _digest_of_plan(path) if is_plan else digest(path.read_bytes())
+            data = path.read_bytes()
+            yield file, _digest_of_json(json.loads(data), _NOT_OF_THE_PLAN) if is_plan else digest(data)
 
 
-def _digest_of_json(document: Any) -> str:
-    return digest(json.dumps(document, sort_keys=True).encode())
-
-
-def _digest_of_plan(path: Path) -> str:
-    document = json.loads(path.read_text(encoding="utf-8"))
-    return _digest_of_json({name: value for name, value in document.items() if name not in _NOT_OF_THE_PLAN})
-
-
-def _digest_of_manifest(artifact: Path) -> str:
-    manifest = Artifact.open(artifact).manifest
-    return _digest_of_json({name: value for name, value in manifest.items() if name not in _NOT_COMPARED})
+def _digest_of_json(document: Mapping[str, Any], without: Sequence[str]) -> str:
+    kept = {name: value for name, value in document.items() if name not in without}
+    return digest(json.dumps(kept, sort_keys=True).encode())
 
 
 def _program_digests(artifact: Artifact, config: NeuronConfig) -> Iterator[tuple[str, str]]:
@@ -102,12 +87,11 @@ def _program_digests(artifact: Artifact, config: NeuronConfig) -> Iterator[tuple
 
 def _lines(program: ExportedProgram) -> Iterator[str]:
     """Yield a line for each input, constant and operation of a program, without names of files."""
-    for each in program.graph_signature.input_specs:
-        yield f"{each.kind} {each.arg} {each.target}"
-    for each in program.graph_signature.output_specs:
+    for each in (*program.graph_signature.input_specs, *program.graph_signature.output_specs):
         yield f"{each.kind} {each.arg} {each.target}"
     for name, tensor in sorted(program.constants.items()):
-        yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest(_bytes(tensor))}"
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest(data)}"
     for node in program.graph.nodes:
         yield f"{node.op} {node.name} {node.target} {node.args} {node.kwargs} {_shapes(node.meta.get('val'))}"
 
@@ -116,10 +100,6 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     return [_shapes(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 Record = dict[str, Any]
@@ -131,11 +111,8 @@ def versions() -> dict[str, str]:
 
 
 def make_record(models: Sequence[str], wanted: Sequence[str]) -> Record:
-    return {
-        "versions": versions(),
-        "schedules": digest_schedules(),
-        "models": {name: digest_model(name, wanted) for name in models},
-    }
+    found = {name: digest_model(name, wanted) for name in models}
+    return {"versions": versions(), "schedules": digest_schedules(), "models": found}
 
 
 def compare(file: Path) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import count, islice, product
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.core import PromptPiece, Request, Step
+from optimum_neuron.core import Request, Step
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.scheduler import Scheduler
 
@@ -50,24 +50,15 @@ def _scheduler(rng: random.Random, *, has_blocks: bool, reuses: bool, policy: st
     slots, rows = rng.randint(2, 6), rng.randint(1, 2)
     sizes = {"kv_block_size": BLOCK, "kv_cache_tokens": LENGTH + BLOCK * rng.randint(0, 6)} if has_blocks else {}
     config = NeuronConfig(
-        batch_size=slots,
-        sequence_length=LENGTH,
-        prefill_chunk_size=rng.choice([16, 32]),
-        ctx_batch_size=min(rows, slots),
-        context_buckets=rng.choice([(LENGTH,), (LENGTH // 2, LENGTH)]),
-        mixed_step=policy == "mixed",
-        **sizes,
-    )
+        batch_size=slots, sequence_length=LENGTH, prefill_chunk_size=rng.choice([16, 32]), ctx_batch_size=min(rows, slots),
+        context_buckets=rng.choice([(LENGTH,), (LENGTH // 2, LENGTH)]), mixed_step=policy == "mixed", **sizes,
+    )  # fmt: skip
     options = SchedulerOptions(
         policy=policy,  # type: ignore[arg-type]
-        max_step_tokens=rng.choice([None, slots + rng.randint(1, 48)]),
-        long_prefill_token_threshold=rng.choice([0, 0, 20]),
-        itl_target_ms=rng.choice([None, None, 12.0]),
-        max_bypass=rng.randint(0, 3),
-        chunk_alignment=rng.choice([1, 1, 16]),
-        prefix_reuse=reuses,
-        reuse_generated=rng.random() < 0.5,
-    )
+        max_step_tokens=rng.choice([None, slots + rng.randint(1, 48)]), long_prefill_token_threshold=rng.choice([0, 0, 20]),
+        itl_target_ms=rng.choice([None, None, 12.0]), max_bypass=rng.randint(0, 3), chunk_alignment=rng.choice([1, 1, 16]),
+        prefix_reuse=reuses, reuse_generated=rng.random() < 0.5,
+    )  # fmt: skip
     return Scheduler(config, options, min_reuse=2, state_places=rng.choice([None, None, 4]))
 
 
@@ -94,12 +85,10 @@ def _play(rng: random.Random, scheduler: Scheduler, *, has_slots: bool) -> Itera
 
 def _request(rng: random.Random, name: str) -> Request:
     prompt = [*_SHARED[: rng.randint(0, LENGTH // 2)], *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 6)))]
+    most, ends = rng.choice([1, 2, 4, 8, 20, 90]), frozenset({END}) if rng.random() < 0.5 else frozenset[int]()
+    priority = int(rng.random() < 0.2)
     return Request(
-        request_id=name,
-        prompt_token_ids=prompt,
-        max_new_tokens=rng.choice([1, 2, 4, 8, 20, 90]),
-        eos_token_ids=frozenset({END}) if rng.random() < 0.5 else frozenset(),
-        priority=int(rng.random() < 0.2),
+        request_id=name, prompt_token_ids=prompt, max_new_tokens=most, eos_token_ids=ends, priority=priority
     )
 
 
@@ -110,22 +99,20 @@ def _token(name: str, tokens: Counter[str]) -> int:
 
 def describe(step: Step, *, has_slots: bool) -> str:
     """Return all that a plan decides. This names no class, so that a change of names leaves it equal; a slot is a block."""
-    copies = [tuple(each) for each in step.copies]
     decided = (
         step.graph.name,
         [(each.request_id, each.slot) for each in step.decodes],
-        [_describe_piece(each) for each in step.pieces],
+        [
+            (each.request_id, each.slot, each.start, each.count, each.is_first, each.is_last,
+             each.prefix and (each.prefix.length, each.prefix.state))
+            for each in step.pieces
+        ],
         step.passed_over and step.passed_over.request_id,
         [(each.request_id, each.slot) for each in step.preempted],
         []
         if has_slots
         else [(each.request_id, each.slot, each.first, each.blocks, each.shared) for each in step.assignments],
-        copies,
+        [tuple(each) for each in step.copies],
         [(each.request_id, each.slot, each.length, each.place) for each in step.kept],
-    )
+    )  # fmt: skip
     return repr(decided)
-
-
-def _describe_piece(piece: PromptPiece) -> tuple[object, ...]:
-    prefix = piece.prefix and (piece.prefix.length, piece.prefix.state)
-    return (piece.request_id, piece.slot, piece.start, piece.count, piece.is_first, piece.is_last, prefix)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import export_tiny, python_process
+from helpers import artifact_runner, export_tiny
 
 from optimum_neuron.targets import threads
 from optimum_neuron.targets.threads import count_fitted, fit_threads
@@ -69,33 +69,15 @@ def test_a_number_that_fits_or_was_chosen_stays(machine: Machine, monkeypatch: p
     assert count_fitted() == 16 and given == [3]  # the played torch answers as before
 
 
-CHOOSES_LATER = """
-import sys
-import torch
-from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.targets import threads
-
-threads.usable_cores = lambda: 1
-before = torch.get_num_threads()
-for path in sys.argv[1:]:
-    threads.fit_threads.cache_clear()
-    torch.set_num_threads(before)
-    NeuronModelForCausalLM.from_pretrained(path)
-    loaded = torch.get_num_threads()
-    torch.set_num_threads(before)
-    NeuronModelForCausalLM.from_pretrained(path)
-    print(before, loaded, torch.get_num_threads())
-"""
-
-
-def test_loading_lowers_it_until_the_user_chooses(
-    cpu_artifact: Callable[[str], Path], tiny_checkpoint: Path, tmp_path: Path
+def test_loading_lowers_it_once_so_that_what_a_user_chooses_later_stays(
+    machine: Machine, cpu_artifact: Callable[[str], Path], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    paths = export_tiny(tiny_checkpoint, tmp_path / "artifact"), cpu_artifact("llama")
-    variables = dict.fromkeys(threads.VARIABLES, "")
-    output, errors = python_process(CHOOSES_LATER, *paths, **variables).communicate(timeout=200)
-    found = [tuple(map(int, line.split())) for line in output.splitlines()]
-    assert len(found) == 2 and all((loaded, later) == (1, before) for before, loaded, later in found), errors
+    for path in (export_tiny(tiny_checkpoint, tmp_path / "artifact"), cpu_artifact("llama")):
+        told = machine(16, 3)
+        told.clear()
+        for _ in range(2):
+            artifact_runner(path)
+        assert told == [3]
 
 
 def test_an_export_computes_with_threads_that_fit(

@@ -12,31 +12,13 @@ from typing import NoReturn
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    LENGTH,
-    Opener,
-    artifact_runner,
-    export_tiny,
-    folder_bytes,
-    generate,
-    prefill_pieces,
-    python_process,
-    random_tokens,
-    read_state,
-    read_states,
-    write_state,
-)
+from helpers import LENGTH, Opener, artifact_runner, export_tiny, forbidden, generate, python_process, random_tokens
 
 from optimum_neuron.artifact.artifact import WEIGHTS_NAME, ArtifactError
-from optimum_neuron.artifact.user_cache import cache_folder
-from optimum_neuron.kernels.host import native_build
 from optimum_neuron.kernels.plan import Plan
-from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import SamplingParams
 from optimum_neuron.targets import get_target, resolve_target
-from optimum_neuron.targets.cache.entries import RECORD
 from optimum_neuron.targets.cpu import compiler, loader
-from optimum_neuron.targets.cpu.compiler import CACHE_KIND
 
 
 pytestmark = pytest.mark.slow
@@ -67,17 +49,12 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 
 @pytest.fixture
 def artifact(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy of the compiled Llama, to be damaged."""
     return Path(shutil.copytree(cpu_artifact("llama"), tmp_path / "artifact"))
 
 
 @pytest.fixture(scope="module")
 def expected(open_runner: Opener) -> list[int]:
     return generate(open_runner("llama"), PROMPT, 8)[0]
-
-
-def forbidden(*_: object, **__: object) -> NoReturn:
-    raise AssertionError("must not be called")
 
 
 @pytest.mark.parametrize("length", [1, 8, 21, LENGTH - 1])
@@ -94,20 +71,6 @@ def test_cpu_equals_eager_token_for_token(
     assert (logits - eager_logits).abs().max() < 1e-5
     if sampling.temperature and count > 2:
         assert tokens != generate(open_runner(name, "cpu"), prompt, count)[0]
-
-
-def test_states_can_be_read_and_written(open_runner: Opener, tiny_specs: dict[str, ModelSpec]) -> None:
-    runner, spec = open_runner("llama", "cpu"), tiny_specs["llama"]
-    logits = prefill_pieces(runner, 0, PROMPT, [8, 8, 5])
-    runner.reset_slots()
-    prefill_pieces(runner, 0, PROMPT[:16], [8, 8])
-    saved = read_states(runner, spec)
-    prefill_pieces(runner, 1, random_tokens(8, seed=9), [8])
-    for name, state in saved.items():
-        write_state(runner.executable, name, torch.zeros_like(state))
-        assert not read_state(runner.executable, name).any()
-        write_state(runner.executable, name, state)
-    assert torch.equal(prefill_pieces(runner, 0, PROMPT[16:], [5]), logits)
 
 
 def test_loading_needs_no_compiler_and_a_forked_process_computes_with_threads_of_its_own(
@@ -157,25 +120,6 @@ def test_weights_and_states_are_one_copy_for_all_graphs(
     bound["model.lm_head.weight"] *= 2
     _, doubled = generate(runner, PROMPT, 2)
     assert torch.equal(doubled, logits * 2)  # the first row is of the chunk graph, the second of the decode graph
-
-
-def _stored(cache: Path) -> dict[Path, int]:
-    """When each file of compiled code was written; an entry's record is as old as its last use."""
-    return {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file() and path.name != RECORD}
-
-
-def test_a_second_export_and_loading_compile_nothing_again_and_no_artifact_holds_native_code(
-    artifact: Path, tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = cache_folder(CACHE_KIND)
-    before = _stored(cache)
-    monkeypatch.setattr(compiler, "_compile_graph", forbidden)
-    monkeypatch.setattr(native_build, "build", forbidden)
-    again = export_tiny(tiny_checkpoints["llama"], tmp_path / "again", target="cpu")
-    artifact_runner(again)
-    assert _stored(cache) == before
-    assert folder_bytes(again / "graphs") == folder_bytes(artifact / "graphs")
-    assert {path.suffix for path in (again / "graphs").iterdir()} <= {".json", ".safetensors"}
 
 
 def test_a_graph_that_does_not_compile_is_named(

@@ -13,7 +13,6 @@ import pytest
 
 from benchmark.http import results, serve
 from benchmark.http.load import SERVED_NAME, Load, bench, bench_command, draw_requests
-from benchmark.server import RunningServer
 
 
 def client_result(scale: float = 1.0, **changes: Any) -> dict[str, Any]:
@@ -41,7 +40,7 @@ def test_numbers_are_medians_of_rounds_and_failed_requests_are_counted() -> None
         results.numbers_of(broken)
 
 
-def test_this_project_is_compared_by_its_defaults_and_every_system_is_shown(
+def test_this_project_is_compared_by_its_defaults_and_all_are_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     slow, fast = (results.numbers_of(client_result(scale)) for scale in (4, 1))
@@ -79,9 +78,7 @@ def test_clients_without_a_rate_send_at_once_and_are_limited_in_number(tmp_path:
     timed = bench_command("python", "http://here", tmp_path, Load(12, 1.0), tmp_path / "a.jsonl")
     assert not {"--max-concurrency", "--no-self-timed"} & set(timed)
     assert int(timed[timed.index("--timed-trace-chunk-hash-size") + 1]) >= 2000
-
-
-def test_a_client_that_fails_is_an_error_with_its_last_line(tmp_path: Path) -> None:
+    # One that fails is an error with its last line.
     client = tmp_path / "python"
     client.write_text("#!/bin/sh\necho begun\necho 'ValueError: no such model' >&2\nexit 3\n", encoding="utf-8")
     client.chmod(0o755)
@@ -89,18 +86,15 @@ def test_a_client_that_fails_is_an_error_with_its_last_line(tmp_path: Path) -> N
         bench(str(client), "http://here", tmp_path, Load(1, 1.0), [], tmp_path / "trace.jsonl")
 
 
-def words(server: RunningServer) -> list[str]:
-    assert {"--no-enable-prefix-caching", SERVED_NAME} <= set(server._command)
-    return list(server._command)
-
-
 def test_systems_differ_in_what_is_compared_only_and_need_vllm(tmp_path: Path) -> None:
     ours, incumbent = serve.our_server(tmp_path, tmp_path), serve.all_chunks_server(tmp_path, 4008, tmp_path)
-    assert [word for word in words(incumbent) if word not in words(ours)] == ["--max-num-batched-tokens", "4008"]
+    assert [word for word in incumbent._command if word not in ours._command] == ["--max-num-batched-tokens", "4008"]
     assert incumbent._environment == ours._environment
     place = (tmp_path / "bin" / "python", "checkpoint", "bfloat16", 8, 2304, tmp_path)
     peer = serve.vllm_cpu_server(*place)
-    assert {"2304", "8", "bfloat16"} <= set(words(peer)) and "LD_PRELOAD" not in peer._environment
+    for server in (ours, incumbent, peer):
+        assert {"--no-enable-prefix-caching", SERVED_NAME} <= set(server._command)
+    assert {"2304", "8", "bfloat16"} <= set(peer._command) and "LD_PRELOAD" not in peer._environment
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libiomp5.so").touch()
     assert serve.vllm_cpu_server(*place)._environment["LD_PRELOAD"] == str(tmp_path / "lib" / "libiomp5.so")

@@ -26,12 +26,13 @@ from benchmark.peers.prepare import INSTALLED, UnavailableError, python_of
 from benchmark.peers.process import Place, Worker, WorkerError
 from benchmark.peers.report import SECTION, cell
 from benchmark.peers.results import FIRST_TOKEN, LOAD, PEAK, Case, Group, Prompts, Shape, agreed, cases, longest_row
-from benchmark.peers.workers.protocol import Prompt, Sizes, UnsupportedError
+from benchmark.peers.workers.protocol import Prompt, UnsupportedError
 from benchmark.peers.workers.stepping import SteppingRuntime, spare_steps
 
 
 ROOT = Path(__file__).resolve().parents[3]
 PREFILL, DECODE, SERVE = CASES = (Case("prefill", 1, 8, 1), Case("decode", 2, 8, 3), Case("serve", 2))
+CHECKS = ([[1, 2], [3]], [[3] * 16, [4] * 16])
 SIZES = {"batches": [1, 2], "length": 64}
 LOADING: dict[str, Any] = {"checkpoint": "", "folder": "", "precision": "float32", "threads": 1, "sizes": SIZES}
 
@@ -53,20 +54,6 @@ def runner(folder: Path, *ways: str, **options: Any) -> Runner:
     return Runner(Group("fake", "float32", CASES), places, Prompts(10), settling_s=0, **options)
 
 
-def measured(folder: Path, *ways: str, together: bool = True, rounds: int = 2) -> Group:
-    running = runner(folder, *ways, checks=([[1, 2], [3]], [[3] * 16, [4] * 16]))
-    running.run_rounds(rounds, together=together)
-    return running.group
-
-
-def filled() -> Group:
-    group = Group("a-model", "float32", CASES)
-    for peer, prefill, decode in ((OURS, 200.0, 10.0), ("llamacpp", 100.0, 30.0)):
-        group.add(PREFILL.figure, peer, prefill)
-        group.add(DECODE.figure, peer, decode)
-    return group
-
-
 SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=8, linear_weights=1000, head_weights=500, vocab_size=10)
 
 
@@ -79,16 +66,22 @@ SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=8, linear_weights=1000, he
         (False, "a+ ap ad as b+ bp bd bs b+ bp bd bs a+ ap ad as"),
     ],
 )
-def test_all_peers_take_turns(together: bool, order: str, tmp_path: Path) -> None:
+def test_all_peers_take_turns_and_all_figures_come_from_the_rounds(together: bool, order: str, tmp_path: Path) -> None:
     taken: list[str] = []
-    running = runner(tmp_path, "a", "b", advance=taken.append)
+    running = runner(tmp_path, "a", "b", checks=CHECKS, advance=taken.append)
     running.run_rounds(2, together=together)
     names = {case.figure: case.kind[0] for case in CASES} | {"start": "+"}
     assert " ".join(f"{peer}{names[what]}" for peer, what in (each.split(": ") for each in taken)) == order
-    assert not running._workers
+    group = running.group
+    assert not running._workers and group.reasons == {} and group.versions["a"] == {"fake": "1"}
+    assert group.values[PREFILL.figure]["a"] == [(16.0, None)] * 2
+    assert group.values[DECODE.figure]["b"] == [(250.0, None)] * 2
+    assert all(len(group.values[figure]["a"]) == 2 for figure in (SERVE.figure, LOAD, FIRST_TOKEN, PEAK))
+    assert group.agreement == {"a": 0.5, "b": 0.5}  # the second prompt's sum is 3, not 4
 
 
-def test_prompts_are_the_same_for_all_peers_and_never_again() -> None:
+def test_tokens_agree_up_to_the_first_other_one_and_prompts_are_the_same_for_all_peers_and_never_again() -> None:
+    assert agreed([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == pytest.approx(6 / 8)
     prompts = Prompts(100)
     assert prompts.rows(DECODE, 0) == prompts.rows(DECODE, 0)
     drawn = [str(prompts.rows(case, when)) for case in CASES[:2] for when in (0, 1, "warm")]
@@ -105,7 +98,7 @@ def test_every_row_of_every_case_fits() -> None:
             assert case.prompt + case.new_tokens + spare_steps(case.rows) * (case.kind == "decode") <= longest
 
 
-def test_a_worker_answers_whatever_its_libraries_print(tmp_path: Path) -> None:
+def test_a_worker_answers_whatever_its_libraries_print_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
     worker = start("well", tmp_path)
     arguments = {"checkpoint": "", "folder": "", "sizes": SIZES}
     assert worker.versions == {"fake": "1"}
@@ -117,17 +110,13 @@ def test_a_worker_answers_whatever_its_libraries_print(tmp_path: Path) -> None:
     assert failed.value.alive
     assert worker.peak_bytes() > 1 << 20
     worker.close()
-
-
-def test_all_figures_come_from_the_rounds(tmp_path: Path) -> None:
-    for together in (True, False):
-        group = measured(tmp_path, "well", "other", together=together)
-        assert group.reasons == {}
-        assert group.values[PREFILL.figure]["well"] == [(16.0, None)] * 2
-        assert group.values[DECODE.figure]["other"] == [(250.0, None)] * 2
-        assert all(len(group.values[figure]["well"]) == 2 for figure in (SERVE.figure, LOAD, FIRST_TOKEN, PEAK))
-        assert group.agreement == {"well": 0.5, "other": 0.5}  # the second prompt's sum is 3, not 4
-        assert group.versions["well"] == {"fake": "1"}
+    worker = start("hangs", tmp_path, limit_s=1.0)
+    with pytest.raises(WorkerError, match=r"hangs did not answer in 1 s") as failed:
+        worker.ask("generate", prompts=[[1]], new_tokens=1)
+    assert not failed.value.alive
+    worker.close()
+    with pytest.raises(WorkerError, match=r"odd answered b'hello', which is no JSON object"):
+        Worker("odd", [sys.executable, "-c", "print('hello')"], os.environ, tmp_path / "odd.log")
 
 
 @pytest.mark.parametrize(
@@ -141,21 +130,13 @@ def test_all_figures_come_from_the_rounds(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_peer_that_fails_is_named_and_the_others_are_measured(way: str, reason: str, tmp_path: Path) -> None:
-    group = measured(tmp_path, way, "well")
+    running = runner(tmp_path, way, "well", checks=CHECKS)
+    running.run_rounds(2, together=True)
+    group = running.group
     assert group.reasons.keys() == {way} and group.reasons[way][0].startswith(reason)
     assert all("well" in group.values[case.figure] for case in CASES)
     assert all(len(values) == 2 for values in group.values[DECODE.figure].values())
     assert way not in group.values.get(SERVE.figure, {})
-
-
-def test_a_peer_that_hangs_is_ended_and_an_answer_that_is_no_json_is_an_error(tmp_path: Path) -> None:
-    worker = start("hangs", tmp_path, limit_s=1.0)
-    with pytest.raises(WorkerError, match=r"hangs did not answer in 1 s") as failed:
-        worker.ask("generate", prompts=[[1]], new_tokens=1)
-    assert not failed.value.alive
-    worker.close()
-    with pytest.raises(WorkerError, match=r"odd answered b'hello', which is no JSON object"):
-        Worker("odd", [sys.executable, "-c", "print('hello')"], os.environ, tmp_path / "odd.log")
 
 
 INSTALLER = """#!/bin/sh
@@ -165,9 +146,7 @@ exit 1
 """
 
 
-def test_what_does_not_install_is_named_with_its_reason_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_install_has_a_reason_and_another_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installer = tmp_path / "python"
     installer.write_text(INSTALLER)
     installer.chmod(0o755)
@@ -177,19 +156,19 @@ def test_what_does_not_install_is_named_with_its_reason_and_tried_again(
         with pytest.raises(UnavailableError, match=r"^not installed: .*nothing\.whl.* \(see .*lost\.log\)"):
             python_of(peer, tmp_path, avx2=False)
     assert not (tmp_path / "lost" / INSTALLED).exists()
-
-
-def test_an_environment_is_made_once_and_another_one_for_avx2(tmp_path: Path) -> None:
+    # One that is there is used again, and another one for avx2.
     always, avx2 = {"CXXFLAGS": "-O2"}, {"CMAKE_ARGS": "-DX=1"}
     peer = Peer("made", "made", ("made",), FLOATS, Environment((), variables=always, avx2=avx2))
     for name, variables in (("made", always), ("made-avx2", always | avx2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / INSTALLED).write_text(json.dumps({"packages": [], "variables": variables}))
         assert python_of(peer, tmp_path, avx2=variables != always) == tmp_path / name / "bin" / "python"
-    assert python_of(Peer("here", "here", ("here",)), tmp_path, avx2=True) == Path(sys.executable)
+    assert python_of(Peer("here", "here", ("here",)), tmp_path, avx2=True) == installer
 
 
-def test_what_takes_longer_is_the_limit_reading_or_computing() -> None:
+def test_what_takes_longer_is_the_limit_and_of_two_measurements_the_higher() -> None:
+    first, second = Limits(2.0, {"float32": 1.0, "bfloat16": 5.0}), Limits(1.0, {"float32": 3.0, "bfloat16": 4.0})
+    assert first.best(second) == second.best(first) == Limits(2.0, {"float32": 3.0, "bfloat16": 5.0})
     prefill, decode = Case("prefill", 1, 100, 1), Case("decode", 1, 10, 2)
     group = Group("a-model", "bfloat16", [prefill, decode, SERVE])
     for case in group.cases:
@@ -216,13 +195,6 @@ def test_a_decode_step_is_held_to_the_rate_of_memory_right_before_it(tmp_path: P
     assert group.share(DECODE.figure, "good", limits, SHAPE) == pytest.approx(bytes_read / 2e9 / 0.01)
 
 
-def test_of_two_measurements_each_limit_is_the_higher_and_tokens_agree_up_to_the_first_other_one() -> None:
-    first, second = Limits(2.0, {"float32": 1.0, "bfloat16": 5.0}), Limits(1.0, {"float32": 3.0, "bfloat16": 4.0})
-    assert first.best(second) == second.best(first) == Limits(2.0, {"float32": 3.0, "bfloat16": 5.0})
-
-    assert agreed([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == pytest.approx(6 / 8)
-
-
 class Steps(SteppingRuntime):
     """An engine whose second request begins two steps late."""
 
@@ -233,7 +205,7 @@ class Steps(SteppingRuntime):
     def versions(self) -> dict[str, str]:
         return {}
 
-    def load(self, checkpoint: str, folder: str, precision: str, threads: int, sizes: Sizes) -> None: ...
+    def load(self, *_: Any) -> None: ...
 
     def add_request(self, prompt: Prompt, new_tokens: int) -> list[int]:
         self.rows.append([])
@@ -262,16 +234,17 @@ def test_steps_are_timed_once_all_rows_have_begun_and_until_the_last_is_done(mon
 
 
 def test_a_run_is_shown_with_its_reasons_notes_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
-    group = filled()
+    group = Group("a-model", "float32", CASES)
+    for peer, prefill, decode in ((OURS, 200.0, 10.0), ("llamacpp", 100.0, 30.0)):
+        group.add(PREFILL.figure, peer, prefill)
+        group.add(DECODE.figure, peer, decode)
     group.explain("vllm", "has no int8")
     report = {
-        "machine": {"cpu": "a CPU", "threads": 2, "kernels": "avx2"},
-        "options": {"peers": ["llamacpp", "openvino", "vllm"], "rounds": 3},
-        "missing": {"openvino": "not installed: no wheel"},
-        "notes": ["a note"],
+        "machine": {"cpu": "a CPU", "threads": 2, "kernels": "avx2"}, "notes": ["a note"],
+        "options": {"peers": ["llamacpp", "openvino", "vllm"], "rounds": 3}, "missing": {"openvino": "not installed: no wheel"},
         "limits": {"read": 3e10, "products": {"float32": 4e11, "bfloat16": 2e12}},
         "groups": [group.to_dict(Limits(3e10, {"float32": 4e11}), SHAPE)],
-    }
+    }  # fmt: skip
     SECTION.finish(report, None)
     shown = capsys.readouterr().out
     for text in ("30.0 (0%)", "vLLM (CPU): has no int8", "OpenVINO: not installed: no wheel", "a note", "30.0 GB/s"):
@@ -283,11 +256,9 @@ def test_bad_options_are_refused_quick_asks_for_less_and_named_options_win(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, message in (
-        ("--threads 4096", "--threads 4096 is more than the"),
-        ("--peers ollama", "invalid choice: 'ollama'"),
-        ("--rounds 0", "'0' is not a whole number of at least 1"),
-        ("--instruction-set sse", "invalid choice: 'sse'"),
-    ):
+        ("--threads 4096", "--threads 4096 is more than the"), ("--rounds 0", "'0' is not a whole number of at least 1"),
+        ("--peers ollama", "invalid choice: 'ollama'"), ("--instruction-set sse", "invalid choice: 'sse'"),
+    ):  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["peers", *options.split()])
         with pytest.raises(SystemExit):
             peers.parse_arguments()
@@ -297,7 +268,7 @@ def test_bad_options_are_refused_quick_asks_for_less_and_named_options_win(
     assert (args.rounds, args.batches, args.models) == (7, [1, 8], ["smollm2-135m"])
 
 
-def test_bfloat16_weights_keep_their_bits_and_names(tmp_path: Path) -> None:
+def test_bfloat16_weights_of_llamas_alone_keep_their_bits_and_names(tmp_path: Path) -> None:
     config = LlamaConfig(**TINY_SIZES, dtype="bfloat16")
     LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     found = {tensor.name: tensor for tensor in gguf.GGUFReader(write_gguf(tmp_path)).tensors}
@@ -315,9 +286,6 @@ def test_bfloat16_weights_keep_their_bits_and_names(tmp_path: Path) -> None:
     query = torch.tensor(found["blk.0.attn_q.weight"].data).view(torch.bfloat16)
     rows = [half + pair for pair in range(8) for half in (0, 8)]
     assert torch.equal(query[16:32], weights["model.layers.0.self_attn.q_proj.weight"][16:32][rows])
-
-
-def test_other_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}), encoding="utf-8")
     with pytest.raises(ValueError, match="model_type llama, not 'gpt2'; leave out the peer llamacpp"):
         write_gguf(tmp_path)

@@ -64,15 +64,12 @@ def test_packed_layers(bits: int, groups: int, zero: bool, tmp_path: Path) -> No
     assert (weight.shift is not None) == zero
 
 
-def test_inputs_that_fill_no_word_are_padded(tmp_path: Path) -> None:
+def test_inputs_that_fill_no_word_are_padded_and_groups_may_have_an_order_of_their_own(tmp_path: Path) -> None:
     codes, scale = whole(-8, 7, 4, 36), scales(4, 1)
-    tensors = {"weight_packed": words(codes + 8, 4), "weight_scale": scale, "weight_shape": torch.tensor([4, 36])}
-    weights = GROUPED | {"strategy": "channel", "group_size": -1}
-    named = {f"{LAYER}.{part}": tensor for part, tensor in tensors.items()}
-    check_read(tmp_path, named, config(weights, "pack-quantized"), codes.float() * scale.float())
-
-
-def test_groups_in_an_order_of_their_own(tmp_path: Path) -> None:
+    parts = {"weight_packed": words(codes + 8, 4), "weight_scale": scale, "weight_shape": torch.tensor([4, 36])}
+    settings = config(GROUPED | {"strategy": "channel", "group_size": -1}, "pack-quantized")
+    named = {f"{LAYER}.{part}": tensor for part, tensor in parts.items()}
+    check_read(tmp_path, named, settings, codes.float() * scale.float())
     order = torch.tensor([1, 0]).repeat_interleave(32)
     tensors, value = packed(4, 2, group=order)
     settings = config(GROUPED | {"actorder": "group"}, "pack-quantized")

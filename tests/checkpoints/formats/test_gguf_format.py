@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import write_gguf
+from gguf_files import close_writer, write_gguf
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,14 +70,11 @@ def test_scales_that_are_no_numbers_are_refused(kind: str, half: int) -> None:
         repack("tensor x", kind, torch.from_numpy(data))
 
 
-def test_exponents_that_stand_for_no_number_are_refused() -> None:
+def test_exponents_that_stand_for_no_number_and_bytes_that_are_no_blocks_are_refused() -> None:
     data = some_blocks("MXFP4", 0)
     data[0, 0] = 255
     with pytest.raises(ValueError, match="x has a scale of nan"):
         repack("x", "MXFP4", torch.from_numpy(data))
-
-
-def test_bytes_that_are_no_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="x has outputs of 35 bytes, and blocks of Q8_0 have 34"):
         repack("x", "Q8_0", torch.zeros(2, 35, dtype=torch.uint8))
 
@@ -88,9 +85,9 @@ def empty(config: Any) -> PreTrainedModel:
     return model
 
 
-def write_experts(path: Path, kinds: dict[str, str], architecture: str = "qwen3moe") -> dict[str, Tensor]:
+def write_experts(path: Path, kinds: dict[str, str]) -> dict[str, Tensor]:
     """A file with the experts of a layer of a Qwen3-MoE alone; returns what each tensor stands for."""
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "qwen3moe")
     writer.add_block_count(1)
     writer.add_embedding_length(64)
     writer.add_head_count(4)
@@ -102,40 +99,27 @@ def write_experts(path: Path, kinds: dict[str, str], architecture: str = "qwen3m
         data = gguf.quants.quantize(plain, chosen)
         values[name] = torch.from_numpy(np.array(gguf.quants.dequantize(data, chosen))).reshape(shape)
         writer.add_tensor(f"blk.0.{name}.weight", data, raw_dtype=chosen)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close_writer(writer)
     return values
 
 
-def experts_model() -> PreTrainedModel:
-    return empty(
-        Qwen3MoeConfig(
-            **TINY_SIZES | {"num_hidden_layers": 1}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-        )
-    )
-
-
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
-def test_experts_gates_and_projections_up_are_joined(kind: str, tmp_path: Path) -> None:
-    values = write_experts(tmp_path / "x.gguf", dict.fromkeys(("ffn_up_exps", "ffn_gate_exps", "ffn_down_exps"), kind))
-    found = GgufFile(read_header(tmp_path / "x.gguf"), experts_model())
+@pytest.mark.parametrize("up", ["Q8_0", "Q4_1"])
+def test_gates_and_projections_up_are_joined_and_their_codes_kept_if_of_one_kind(up: str, tmp_path: Path) -> None:
+    kinds = {"ffn_up_exps": up, "ffn_gate_exps": "Q4_1", "ffn_down_exps": "Q4_1"}
+    values = write_experts(tmp_path / "x.gguf", kinds)
+    sizes = TINY_SIZES | {"num_hidden_layers": 1}
+    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    found = GgufFile(read_header(tmp_path / "x.gguf"), empty(config))
     experts = "model.layers.0.mlp.experts"
     joined = torch.cat((values["ffn_gate_exps"], values["ffn_up_exps"]), 1)
     assert set(found.layers) == {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
-    assert torch.equal(found.read_codes(f"{experts}.gate_up_proj").dequantize(), joined)
     assert torch.equal(found.dequantize(f"{experts}.gate_up_proj"), joined)
     assert torch.equal(found.read_codes(f"{experts}.down_proj").dequantize(), values["ffn_down_exps"])
-
-
-def test_experts_of_different_kinds_are_only_dequantized(tmp_path: Path) -> None:
-    values = write_experts(tmp_path / "x.gguf", {"ffn_gate_exps": "Q8_0", "ffn_up_exps": "Q4_1"})
-    found = GgufFile(read_header(tmp_path / "x.gguf"), experts_model())
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(NotKeptError, match=r"gate_up_proj is made of tensors of types Q8_0, Q4_1; pass --deq"):
-        found.read_codes(name)
-    assert torch.equal(found.dequantize(name), torch.cat((values["ffn_gate_exps"], values["ffn_up_exps"]), 1))
+    if up == "Q4_1":
+        assert torch.equal(found.read_codes(f"{experts}.gate_up_proj").dequantize(), joined)
+        return
+    with pytest.raises(NotKeptError, match=r"gate_up_proj is made of tensors of types Q4_1, Q8_0; pass --deq"):
+        found.read_codes(f"{experts}.gate_up_proj")
 
 
 def test_a_scale_that_is_no_number_is_told_by_its_tensor(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def layer(
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize(("bits", "groups"), [(4, 2), (4, 1), (8, 4)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_layer_is_codes_less_zero_points_times_scales(
+def test_codes_less_zero_points_times_scales(
     bits: int, groups: int, form: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     tensors, value = layer(bits, groups=groups, form=form, dtype=dtype)
@@ -47,13 +47,6 @@ def test_a_layer_is_codes_less_zero_points_times_scales(
     weight = found.read_codes(WEIGHT)
     assert weight.kind == f"int{bits}" and weight.group_size == INPUTS // groups and weight.shift is not None
     assert torch.equal(found.read_plain("model.norm.weight"), torch.ones(4))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_symmetric_layers_need_no_shift(bits: int, tmp_path: Path) -> None:
-    tensors, value = layer(bits, zero=torch.full((1, OUTPUTS), 2 ** (bits - 1)), groups=1)
-    found = check_read(tmp_path, tensors, GPTQ | {"bits": bits, "group_size": -1}, value)
-    assert found.read_codes(WEIGHT).shift is None
 
 
 def test_a_zero_point_of_zero_borrows_from_the_next_of_its_word(tmp_path: Path) -> None:
@@ -85,7 +78,11 @@ def test_scales_of_float32_with_zero_points_are_kept_where_they_are_short(tmp_pa
     assert opened(tmp_path, tensors | {f"{LAYER}.scales": rounded}, GPTQ).read_codes(WEIGHT).kind == "int4"
 
 
-def test_settings_of_single_layers_are_followed(tmp_path: Path) -> None:
+def test_symmetric_layers_need_no_shift_and_settings_of_single_layers_are_followed(tmp_path: Path) -> None:
+    for bits in (4, 8):
+        tensors, value = layer(bits, zero=torch.full((1, OUTPUTS), 2 ** (bits - 1)), groups=1)
+        found = check_read(tmp_path, tensors, GPTQ | {"bits": bits, "group_size": -1}, value)
+        assert found.read_codes(WEIGHT).shift is None
     tensors, value = layer(8, groups=1)
     changes = {r"-:.*mlp.*": {}, r"+:.*q_proj": {"bits": 8, "group_size": -1}}
     check_read(tmp_path, tensors, GPTQ | {"dynamic": changes}, value)
@@ -155,13 +152,12 @@ def test_an_awq_layer_is_codes_less_zero_points_times_scales(groups: int, size: 
     ("settings", "told"),
     [
         ({"version": "gemv"}, "version gemv"), ({"bits": 8}, "of 8 bits"), ({"zero_point": False}, "zero_point=False"),
-        ({"group_size": 32}, "48 inputs, no groups of 32"),
-        ({"group_size": 24}, r"scales has the shape \[3, 24\]"),
+        ({"group_size": 32}, "48 inputs, no groups of 32"), ({"group_size": 24}, r"scales has the shape \[3, 24\]"),
+        ({}, "lacks scales"),
     ],
 )  # fmt: skip
-def test_awq_settings_that_do_not_fit_are_told(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
-    check_refused(tmp_path, awq_layer(3)[0], AWQ | settings, told)
-
-
-def test_an_awq_layer_without_scales_is_told(tmp_path: Path) -> None:
-    check_refused(tmp_path, awq_layer(3)[0] | {f"{LAYER}.scales": None}, AWQ, "lacks scales")
+def test_awq_settings_that_do_not_fit_and_lacking_scales_are_told(
+    settings: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    lacking = {} if settings else {f"{LAYER}.scales": None}
+    check_refused(tmp_path, awq_layer(3)[0] | lacking, AWQ | settings, told)

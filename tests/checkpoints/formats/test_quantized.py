@@ -27,62 +27,37 @@ from optimum_neuron.checkpoints.formats.settings import begins_with
 from optimum_neuron.checkpoints.formats.stored import NotKeptError
 
 
-OTHERS = ("bitsandbytes", "nvfp4", "gguf")
-
-
-@pytest.mark.parametrize("method", OTHERS)
-def test_other_formats_are_refused_by_name(method: str) -> None:
-    with pytest.raises(ValueError, match=f"tiny is quantized by {method}, which is not read; export") as caught:
-        quantization_of({"quantization_config": {"quant_method": method}}, "tiny")
-    assert all(name in str(caught.value) for name in READERS) and "--dequantize" not in str(caught.value)
-    assert quantization_of({"model_type": "llama", "quantization_config": None}, "tiny") == {}
-
-
 @pytest.mark.parametrize(
     ("config", "told"),
     [
+        *(({"quantization_config": {"quant_method": each}}, f"tiny is quantized by {each}, which is not read; export")
+          for each in ("bitsandbytes", "nvfp4", "gguf")),
         ({"quantization_config": "gptq"}, "quantization_config='gptq', which is no object"),
         ({"quantization_config": {}}, "a method without a name"),
         ({"quantization_config": {"quant_method": 4}}, "quant_method=4, which is no text"),
         ({"text_config": {"quantization_config": {"quant_method": "hqq"}}}, "quantized by hqq"),
     ],
-)
-def test_a_config_that_says_something_else_is_told(config: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+)  # fmt: skip
+def test_other_formats_and_what_is_no_config_are_refused_by_name(config: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told) as caught:
         quantization_of(config, "tiny")
+    if "not read" in told:
+        assert all(name in str(caught.value) for name in READERS) and "--dequantize" not in str(caught.value)
+    assert quantization_of({"model_type": "llama", "quantization_config": None}, "tiny") == {}
 
 
-def _sharded(folder: Path, second: dict[str, torch.Tensor], indexed: list[str]) -> None:
-    save_file({"a": torch.ones(2)}, folder / "one.safetensors")
-    save_file(second, folder / "two.safetensors")
-    names = {name: "one.safetensors" if name == "a" else "two.safetensors" for name in indexed}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-
-
-def test_tensors_are_read_from_all_files(tmp_path: Path) -> None:
-    _sharded(tmp_path, {"b": torch.zeros(3, dtype=torch.int8)}, ["a", "b"])
-    files = TensorFiles(tmp_path, "tiny")
-    assert sorted(files.names) == ["a", "b"] and files.dtype("b") == "I8"
-    assert torch.equal(files.read_tensor("b", torch.int8, shape=(3,)), torch.zeros(3, dtype=torch.int8))
-
-
-@pytest.mark.parametrize(
-    ("second", "indexed", "told"),
-    [
-        ("a", ["a", "b"], "tiny holds a twice"),
-        ("b", ["a", "b", "c"], "tiny lacks c, which model.safetensors.index.json names"),
-    ],
-)
-def test_files_that_an_index_lacks_are_refused(second: str, indexed: list[str], told: str, tmp_path: Path) -> None:
-    _sharded(tmp_path, {second: torch.ones(2)}, indexed)
-    with pytest.raises(ValueError, match=told):
+def test_tensors_lie_in_the_mapped_files_that_an_index_names(tmp_path: Path) -> None:
+    """Reading one takes no memory of its own: it shares that of the whole file."""
+    save_file({"a": torch.ones(64), "b": torch.ones(1 << 20)}, tmp_path / "one.safetensors")
+    save_file({"c": torch.zeros(3, dtype=torch.int8)}, tmp_path / "two.safetensors")
+    names, index = {"a": "one", "b": "one", "c": "two", "d": "two"}, tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: f"{file}.safetensors" for name, file in names.items()}}))
+    with pytest.raises(ValueError, match=r"tiny lacks d, which model\.safetensors\.index\.json names"):
         TensorFiles(tmp_path, "tiny")
-
-
-def test_a_tensor_lies_in_the_mapped_file(tmp_path: Path) -> None:
-    """Reading it takes no memory of its own: it shares that of the whole file."""
-    save_file({"a": torch.ones(64), "b": torch.ones(1 << 20)}, tmp_path / "model.safetensors")
+    index.write_text(json.dumps({"weight_map": {name: f"{names[name]}.safetensors" for name in "abc"}}))
     files = TensorFiles(tmp_path, "tiny")
+    assert sorted(files.names) == ["a", "b", "c"] and files.dtype("c") == "I8"
+    assert torch.equal(files.read_tensor("c", torch.int8, shape=(3,)), torch.zeros(3, dtype=torch.int8))
     one, two = files.read_tensor("a"), files.read_tensor("b")
     assert one.untyped_storage().nbytes() >= 256 and two.data_ptr() != one.data_ptr()
     assert files.read_tensor("b").data_ptr() == two.data_ptr()

@@ -108,12 +108,6 @@ def test_every_kind_of_code_is_known() -> None:
     assert sorted(re.findall(r'^CACHE_KIND = "(\w+)"', sources, re.MULTILINE)) == sorted(KINDS)
 
 
-def test_wrong_words_are_usage_errors(root: Path, command: Command) -> None:
-    for option, text, kind in (("--max-size", "x", "size"), ("--older-than", "30", "age")):
-        code, _, err = command("prune", option, text)
-        assert code == 2 and f"argument {option}: '{text}' is no {kind}" in err
-
-
 def test_a_cache_that_others_may_write_to_is_not_looked_at_and_a_link_is_called_one(
     cache: CompileCache, folder: Path, tmp_path: Path, command: Command
 ) -> None:

@@ -49,7 +49,7 @@ WHOLE |= {"image_token_index": 290, "tie_word_embeddings": True}
 # Its code puts a buffer of another type in the place of its own when it first runs.
 REPLACED = {"vocab_size": 300, "n_positions": 256, "n_embd": 64, "dff": 96, "n_layer": 2, "n_head": 4}
 INT4 = {"quantization": "int4", "quantization_zero_point": True, "quantization_exclude": ("lm_head",)}
-# Of each kind of model, and the options that it is exported with; `make test-full` has the last four, which have nothing of their own.
+# Of each kind of model, and the options that it is exported with; `make test-full` has the last two, which have nothing of their own.
 MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], dict[str, Any]]] = {
     "untied": (TINY_CONFIGS["llama"], {"batch_size": 1, "ctx_batch_size": 1}),
     "experts": (CONFIGS["qwen3_moe"], {"dtype": "bfloat16"}),
@@ -59,8 +59,6 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedConfig], dict[str, Any]]] = {
     "part of a whole": (lambda: LlavaConfig(**WHOLE), {}),
     "tied": (lambda: TIED, {"dtype": "auto"}),
     "transposed experts": (CONFIGS["gpt_oss"], {"output_logits": False, "kv_block_size": 64}),
-    "tied codes of 8 bits": (lambda: TIED, {"quantization": "int8", "dtype": "bfloat16"}),
-    "rounded activations": (TINY_CONFIGS["llama"], {"quantization": "int8", "activations": "int8"}),
 }  # fmt: skip
 # Each changes a graph at least.
 CHANGES: dict[str, Any] = {
@@ -171,20 +169,14 @@ COMMAND = ("--target", "cpu", "--sequence-length", "64", "--prefill-chunk-size",
 
 
 def test_the_second_machine_compiles_nothing(
-    hub: LoopbackHub,
-    root: Path,
-    compiled: list[str],
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: Patch,
-    command: Command,
+    hub: LoopbackHub, root: Path, compiled: list[str], tiny_checkpoint: Path, monkeypatch: Patch, command: Command
 ) -> None:
     """The first machine makes and shares plans, the second one finds that all are there, and makes none."""
     words = ("--model", str(tiny_checkpoint), *COMMAND)
     shared = (*words, "--repo", REPO)
     code, out, err = command("lookup", *shared)
     assert code == 3 and out.endswith(f"0 in {root}, 0 in {REPO}; 2 to be compiled\n"), err
-    first = export_tiny(tiny_checkpoint, tmp_path / "first", target="cpu", **ONE_ROW)
+    first = export_tiny(tiny_checkpoint, root.parent / "first", target="cpu", **ONE_ROW)
     assert len(compiled) == len(sync(REPO, token=TOKEN).uploaded) == 2
     code, out, _ = command("lookup", *shared)
     assert code == 0 and out.endswith(f"2 in {root}, 2 in {REPO}; 0 to be compiled\n")
@@ -196,7 +188,7 @@ def test_the_second_machine_compiles_nothing(
     assert len(sync(REPO, upload=False).downloaded) == 2
     assert command("lookup", *words)[0] == 0
     assert all(problem is None for _, problem in verify(remove=False))
-    again = export_tiny(tiny_checkpoint, tmp_path / "second", target="cpu", **ONE_ROW)
+    again = export_tiny(tiny_checkpoint, root.parent / "second", target="cpu", **ONE_ROW)
     assert len(compiled) == 2
     assert folder_bytes(again / "graphs") == folder_bytes(first / "graphs")
 
@@ -216,11 +208,7 @@ def test_a_repository_gives_a_model_without_its_weights_and_entries_by_the_names
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     found = {each.key: each.shared for each in lookup(REPO, config, repo=REPO)}
     assert found == {first: "there", second: "broken", third: "missing"}
-    assert [bool(hub.asked("GET", name)) for name in ("config.json", "safetensors", "entry.json")] == [
-        True,
-        False,
-        False,
-    ]
+    assert hub.asked("GET", "config.json") and not hub.asked("GET", "safetensors") + hub.asked("GET", "entry.json")
 
 
 def edit(folder: Path, **values: Any) -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compile cache: what is broken is compiled again, what is not ours is not used, and any number may work at once."""
+"""The compile cache: what is broken is compiled again, what is not ours is not used, any number may work at once, and who was used last stays."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from cached import KEY, OTHER, flip, store
+from cached import KEY, OTHER, flip, store, used
 from helpers import folder_bytes
 
 from optimum_neuron.artifact.user_cache import cache_folder
 from optimum_neuron.targets.cache import entries as entries_module
-from optimum_neuron.targets.cache.entries import prune
+from optimum_neuron.targets.cache.entries import SIZE_VARIABLE, CacheEntry, list_entries, prune
 from optimum_neuron.targets.cache.store import CompileCache
+from optimum_neuron.targets.cache.units import parse_age, parse_size
 
 
 def empty(folder: Path) -> None:
@@ -30,7 +31,7 @@ def empty(folder: Path) -> None:
         path.unlink()
 
 
-def test_an_entry_is_given_as_it_was_stored(cache: CompileCache, folder: Path) -> None:
+def test_an_entry_is_given_as_it_was_stored_first(cache: CompileCache, folder: Path) -> None:
     assert not cache.fetch(KEY, folder, "graph", ".so")
     store(cache, folder)
     stored = folder_bytes(folder)
@@ -39,6 +40,9 @@ def test_an_entry_is_given_as_it_was_stored(cache: CompileCache, folder: Path) -
     assert cache.fetch(KEY, folder, "graph", ".so") and folder_bytes(folder) == stored
     assert cache.fetch(KEY, folder, "other", ".so") and (folder / "other.so").is_file()
     assert not cache.fetch(OTHER, folder, "graph", ".so")
+    store(cache, folder, code=b"second")
+    assert (folder / "graph.so").read_bytes() == b"second" * 1000  # each export has what it compiled
+    assert cache.fetch(KEY, folder, "graph", ".so") and (folder / "graph.so").read_bytes() == b"code" * 1000
     assert [path.name for path in cache.folder.iterdir()] == [KEY]
 
 
@@ -58,7 +62,6 @@ def led_elsewhere(entry: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit": lambda entry: flip(entry / "code.so"),
-    "a flipped bit of a constant": lambda entry: flip(entry / "code.constants"),
     "half a file": lambda entry: os.truncate(entry / "code.so", 2000),
     "no code": lambda entry: (entry / "code.so").unlink(),
     "a folder for code": lambda entry: ((entry / "code.so").unlink(), (entry / "code.so").mkdir()),
@@ -68,8 +71,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a folder that others may write": lambda entry: entry.chmod(0o777),
     "no record": lambda entry: (entry / "entry.json").unlink(),
     "an empty record": recorded(""),
-    "a record of no text": lambda entry: (entry / "entry.json").write_bytes(b"\xff\xfe"),
-    "a record of another kind": recorded("[]"),
     "a record without digests": recorded(json.dumps({".so": 3})),
     "a record without the code": recorded("{}"),
     "a record that leads elsewhere": led_elsewhere,
@@ -163,15 +164,6 @@ def test_a_cache_that_may_only_be_read_gives_what_it_has(
         pass
 
 
-def test_the_first_of_two_equal_entries_stays(cache: CompileCache, folder: Path) -> None:
-    store(cache, folder, code=b"first")
-    store(cache, folder, code=b"second")
-    assert (folder / "graph.so").read_bytes() == b"second" * 1000  # each export has what it compiled
-    assert cache.fetch(KEY, folder, "graph", ".so")
-    assert (folder / "graph.so").read_bytes() == b"first" * 1000
-    assert [path.name for path in cache.folder.iterdir()] == [KEY]
-
-
 def test_writers_readers_damage_and_who_makes_room_at_once_give_whole_code_or_none(
     cache: CompileCache, tmp_path: Path
 ) -> None:
@@ -241,3 +233,82 @@ def test_a_killed_writer_leaves_no_entry_and_the_next_one_cleans_up(
     assert not cache.fetch(KEY, folder, "graph", ".so") and len(list(cache.folder.iterdir())) == 1
     store(cache, folder)
     assert [path.name for path in cache.folder.iterdir()] == [KEY]
+
+
+KEYS = [str(number) * 64 for number in range(4)]
+
+
+def keys(entries: list[CacheEntry]) -> list[str]:
+    return [entry.path.name for entry in entries]
+
+
+@pytest.fixture
+def entries(cache: CompileCache, folder: Path) -> list[Path]:
+    """Of two kinds, each used an hour before the next."""
+    found = [store(CompileCache("cpu" if number % 2 else "neuron"), folder, key) for number, key in enumerate(KEYS)]
+    for number, entry in enumerate(found):
+        used(entry, 3600 * (len(found) - number))
+    return found
+
+
+def test_the_last_used_stay_within_a_size_of_all_kinds_together(entries: list[Path]) -> None:
+    size = list_entries()[0].size
+    for dry_run in (True, False):
+        removed, kept = prune(max_size=2 * size + 1, older_than=None, dry_run=dry_run)
+        assert keys(removed) == [KEYS[1], KEYS[0]] and keys(kept) == [KEYS[3], KEYS[2]]
+        assert sum(entry.exists() for entry in entries) == (4 if dry_run else 2)
+    assert keys(list_entries()) == [KEYS[3], KEYS[2]]
+    assert prune(max_size=2 * size, older_than=None, dry_run=False)[0] == []
+
+
+def test_what_was_not_used_for_long_goes(cache: CompileCache, entries: list[Path], folder: Path) -> None:
+    assert cache.fetch(KEYS[0], folder, "graph", ".so")  # a use
+    removed, kept = prune(max_size=None, older_than=2.5 * 3600, dry_run=False)
+    assert keys(removed) == [KEYS[1]] and keys(kept) == [KEYS[0], KEYS[3], KEYS[2]]
+    assert prune(max_size=0, older_than=2.5 * 3600, dry_run=False)[1] == []
+
+
+def test_broken_entries_and_what_killed_processes_left_go_too(cache: CompileCache, folder: Path) -> None:
+    store(cache, folder)
+    (cache.folder / OTHER).mkdir(mode=0o700)
+    (cache.folder / ("2" * 64)).write_bytes(b"a file")
+    (cache.folder / ".compile.partial-abandoned").mkdir()
+    assert len(list_entries()) == 3
+    prune(max_size=0, older_than=None, dry_run=False)
+    assert list(cache.folder.iterdir()) == []
+
+
+def test_exports_keep_a_cache_as_small_as_a_variable_says(
+    entries: list[Path], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = list_entries()[0].size
+    monkeypatch.setenv(SIZE_VARIABLE, str(2 * size))
+    store(CompileCache("cpu"), folder, "9" * 64)
+    assert keys(list_entries()) == ["9" * 64, KEYS[3]]
+    # What is made now stays, however large it is; who makes the same at once finds the other's.
+    monkeypatch.setenv(SIZE_VARIABLE, "1B")
+    for _ in range(2):
+        store(CompileCache("cpu"), folder, KEY)
+        assert keys(list_entries()) == [KEY]
+    assert (folder / "graph.so").read_bytes() == b"code" * 1000
+
+
+def test_a_variable_that_is_no_size_stops_an_export_before_it_starts(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("much", "-1GB", "10 parsecs", "1e9", "nan", "1" * 19, "1.GB", "٣GB"):
+        monkeypatch.setenv(SIZE_VARIABLE, text)
+        words = rf"{SIZE_VARIABLE}: '{text}' is no size; give a number and a unit, as in 500"
+        with pytest.raises(ValueError, match=words):
+            CompileCache("neuron")
+    assert not list(root.rglob("*/*"))
+
+
+def test_sizes_and_ages_are_as_people_write_them() -> None:
+    sizes = {"0": 0, "4096": 4096, "10GB": 10**10, "1.5 tb": 15 * 10**11, "512MiB": 2**29, " 3kib ": 3072, "7b": 7}
+    assert {text: parse_size(text) for text in sizes} == sizes
+    ages = {"12h": 12 * 3600, "30d": 30 * 86400, "0.5w": 302400, "0d": 0}
+    assert {text: parse_age(text) for text in ages} == ages
+    for text in ("30", "d", "-1d", "1m", "1dd", ""):
+        with pytest.raises(ValueError, match=r"is no age; give a number and a unit, as in 12h, 30d or 2w"):
+            parse_age(text)

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers import artifact_runner, export_tiny, folder_bytes, generate, random_tokens, tiny_config
+from helpers import artifact_runner, export_tiny, folder_bytes, tiny_config
 
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 from optimum_neuron.kernels.host import native_build
@@ -53,7 +52,7 @@ def entry_file(folder: Path, name: str) -> Path:
     return found
 
 
-def test_what_is_broken_in_the_cache_is_compiled_again_and_nothing_else(
+def test_what_is_broken_in_the_cache_is_compiled_again_and_nothing_else_and_no_native_code_is_stored(
     compiled: list[str], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     path = export_tiny(tiny_checkpoint, tmp_path / "first", target="cpu")
@@ -65,7 +64,9 @@ def test_what_is_broken_in_the_cache_is_compiled_again_and_nothing_else(
     for turn in ("second", "third"):
         again = export_tiny(tiny_checkpoint, tmp_path / turn, target="cpu")
         assert folder_bytes(again / "graphs") == before
+        artifact_runner(again)
     assert sorted(compiled) == GRAPHS[:2]
+    assert {path.suffix for path in (again / "graphs").iterdir()} <= {".json", ".safetensors"}
 
 
 def test_decode_graphs_over_blocks_are_those_of_an_artifact_with_as_much_room_for_padding(
@@ -97,11 +98,17 @@ def empty_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     load_kernels.cache_clear()
 
 
-def test_kernels_are_built_once(empty_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def source(empty_library: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only one of the kernels."""
     (tmp_path / "sources").mkdir()
-    stubs = "".join(f'extern "C" long {name}() {{ return {native_build.INTERFACE}; }}\n' for name in FUNCTIONS)
-    (tmp_path / "sources" / "source.cpp").write_text(stubs, encoding="ascii")
     monkeypatch.setattr(native_build, "SOURCES", tmp_path / "sources")
+    return tmp_path / "sources" / "source.cpp"
+
+
+def test_kernels_are_built_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stubs = "".join(f'extern "C" long {name}() {{ return {native_build.INTERFACE}; }}\n' for name in FUNCTIONS)
+    source.write_text(stubs, encoding="ascii")
     built: list[str] = []
     build = native_build.build
 
@@ -137,7 +144,11 @@ def test_a_wheels_library_is_used_where_it_was_built_from_these_sources(
         load_kernels()
 
 
-def test_a_library_is_for_one_machine_and_one_set_of_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_for_one_machine_one_set_of_flags_and_sources_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = Path(shutil.copytree(native_build.SOURCES, tmp_path / "native"))
+    monkeypatch.setattr(native_build, "SOURCES", sources)
     chosen = choose_instruction_set()
     others = replace(chosen, name="another"), replace(chosen, flags=("-mother",))
     digests = [native_build.digest_sources(each) for each in (chosen, *others)]
@@ -145,7 +156,9 @@ def test_a_library_is_for_one_machine_and_one_set_of_flags(monkeypatch: pytest.M
     digests.append(native_build.digest_sources(chosen))
     monkeypatch.setattr(native_build.sys, "platform", "another")
     digests.append(native_build.digest_sources(chosen))
-    assert len(set(digests)) == 5
+    (sources / "common" / "range.h").rename(sources / "map" / "range.h")
+    digests.append(native_build.digest_sources(chosen))
+    assert len(set(digests)) == 6
 
 
 @pytest.mark.usefixtures("empty_library")
@@ -169,30 +182,15 @@ def test_a_compiler_may_be_named_with_what_it_is_to_be_given(tmp_path: Path, mon
         native_build.check_compiler()
 
 
-@pytest.mark.usefixtures("empty_library")
 @pytest.mark.parametrize(
     ("text", "words"),
     [("int here( {", "expected"), ("int nowhere(); int here() { return nowhere(); }", "nowhere")],
     ids=["compiler", "linker"],
 )
-def test_kernels_that_do_not_compile_are_not_kept(
-    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sources").mkdir()
-    (tmp_path / "sources" / "source.cpp").write_text(text, encoding="ascii")
-    monkeypatch.setattr(native_build, "SOURCES", tmp_path / "sources")
+def test_kernels_that_do_not_compile_are_not_kept(text: str, words: str, source: Path, tmp_path: Path) -> None:
+    source.write_text(text, encoding="ascii")
     with pytest.raises(RuntimeError, match=rf"failed on the CPU kernels:[\s\S]*{words}"):
         native_build.build(tmp_path / "kernels.so", choose_instruction_set())
     with pytest.raises(RuntimeError, match="failed on the CPU kernels"):
         load_kernels()
     assert not list((tmp_path / "cache").rglob("*.so"))
-
-
-@pytest.mark.slow
-def test_one_artifact_gives_its_tokens_on_every_thread_count(cpu_artifact: Callable[[str], Path]) -> None:
-    prompt, found = random_tokens(21), []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        found.append(generate(artifact_runner(cpu_artifact("llama")), prompt, 8))
-    for tokens, logits in found[1:]:
-        assert tokens == found[0][0] and torch.equal(logits, found[0][1])

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import artifact_runner, export_tiny, folder_bytes, generate, random_tokens, tiny_config
+from helpers import artifact_runner, export_tiny, folder_bytes, forbidden, generate, random_tokens, tiny_config
 from tampering import MANIFEST, WEIGHTS, read_json, write
 
 from optimum_neuron.artifact.artifact import ArtifactError
@@ -45,10 +45,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
-def test_a_plan_is_read_as_it_was_written(path: Path) -> None:
-    assert Plan.load(path, TENSORS, FACTS.check) == PLAN
-
-
 OTHER_SIZES = {field.name: 7 for field in dataclasses.fields(SPEC) if isinstance(getattr(SPEC, field.name), int)}
 OTHER_FACTS: dict[str, dict[str, Any]] = {
     "heads": {"model": ModelSpec(300, (KeyValueState(0, 4, 16, 16),), num_embeddings=300)},
@@ -58,7 +54,8 @@ OTHER_FACTS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_plan_of_another_graph_or_model_is_refused(path: Path) -> None:
+def test_a_plan_is_read_as_it_was_written_and_one_of_another_graph_or_model_is_refused(path: Path) -> None:
+    assert Plan.load(path, TENSORS, FACTS.check) == PLAN
     for field in (*OTHER_SIZES, "kind"):
         other = dataclasses.replace(SPEC, **{field: OTHER_SIZES.get(field, "mixed")})
         with pytest.raises(ValueError, match=rf"compiled for graph\.{field}=.*, and the artifact has"):
@@ -80,12 +77,11 @@ def test_tensors_of_another_shape_or_type_are_refused(path: Path) -> None:
 
 
 def signed(content: dict[str, Any]) -> bytes:
-    """A plan's file whose digest is right."""
     return plan_module._serialize(content | {"sha256": plan_module._digest(content)}).encode()
 
 
-def test_a_damaged_plan_or_one_that_does_not_name_its_tensors_is_refused(path: Path) -> None:
-    data, content = path.read_bytes(), read_json(path)
+def test_a_damaged_plan_or_one_that_does_not_name_its_tensors_and_steps_is_refused(path: Path) -> None:
+    data, content, whole = path.read_bytes(), read_json(path), read_json(path)
     del content["tensors"]["model.a"]
     for damaged, words in (
         (b"", "Expecting value"),
@@ -94,6 +90,10 @@ def test_a_damaged_plan_or_one_that_does_not_name_its_tensors_is_refused(path: P
         (data.replace(b'"float32"', b'"float16"', 1), "compiled for|digest is another"),
         (b"[" + data + b"]", "not an object"),
         (signed(content), r"it uses 'model\.a', of which it says nothing"),
+        *(
+            (signed(changed(whole, ("steps", 0, "kind"), kind)), "it has the step")
+            for kind in ({}, [], None, 3, "Other")
+        ),
     ):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=words):
@@ -117,13 +117,8 @@ def changed(content: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict
     return copy
 
 
-def forbidden(*_: object, **__: object) -> NoReturn:
-    raise AssertionError("must not be called")
-
-
 @pytest.fixture
 def artifact(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy of the compiled Llama, to be changed."""
     return Path(shutil.copytree(cpu_artifact("llama"), tmp_path / "artifact"))
 
 
@@ -154,14 +149,6 @@ def test_a_constant_that_is_no_float32_is_refused() -> None:
     for number in wrong:
         with pytest.raises(PlanError, match="which is no float32"):
             encode_step(Map(1, 4, 2, (load, Item("add", 1, (0, number), (False, True)))), [Buffer("output", "0", 16)])
-
-
-def test_a_step_of_no_kind_is_refused(path: Path) -> None:
-    content = read_json(path)
-    for kind in ({}, [], None, 3, "Other"):
-        path.write_bytes(signed(changed(content, ("steps", 0, "kind"), kind)))
-        with pytest.raises(ValueError, match="it has the step"):
-            Plan.load(path, TENSORS, FACTS.check)
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import artifact_runner, export_tiny, folder_bytes, generate, python_process, random_tokens
+from helpers import artifact_runner, export_tiny, generate, random_tokens
+from quantized_files import change_config
 from safetensors.torch import load_file, save_file
 from tiny import TINY_SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -24,12 +23,10 @@ import optimum_neuron.version
 from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
 from optimum_neuron.artifact.quantization import write_formats
 from optimum_neuron.artifact.tensor_file import StoredTensor, stored_tensors
-from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 from optimum_neuron.step.features.codes.modules import WeightFormat
 from optimum_neuron.targets import CompileJob
 from optimum_neuron.targets.cpu import compiler
 from optimum_neuron.targets.cpu import plan_keys as plan_keys_module
-from optimum_neuron.targets.cpu.compiler import CACHE_KIND
 from optimum_neuron.targets.cpu.plan_keys import imported_sources, plan_keys
 
 
@@ -46,11 +43,6 @@ def tensors(cpu_artifact: Callable[[str], Path]) -> dict[str, StoredTensor]:
     return stored_tensors(cpu_artifact("llama") / WEIGHTS_NAME)
 
 
-def edit_config(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
-
-
 def test_no_folder_author_or_version_of_this_package_is_in_a_key(
     job: CompileJob, tensors: dict[str, StoredTensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +50,7 @@ def test_no_folder_author_or_version_of_this_package_is_in_a_key(
     assert len(set(keys.values())) == len(job.graphs) and all(len(key) == 64 for key in keys.values())
     elsewhere = dataclasses.replace(job, folder=Path(shutil.copytree(tmp_path, tmp_path / "elsewhere")))
     # Whoever saved it, in whatever type, with defaults spelled out or not, in whatever order.
-    edit_config(
+    change_config(
         elsewhere.folder, _name_or_path="/home/me", transformers_version="4.0.0", dtype="bfloat16", mlp_bias=False
     )
     monkeypatch.setattr(optimum_neuron.version, "__version__", "99.0")
@@ -66,7 +58,7 @@ def test_no_folder_author_or_version_of_this_package_is_in_a_key(
 
 
 CHANGES: dict[str, Callable[[CompileJob, dict[str, Any]], object]] = {
-    "config": lambda job, tensors: edit_config(job.folder, rms_norm_eps=1e-3),
+    "config": lambda job, tensors: change_config(job.folder, rms_norm_eps=1e-3),
     "type of a tensor": lambda job, tensors: tensors.update(
         {name: dataclasses.replace(each, dtype=torch.float64) for name, each in [next(iter(tensors.items()))]}
     ),
@@ -134,35 +126,3 @@ def test_weights_that_are_tied_and_weights_that_are_not_have_plans_of_their_own(
         with torch.no_grad():
             logits = expected(torch.tensor(prompt)[None]).logits[0, -1]
         torch.testing.assert_close(generate(artifact_runner(artifact), prompt, 1)[1][0], logits, rtol=1e-4, atol=1e-4)
-
-
-EXPORT = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[3])
-from helpers import export_tiny
-export_tiny(Path(sys.argv[1]), Path(sys.argv[2]), target="cpu")
-"""
-
-
-def test_another_process_folder_and_checkpoint_make_the_same_plans_and_keys(
-    cpu_artifact: Callable[[str], Path], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fixture's artifact is of other weights, which a tiny checkpoint was given later."""
-    first = cpu_artifact("llama")
-    assert (first / WEIGHTS_NAME).read_bytes() != (tiny_checkpoint / "model.safetensors").read_bytes()
-    cache = tmp_path / "cache"
-    kernels = Path(os.environ[CACHE_VARIABLE], "kernels")
-    if kernels.is_dir():  # there are none beside those of a wheel
-        shutil.copytree(kernels, cache / "kernels")
-    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
-    monkeypatch.setenv("PYTHONHASHSEED", "1234")
-    monkeypatch.chdir(tmp_path)
-    process = python_process(EXPORT, tiny_checkpoint, tmp_path / "artifact", Path(__file__).parents[2] / "helpers")
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    assert folder_bytes(tmp_path / "artifact" / "graphs") == folder_bytes(first / "graphs")
-    artifact = Artifact.open(tmp_path / "artifact")
-    job = CompileJob(first, artifact.config, artifact.model, artifact.graphs, artifact.tied_weights, False)
-    keys = plan_keys(job, stored_tensors(first / WEIGHTS_NAME))
-    assert {path.name for path in (cache / CACHE_KIND).iterdir()} == set(keys.values())

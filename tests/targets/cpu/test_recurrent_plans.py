@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers import (
     artifact_runner,
+    as_tensor,
+    decode_rows,
     decode_tokens,
     export_tiny,
     prefill_pieces,
@@ -33,8 +35,7 @@ ROUTING = {f"aten.{name}" for name in ("softmax.int", "topk.default", "div_.Tens
     scope="module", params=[pytest.param(kind, marks=[pytest.mark.full] * (kind == "lightning")) for kind in CONFIGS]
 )
 def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +60,17 @@ def test_bits_follow_from_the_tokens_alone(kind: str, artifact: Path) -> None:
         prefill_pieces(runner, 1 - slot, random_tokens(9, seed=slot), [9])
         runner.reset_slot(slot)
         results.append(prefill_pieces(runner, slot, text, pieces).clone())
-    runner.reset_slot(1)
-    prefill_pieces(runner, 1, text[:-1], [24, 24, 21])
-    runner.run_step([PromptPiece(0, random_tokens(5))])
-    results.append(decode_tokens(runner, {1: int(text[-1])})[1][1].clone())
+    own_chunk, other_chunk, own_row = PromptPiece(1, text[-1:]), PromptPiece(0, random_tokens(5)), {1: int(text[-1])}
+    for chunks, row in (([own_chunk], {0: 7}), ([], own_row), ([other_chunk], own_row)):
+        runner.reset_slot(1)
+        prefill_pieces(runner, 1, text[:-1], [24, 24, 21])
+        output = runner.run_step(chunks, decode_rows(runner, row))
+        found = output.decode_logits[1] if row is own_row else output.chunk_logits[0]
+        results.append(as_tensor(found).clone())
     assert torch.allclose(results[0], expected.float(), atol=1e-5 * float(expected.abs().max()))
-    for other in results[1 : None if kind in BY_KERNELS else -1]:
+    for other in results[1 : None if kind in BY_KERNELS else -2]:
         assert torch.equal(other, results[0])
+        assert torch.equal(results[-2], results[-1])
     assert torch.allclose(results[-1], results[0], atol=1e-5 * float(expected.abs().max()))
 
 
