@@ -9,7 +9,7 @@ from invariants import check_pool
 from scheduling import add, advance, commit, next_step, request
 
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.core import BlockCopy, Prefix
+from optimum_neuron.core import Prefix
 from optimum_neuron.engine.block_pool import BlockPool
 from optimum_neuron.engine.policy import SchedulerOptions
 from optimum_neuron.engine.scheduler import Scheduler
@@ -55,21 +55,6 @@ def test_a_prompt_finds_full_blocks_and_part_of_one(prompt: list[int], expected:
     assert filled(FIRST).match_prompt(np.array(prompt, np.int32)) == expected
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [
-        (10, Prefix(10, (0, 1), 2, True)),
-        (9, Prefix(9, (0, 1), 2, True)),
-        (8, Prefix(8, (0, 1), None, False)),
-        (6, Prefix(6, (0,), 1, False)),  # part of a full block
-        (4, Prefix(4, (0,), None, False)),
-        (0, Prefix()),
-    ],
-)
-def test_as_much_of_a_match_is_taken_as_a_snapshot_is_of(length: int, expected: Prefix) -> None:
-    assert Prefix(10, (0, 1), 2, True).shorten(length, 4) == expected
-
-
 def test_empty_blocks_go_first_from_the_lowest_then_the_least_recently_used_from_the_last() -> None:
     pool = filled(FIRST, ([4], [7, 7, 7]))
     assert list(pool.list_free()) == [3, 5, 2, 1, 0, 4]
@@ -86,31 +71,6 @@ def test_a_block_that_is_read_is_not_written_anew() -> None:
         pool.acquire_blocks([0], fresh=True)
     with pytest.raises(RuntimeError, match="block 1 is free"):
         pool.release_blocks([1])
-
-
-def test_a_full_block_is_shared_and_part_of_the_next_copied() -> None:
-    scheduler = make(blocks=8)
-    prompt = list(range(100))
-    add(scheduler, request("a", prompt, new=50))
-    advance(scheduler)
-    add(scheduler, request("b", [*prompt, 7, 8], new=10))
-    step = next_step(scheduler)
-    assert step.pieces[0].prefix.length == 100 and step.copies == (BlockCopy(1, 2, 36),)
-    assert [(each.blocks, each.shared) for each in step.assignments] == [((0, 2), 1)]
-    commit(scheduler, step)
-    assert scheduler.cache.used_blocks == 3
-
-
-def test_an_abort_of_a_preempted_request_while_the_step_runs_loses_no_block() -> None:
-    scheduler = make(rows=2)
-    add(scheduler, request("old", 60, new=190), request("young", 62, new=150))
-    while not (step := next_step(scheduler)).preempted:
-        commit(scheduler, step)
-    assert step.preempted[0].request_id == "young" and scheduler.abort_request("young")
-    commit(scheduler, step)
-    while scheduler.has_work:
-        advance(scheduler)
-    assert scheduler.cache.used_blocks == 0
 
 
 @pytest.mark.parametrize("other", [0, 200])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine_requests import SAMPLED, serve, serve_alone
 from helpers import VOCAB, artifact_runner, eager_runner, export_tiny, random_tokens, tiny_config
 from invariants import check_cache
 from torch import nn
@@ -22,7 +23,6 @@ from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 
 SLOTS = {"sequence_length": 256, "context_buckets": (256,), "prefill_chunk_size": 32}
 BLOCKS = SLOTS | {"kv_block_size": 64, "kv_cache_tokens": 256}
-SAMPLED = SamplingParams(top_k=40, top_p=0.95, temperature=1.5)
 
 
 @pytest.fixture(
@@ -72,27 +72,19 @@ def crowd() -> list[Request]:
     return requests
 
 
-def serve(runner: GraphRunner, requests: list[Request], **options: bool) -> tuple[dict[str, list[int]], Engine]:
+def serve_crowd(runner: GraphRunner, **options: bool) -> tuple[dict[str, list[int]], Engine]:
     runner.reset_slots()
     engine = Engine(runner, SchedulerOptions(**options), vocab_size=VOCAB)
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.add_request(request)
-    while engine.has_work:
-        for event in engine.step():
-            tokens[event.request_id].append(event.token_id)
-        check_cache(engine.scheduler.cache)
-        assert engine.statistics.blocks_in_use == engine.scheduler.cache.used_blocks
-    return tokens, engine
+    return serve(engine, crowd())[0], engine
 
 
 @pytest.mark.parametrize("reuse", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_tokens_are_those_of_slots_also_where_requests_are_preempted(
     both: tuple[GraphRunner, GraphRunner], reuse: bool
 ) -> None:
-    expected, engine = serve(both[0], crowd(), prefix_reuse=False)
+    expected, engine = serve_crowd(both[0], prefix_reuse=False)
     assert engine.statistics.preemptions == 0
-    tokens, engine = serve(both[1], crowd(), prefix_reuse=reuse)
+    tokens, engine = serve_crowd(both[1], prefix_reuse=reuse)
     assert tokens == expected
     counted = engine.statistics
     assert counted.preemptions >= 1 and counted.finished == len(tokens) and counted.blocks_in_use == 0
@@ -109,23 +101,13 @@ def test_aborts_and_failures_leave_no_block_behind(both: tuple[GraphRunner, Grap
         engine.add_request(request)
     for step in range(60):
         engine.step()
+        assert engine.statistics.blocks_in_use == engine.scheduler.cache.used_blocks
         if step % 15 == 14:
             engine.abort_request(next(iter(engine._samplers)))
         check_cache(engine.scheduler.cache)
     engine.abort_requests()
+    assert not engine.abort_request("0")
     check_cache(engine.scheduler.cache)
     assert engine.scheduler.cache.used_blocks == 0 and not engine.has_work
     request = crowd()[0]
-    engine.add_request(request)
-    assert [event.token_id for event in engine.run_requests()] == serve(both[0], [request])[0]["0"]
-
-
-def test_a_model_with_state_beside_keys_is_computed_again_but_for_what_snapshots_have(
-    tiny_models: dict[str, nn.Module],
-) -> None:
-    model = tiny_models["lfm2"]
-    expected, engine = serve(eager_runner(model, tiny_config(**SLOTS, state_snapshots=0)), crowd())
-    assert engine.statistics.prefix_hit_tokens == 0
-    tokens, engine = serve(eager_runner(model, tiny_config(**BLOCKS, state_snapshots=3)), crowd())
-    assert tokens == expected
-    assert engine.statistics.preemptions >= 1 and engine.statistics.prefix_hit_tokens > 100
+    assert serve(engine, [request])[0]["0"] == serve_alone(both[0], request)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 from scheduling import TOKEN, add, advance, counts, make, next_step, request, with_decodes
 
-from optimum_neuron.engine.events import TokenEvent
 from optimum_neuron.engine.queues import RequestState
 
 
@@ -24,35 +23,6 @@ def test_the_decodes_are_built_again_only_when_the_running_requests_change() -> 
     assert next_step(scheduler).decodes is first
     scheduler.abort_request("d0")
     assert [decode.request_id for decode in next_step(scheduler).decodes] == ["d1"]
-
-
-@pytest.mark.parametrize(("prompt", "new"), [(1, 2), (8, 1), (9, 2), (16, 2), (64, 1)])
-def test_a_prompt_of_any_length_ends_after_as_many_steps_as_it_has_chunks(prompt: int, new: int) -> None:
-    scheduler = make(chunk=8, length=64)
-    add(scheduler, request("a", prompt, new=new))
-    chunks = -(-prompt // 8)
-    for _ in range(chunks - 1):
-        assert advance(scheduler) == []
-    reason = "length" if new == 1 else None
-    assert advance(scheduler) == [("a", TOKEN, reason)]
-    assert scheduler.has_work == (new > 1)
-
-
-def test_an_end_token_finishes_in_the_final_chunk_and_in_a_decode() -> None:
-    scheduler = make()
-    add(scheduler, request("a", 3, eos_token_ids=frozenset({TOKEN})), request("b", 3, eos_token_ids=frozenset({9})))
-    assert advance(scheduler) == [("a", TOKEN, "stop")]
-    advance(scheduler)
-    assert scheduler.commit(next_step(scheduler), [9], []) == [TokenEvent("b", 9, "stop")]
-    assert not scheduler.has_work
-
-
-def test_without_a_limit_a_request_generates_what_its_slot_holds() -> None:
-    scheduler = make(chunk=8, length=32)
-    add(scheduler, request("a", 30, new=None))
-    assert scheduler.queues.live["a"].max_new_tokens == 3
-    advance(scheduler, 5)
-    assert advance(scheduler) == [("a", TOKEN, "length")]
 
 
 # Rows, budgets, thresholds, alignment
@@ -96,9 +66,6 @@ def test_a_threshold_limits_each_prompt_of_a_step(
     scheduler = make(chunk=32, rows=2, **options)
     add(scheduler, *(request(f"p{index}", length) for index, length in enumerate(prompts)))
     assert list(counts(next_step(scheduler)).values()) == expected
-    if prompts == [20] and expected == [8]:
-        advance(scheduler)
-        assert counts(next_step(scheduler)) == {"p0": 8}
 
 
 @pytest.mark.parametrize(

@@ -540,19 +540,17 @@ POLICIES = pytest.mark.parametrize("policy", ["mixed", "alternate", "prefill_fir
 @POLICIES
 @pytest.mark.parametrize("blocks", [False, True], ids=["slots", "blocks"])
 def test_of_many_requests_none_is_lost_and_none_is_served_twice(policy: Any, count: int, blocks: bool) -> None:
-    """Many more wait in one scheduler than run. With blocks, 12 rows share what 3 of the longest requests take."""
+    """Many more wait in one scheduler than run. With blocks, 12 rows share what 3 of the longest requests take.
+
+    Where steps are mixed, requests continue after the few snapshots alone.
+    """
     config = crowd_config(policy == "mixed", slots=12 if blocks else 8)
     config = with_blocks(config, size=4, blocks=48) if blocks else config
-    harness = play(crowd(policy, count, config, new=40 if blocks else 5), check_purity=False)
+    snapshots = 4 if policy == "mixed" else None
+    harness = play(crowd(policy, count, config, new=40 if blocks else 5, snapshots=snapshots), check_purity=False)
     assert len(harness.requests) == count and not harness.scheduler.queues.live
-    assert not blocks or (harness.hits > count // 10 and sum(harness.preempted.values()) > count // 30)
-
-
-@pytest.mark.parametrize("blocks", [False, True], ids=["slots", "blocks"])
-def test_of_many_requests_some_continue_after_the_few_snapshots(blocks: bool) -> None:
-    config = with_blocks(crowd_config(), size=4, blocks=64) if blocks else crowd_config()
-    harness = play(crowd("mixed", 300, config, new=5, snapshots=4), check_purity=False)
-    assert len(harness.requests) == 300 and harness.hits > 30
+    assert harness.hits > count // 10
+    assert not blocks or sum(harness.preempted.values()) > count // 30
 
 
 def crowd_config(mixed: bool = True, slots: int = 8) -> NeuronConfig:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from engine_requests import serve_alone
 from helpers import VOCAB, Opener, random_tokens
 from transformers import LogitsProcessorList
 
@@ -42,17 +43,12 @@ def request(name: object, new_tokens: int = 6, length: int = 9) -> Request:
     return Request(request_id=str(name), prompt_token_ids=prompt, max_new_tokens=new_tokens)
 
 
-def expected(runner: GraphRunner, names: range, new_tokens: int = 6) -> list[list[int]]:
-    results = []
-    for name in names:
-        engine = Engine(runner, vocab_size=VOCAB)
-        engine.add_request(request(name, new_tokens))
-        results.append([event.token_id for event in engine.run_requests()])
-    return results
+def expected(runner: GraphRunner, *names: int) -> list[list[int]]:
+    return [serve_alone(runner, request(name)) for name in names]
 
 
 def test_threads_and_event_loops_get_their_own_tokens(runner: GraphRunner, service: EngineService) -> None:
-    alone = expected(runner, range(12))
+    alone = expected(runner, *range(12))
 
     async def read(name: int) -> list[int]:
         return [token async for token in service.submit(request(name))]
@@ -66,7 +62,7 @@ def test_threads_and_event_loops_get_their_own_tokens(runner: GraphRunner, servi
 
 
 def test_a_stream_says_why_it_ended(runner: GraphRunner, service: EngineService) -> None:
-    tokens = expected(runner, range(1))[0]
+    tokens = expected(runner, *range(1))[0]
     stream = service.submit(request(0))
     assert stream.finish_reason is None
     assert list(stream) == tokens and stream.finish_reason == "length"
@@ -219,7 +215,7 @@ def exits(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_request_that_fails_tells_its_reader_and_nobody_else(runner: GraphRunner, service: EngineService) -> None:
-    alone = expected(runner, range(4))
+    alone = expected(runner, *range(4))
     prompt = request(0).prompt_token_ids
     evil = Request(request_id="evil", prompt_token_ids=prompt, processors=LogitsProcessorList([exits]))
     streams = [service.submit(request(name)) for name in range(2)]
@@ -244,7 +240,7 @@ def test_a_request_that_fails_tells_its_reader_and_nobody_else(runner: GraphRunn
 def test_a_callback_that_raises_ends_its_own_request(
     runner: GraphRunner, service: EngineService, at: int, again: bool
 ) -> None:
-    alone = expected(runner, range(3))
+    alone = expected(runner, *range(3))
     calls: list[Item] = []
     told = threading.Event()
 
@@ -280,7 +276,7 @@ def test_what_cannot_be_added_after_all_ends_alone(
     streams = [service.submit(request(name)) for name in range(3)]
     with pytest.raises(RequestFailedError, match="request '1' failed: it could not be added: OverflowError: evil"):
         list(streams[1])
-    assert [list(streams[name]) for name in (0, 2)] == [expected(runner, range(name, name + 1))[0] for name in (0, 2)]
+    assert [list(streams[name]) for name in (0, 2)] == expected(runner, 0, 2)
 
 
 async def read_and_close(stream: TokenStream) -> None:
@@ -328,12 +324,3 @@ def test_an_abandoned_stream_frees_its_slot(runner: GraphRunner, monkeypatch: py
         assert len(list(last)) == 6
     assert engine.statistics.aborted == 3 and engine.statistics.finished == 1
     assert len(engine.scheduler.cache.free_rows) == 3
-
-
-def test_a_stream_that_is_kept_unread_runs_to_its_end_and_frees_its_slot(runner: GraphRunner) -> None:
-    engine = Engine(runner, vocab_size=VOCAB)
-    with EngineService(engine) as service:
-        kept = [service.submit(request(name)) for name in range(3)]
-        assert list(service.submit(request(3)))
-    assert engine.statistics.finished == 4
-    assert [len(list(stream)) for stream in kept] == [6, 6, 6]

@@ -5,22 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from invariants import check_cache, held_tokens
-from scheduling import TOKEN, add, advance, commit, counts, make, next_step, request
+from invariants import check_cache
+from scheduling import add, advance, commit, counts, make, next_step, request
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.engine.block_table import BlockDraft, BlockTable
-
-
-def test_a_copied_prefix_is_part_of_the_new_contents() -> None:
-    scheduler = make(chunk=16)
-    add(scheduler, request("a", [5, 6, 7, 8]))
-    advance(scheduler)
-    add(scheduler, request("b", [5, 6, 7, 9]))
-    step = next_step(scheduler)
-    assert step.pieces[0].prefix.length == 3 and step.pieces[0].slot == 1
-    commit(scheduler, step)
-    assert held_tokens(scheduler.cache, 1) == [5, 6, 7, 9]
 
 
 def test_prefix_reuse_comes_before_the_budget() -> None:
@@ -111,29 +100,6 @@ def test_a_row_is_held_once_and_released_once() -> None:
     with pytest.raises(RuntimeError, match="free"):
         table.release_row(0)
     assert table.free_rows == [0, 1]
-
-
-def test_a_step_under_way_drops_the_tokens_of_aborted_requests() -> None:
-    scheduler = make(slots=3, chunk=4, rows=2, max_bypass=0)
-    add(scheduler, request("running", 2))
-    advance(scheduler)
-    add(scheduler, request("started", 3), request("other", 3))
-    step = next_step(scheduler)
-    assert scheduler.abort_request("running") and scheduler.abort_request("started")
-    assert commit(scheduler, step) == [("other", TOKEN, None)]
-    assert len(scheduler.cache.free_rows) == 2
-
-
-def test_contents_that_a_step_under_way_overwrote_are_not_reused_after_an_abort() -> None:
-    scheduler = make(slots=1, chunk=8)
-    add(scheduler, request("a", list(range(6)), new=1))
-    advance(scheduler)
-    add(scheduler, request("b", [60, 61, 62]))
-    step = next_step(scheduler)
-    scheduler.abort_request("b")
-    commit(scheduler, step)
-    add(scheduler, request("c", list(range(6))))
-    assert next_step(scheduler).pieces[0].prefix is None
 
 
 def test_a_new_request_with_the_id_of_an_aborted_one_gets_none_of_its_tokens() -> None:

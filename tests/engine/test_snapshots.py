@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from invariants import check_cache, check_snapshots
+from invariants import check_snapshots
 from scheduling import add, advance, commit, counts, next_step, request
 
 from optimum_neuron.config import NeuronConfig
@@ -118,29 +118,6 @@ def test_one_is_taken_at_the_end_of_a_prompt_where_its_rest_fits_a_step_and_ever
     assert found[0] == ("b", 3, 0) and [length for name, length, _ in found if name == "a"] == lengths
 
 
-@pytest.mark.parametrize("blocks", [0, 12], ids=["slots", "blocks"])
-def test_who_starts_alike_a_second_time_is_cut_where_it_parts_and_the_third_goes_on_there(blocks: int) -> None:
-    scheduler = make(chunk=32, blocks=blocks)
-    add(scheduler, request("a", [*TEXT[:20], 90, 91, 92], new=1))
-    assert kept(next_step(scheduler)) == [("a", 23, 0)]
-    advance(scheduler)
-    add(scheduler, request("b", [*TEXT[:20], 80, 81], new=1))
-    step = next_step(scheduler)
-    assert step.pieces[0].prefix is None and counts(step) == {"b": 20} and kept(step) == [("b", 20, 1)]
-    commit(scheduler, step)
-    assert (counts(next_step(scheduler)), kept(next_step(scheduler))) == ({"b": 2}, [("b", 22, 2)])
-    advance(scheduler)
-    add(scheduler, request("c", [*TEXT[:20], 70], new=1), request("again", [*TEXT[:20], 80, 81], new=1))
-    first = next_step(scheduler)
-    assert first.pieces[0].prefix._replace(blocks=(), source=None, ends=False) == Prefix(20, state=1)
-    assert counts(first) == {"c": 1} and kept(first) == [("c", 21, 3)]
-    commit(scheduler, first)
-    second = next_step(scheduler)  # one token more than the snapshot is not worth another
-    assert counts(second) == {"again": 2} and kept(second) == []
-    assert second.pieces[0].prefix._replace(blocks=(), source=None, ends=False) == Prefix(20, state=1)
-    commit(scheduler, second)
-
-
 def test_full_blocks_are_shared_up_to_the_snapshot_and_part_of_the_next_is_copied() -> None:
     scheduler = make(chunk=128, blocks=12)
     prompt = list(range(150))
@@ -159,21 +136,6 @@ def test_rows_without_a_snapshot_are_not_reused_and_none_are_kept_where_nothing_
             step = next_step(scheduler)
             assert step.pieces[0].prefix is None and step.pieces[0].is_last and not step.kept
             commit(scheduler, step)
-
-
-def test_what_a_step_keeps_of_a_request_that_is_aborted_meanwhile_is_not_reused() -> None:
-    scheduler = make(places=1, chunk=32)
-    add(scheduler, request("a", TEXT[:20], new=1))
-    advance(scheduler)
-    add(scheduler, request("other", 10, new=5))
-    step = next_step(scheduler)
-    assert kept(step) == [("other", 10, 0)] and scheduler.abort_request("other")
-    commit(scheduler, step)
-    assert scheduler.cache.pool.snapshots._tokens[0] is None
-    add(scheduler, request("b", [*TEXT[:20], 60], new=5))
-    assert next_step(scheduler).pieces[0].prefix is None
-    scheduler.cache.forget_all()
-    check_cache(scheduler.cache)
 
 
 def test_a_prompt_that_is_cut_passes_one_that_has_begun_and_no_other() -> None:

@@ -20,9 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 
-TEMPLATES = {
-    "syntax": "{% for x in %}", "raises": "{{ raise_exception('no such role') }}",
-}  # fmt: skip
+TEMPLATES = {"syntax": "{% for x in %}", "raises": "{{ raise_exception('no such role') }}"}
 MANIFESTS = {"list": b"[]", "nothing": b"", "half": b'{"format": ', "object": b"{}", "bytes": b"\xff\xfe"}
 INDICES = {
     "index_list": [], "index_empty": {"weight_map": {}}, "index_numbers": {"weight_map": {"a": 5}},
@@ -112,9 +110,8 @@ class Files:
     def _adapter(self, kind: str) -> Path:
         folder = self.root / f"adapter_{kind}"
         model = AutoModelForCausalLM.from_pretrained(self.checkpoint)
-        get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(
-            folder
-        )
+        lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        get_peft_model(model, lora).save_pretrained(folder)
         config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
         document = json.loads(config.read_text(encoding="utf-8"))
         if kind == "no_config":
@@ -124,11 +121,13 @@ class Files:
         elif kind == "truncated":
             weights.write_bytes(weights.read_bytes()[:-8])
         elif kind != "good":
-            changed = {
-                "rank": document | {"r": 2**40}, "kind": document | {"peft_type": "zzz"}, "list": [],
+            changes = {
+                "rank": document | {"r": 2**40},
+                "kind": document | {"peft_type": "zzz"},
+                "list": [],
                 "empty_object": {},
-            }  # fmt: skip
-            config.write_text(json.dumps(changed[kind]), encoding="utf-8")
+            }
+            config.write_text(json.dumps(changes[kind]), encoding="utf-8")
         return folder
 
     def _gguf(self, kind: str) -> Path:
@@ -178,14 +177,11 @@ def write_tiny_gguf(
     path: Path, *, tensors: bool = True, block_count: int = 1, head_count: int | None = 2, embedding_length: int = 64
 ) -> None:
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(block_count)
-    writer.add_context_length(64)
-    writer.add_embedding_length(embedding_length)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_feed_forward_length(64)
+    sizes = {"block_count": block_count, "embedding_length": embedding_length, "context_length": 64, "vocab_size": 300}
+    for name, value in (sizes | {"layer_norm_rms_eps": 1e-5, "feed_forward_length": 64}).items():
+        getattr(writer, f"add_{name}")(value)
     if head_count is not None:
         writer.add_head_count(head_count)
-    writer.add_vocab_size(300)
     if tensors:
         writer.add_tensor("token_embd.weight", np.zeros((300, 64), dtype=np.float32))
     close_writer(writer)

@@ -68,24 +68,24 @@ def one_by_one(call: ExpertsCall) -> Tensor:
     return output
 
 
-def lower_form(form: ExpertForm, call: ExpertsCall, tensors: Weights) -> LoweredGraph:
+def tensors_of(call: ExpertsCall) -> Weights:
+    tensors = call.up, call.down, call.up_bias, call.down_bias
+    return tuple(each for each in tensors if each is not None)
+
+
+def lower_form(form: ExpertForm, call: ExpertsCall) -> LoweredGraph:
     """A layer's graph of its hidden states, its routing and its weights, which are inputs in this order."""
 
     def function(hidden: Tensor, index: Tensor, weights: Tensor, *layer: Tensor) -> Tensor:
         return in_form(call_of(hidden, index, weights, layer, transposed=call.layer.is_transposed), form)
 
-    return lower_function(function, (call.hidden_states, call.index, call.weights, *tensors))
+    return lower_function(function, (call.hidden_states, call.index, call.weights, *tensors_of(call)))
 
 
-class FormGraph:
-    """A lowered form, to be run on other tokens and routings of the same shapes."""
-
-    def __init__(self, form: ExpertForm, call: ExpertsCall, tensors: Weights) -> None:
-        self.graph, self._tensors = lower_form(form, call, tensors), tensors
-
-    def __call__(self, call: ExpertsCall) -> Tensor:
-        (output,) = run_lowered(self.graph, (call.hidden_states, call.index.int(), call.weights, *self._tensors))
-        return output
+def run_form(graph: LoweredGraph, call: ExpertsCall) -> Tensor:
+    """Run a lowered form on tokens and routings of its shapes."""
+    (output,) = run_lowered(graph, (call.hidden_states, call.index.int(), call.weights, *tensors_of(call)))
+    return output
 
 
 def expert_kinds(data: bytes) -> set[str]:

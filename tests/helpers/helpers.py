@@ -80,6 +80,8 @@ SMOLLM2_SIZES: dict[str, dict[str, Any]] = {
 TRASH_ROW = SIZES["batch_size"]
 # From an architecture and a target to a runner with free slots: see conftest.py.
 Opener = Callable[..., GraphRunner]
+Artifacts = Callable[[str], Path]  # by architecture
+Cli = Callable[..., tuple[Any, str, str]]  # from words to the exit code, stdout and stderr
 
 
 def examples(count: int, **options: Any) -> settings:

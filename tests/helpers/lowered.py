@@ -48,10 +48,26 @@ def lower_function(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], world_size: int = 1, sums: SumsRule | None = None
 ) -> LoweredGraph:
     """A graph that is one function of its inputs `x.0`, `x.1`, and so on."""
-    program = decompose(torch.export.export(_Function(function).eval(), tuple(inputs), strict=False))
-    (result,) = program.graph.output_node().args[0]
-    specs = [_spec(f"x.{index}", tensor) for index, tensor in enumerate(inputs)]
-    return lower_program(program, "function", "function", specs, [_spec("y", result.meta["val"])], world_size, sums)
+    given = {f"x.{index}": tensor for index, tensor in enumerate(inputs)}
+    return lower_module(_Function(function), given, world_size=world_size, sums=sums)
+
+
+def lower_module(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    outputs: Sequence[str] = ("y",),
+    name: str = "function",
+    kind: str = "function",
+    world_size: int = 1,
+    sums: SumsRule | None = None,
+) -> LoweredGraph:
+    """A graph of a module, with its buffers as states and weights."""
+    program = decompose(torch.export.export(module.eval(), tuple(inputs.values()), strict=False))
+    results = program.graph.output_node().args[0]  # new values of buffers come first
+    returned = zip(outputs, results[len(results) - len(outputs) :], strict=True)
+    results = [_spec(output, node.meta["val"]) for output, node in returned]
+    specs = [_spec(each, tensor) for each, tensor in inputs.items()]
+    return lower_program(program, name, kind, specs, results, world_size, sums)
 
 
 def run_lowered(graph: LoweredGraph, given: Mapping[str, Tensor] | Sequence[Tensor]) -> list[Tensor]:

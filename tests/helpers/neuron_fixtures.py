@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import recurrent
-from helpers import export_tiny
+from helpers import artifact_runner, export_tiny
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -20,6 +21,7 @@ from optimum_neuron.artifact.quantization import QUANTIZATION_NAME
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.hub.collect import read_certificate
 from optimum_neuron.hub.facts import Certified
+from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.features.codes.modules import weight_formats
 from optimum_neuron.targets.neuron.sharding import ShardPlan
 
@@ -28,6 +30,13 @@ def certificate_of(folder: Path) -> Certified:
     found = read_certificate(Artifact.open(folder))
     assert found is not None
     return found
+
+
+def mixed_runner(path: Path) -> GraphRunner:
+    """Every step in the mixed graph, so that all bits of a token come from the same computation."""
+    artifact = Artifact.open(path)
+    executable = artifact_runner(path).executable
+    return GraphRunner(executable, artifact.config, artifact.graphs, artifact.model, deterministic=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,13 +100,11 @@ def hlo_artifact(
     sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """Artifacts of the hlo target by architecture, the Llama's with a certificate; not to be changed."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def export(name: str) -> Path:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("hlo") / name
-            made[name] = export_tiny(sharp_checkpoints[name], folder, target="hlo", certificate=name == "llama")
-        return made[name]
+        folder = tmp_path_factory.mktemp("hlo") / name
+        return export_tiny(sharp_checkpoints[name], folder, target="hlo", certificate=name == "llama")
 
     return export
 
@@ -106,14 +113,12 @@ def hlo_artifact(
 def recurrent_artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Artifacts of the hlo target by kind of state, with snapshots and a certificate, for which an export executes all graphs beside the
     eager step; not to be changed."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def export(kind: str) -> Path:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp("recurrent")
-            recurrent.model(kind).save_pretrained(folder / "checkpoint")
-            sizes = {"target": "hlo", "state_snapshots": 3}
-            made[kind] = export_tiny(folder / "checkpoint", folder / "out", certificate=True, **sizes)
-        return made[kind]
+        folder = tmp_path_factory.mktemp("recurrent")
+        recurrent.model(kind).save_pretrained(folder / "checkpoint")
+        sizes = {"target": "hlo", "state_snapshots": 3}
+        return export_tiny(folder / "checkpoint", folder / "out", certificate=True, **sizes)
 
     return export

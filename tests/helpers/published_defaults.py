@@ -8,7 +8,6 @@ from typing import Any
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-2-chat": {"bos_token_id": 1, "do_sample": True, "eos_token_id": 2, "pad_token_id": 0, "temperature": 0.6, "max_length": 4096, "top_p": 0.9},
-    "llama-3.1-instruct": {"bos_token_id": 128000, "do_sample": True, "eos_token_id": [128001, 128008, 128009], "temperature": 0.6, "top_p": 0.9},
     "qwen-chat": {
         "chat_format": "chatml", "eos_token_id": 151643, "pad_token_id": 151643, "max_window_size": 24000, "max_new_tokens": 512,
         "do_sample": True, "top_k": 0, "top_p": 0.8, "repetition_penalty": 1.1,
@@ -26,13 +25,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "bos_token_id": 2, "cache_implementation": "hybrid", "do_sample": True, "eos_token_id": [1, 106], "pad_token_id": 0, "top_k": 64,
         "top_p": 0.95,
     },
-    "phi-3-mini": {"bos_token_id": 1, "eos_token_id": [32000, 32001, 32007], "pad_token_id": 32000},
-    "gpt-oss": {"bos_token_id": 199998, "do_sample": True, "eos_token_id": [200002, 199999, 200012], "pad_token_id": 199999},
     "granite-instruct": {"_from_model_config": True, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0},
-    "baichuan2-chat": {
-        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "user_token_id": 195, "assistant_token_id": 196, "max_new_tokens": 2048,
-        "temperature": 0.3, "top_k": 5, "top_p": 0.85, "repetition_penalty": 1.05, "do_sample": True,
-    },
 }  # fmt: skip
 RARE: dict[str, dict[str, Any]] = {
     "no repeats": {"no_repeat_ngram_size": 2, "eos_token_id": 2},

@@ -11,11 +11,12 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
 import numpy as np
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 from starlette.applications import Starlette
 
 from optimum_neuron import NeuronModelForCausalLM
@@ -26,6 +27,7 @@ from optimum_neuron.tools.serve.gate import Gate
 from optimum_neuron.tools.serve.metrics import Metrics
 from optimum_neuron.tools.serve.prompts import PromptEncoder
 from optimum_neuron.tools.serve.protocol import LoadedModel
+from optimum_neuron.tools.serve.server import ServerOptions
 from optimum_neuron.tools.serve.tracing import Tracing
 
 
@@ -80,6 +82,16 @@ class App:
     def chat(self, **options: Any) -> httpx2.Response:
         return self.request("POST", "/v1/chat/completions", {"model": NAME, "messages": CHAT, **options})
 
+    def create(self, route: str, **options: Any) -> Any:
+        """Return what OpenAI's client has of a greedy request, a stream as the list of its events."""
+
+        async def ask(client: AsyncOpenAI) -> Any:
+            resource = client.chat.completions if route == "chat" else client.completions
+            answer = await resource.create(**{"model": NAME, "temperature": 0} | options)
+            return [event async for event in answer] if options.get("stream") else answer
+
+        return self.asked(ask)
+
     def tokens(self, prompt: list[int], count: int, **options: Any) -> list[int]:
         """What the engine alone makes of a prompt."""
         request = Request(
@@ -97,11 +109,53 @@ class App:
         return metric(self.request("GET", "/metrics").text, name, **labels)
 
 
+def server_options(artifact: Path, **options: Any) -> ServerOptions:
+    given = {
+        "name": NAME, "max_queue": 8, "drain_timeout": 5, "step_timeout": 60, "trust_remote_code": False, "api_key": None,
+        "rank_python": None, "rank_timeout": None, "otlp_traces_endpoint": None,
+    }  # fmt: skip
+    return ServerOptions(artifact=artifact, **given | options)
+
+
 def metric(text: str, name: str, **labels: str) -> float:
     found = re.findall(rf"^optimum_neuron:{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE)
     assert found, f"no metric {name}"
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     return sum(float(value) for shown, value in found if all(label in shown for label in wanted))
+
+
+Start = Callable[..., App]
+
+
+@dataclass
+class ServerProcess:
+    """A server in a process of its own, on the loopback."""
+
+    process: Any
+    url: str
+
+    def ask(self, **options: Any) -> Any:
+        """Return a long answer as OpenAI's client has it, whole or as a stream."""
+        client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+        asked = {"model": NAME, "prompt": "Hi", "max_tokens": 60, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        return client.completions.create(**asked | options)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return metric(httpx2.get(f"{self.url}/metrics").text, name, **labels)
+
+    def health(self) -> httpx2.Response | None:
+        """Return the healthy server's answer."""
+        try:
+            answer = httpx2.get(f"{self.url}/health", timeout=PATIENCE)
+        except httpx2.TransportError:
+            return None
+        return answer if answer.status_code == 200 else None
+
+    def wait(self, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end and self.process.poll() is None
+            time.sleep(0.01)
 
 
 def start_app(

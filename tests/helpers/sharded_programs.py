@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the lowered graphs of all ranks of a tiny model at once, for test_sharded_hlo.py, and compares with the eager target,
-and prompts that go on behind snapshots with whole ones.
+"""Runs the lowered graphs of all ranks of a tiny model at once, for test_sharded_hlo.py, and compares with the eager target.
 
 XLA's CPU client has as many devices as CPU_NUM_DEVICES says, and its collectives work between them.
 """
@@ -15,14 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from helpers import (
-    as_tensor,
-    decode_rows,
     eager_runner,
     generate,
     load_model,
     prefill_pieces,
     random_tokens,
-    reuse_prefix,
     tiny_config,
 )
 from safetensors.torch import load_file
@@ -31,9 +27,7 @@ from torch import Tensor
 from optimum_neuron.arrays import to_numpy, to_torch
 from optimum_neuron.artifact.weights import named_tensors, rank_weights_name
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.parity.inspect import inspect_model
 from optimum_neuron.runtime.runner import GraphRunner
-from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
 from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import lint
@@ -60,7 +54,6 @@ class RanksExecutable(AheadExecutable):
         super().__init__({graph.name: graph.io for graph in graphs}, calls)
         modules = {graph.name: LoweredModule(graph.hlo, graph.io) for graph in graphs}
         states = {each.name: each for graph in graphs for each in graph.io.inputs if each.role == "state"}
-        self._states = states.keys()
         zeros = {name: torch.zeros(state.shape, dtype=getattr(torch, state.dtype)) for name, state in states.items()}
         self._ranks = RankGroup(modules, [(own | zeros).items() for own in weights])
 
@@ -69,13 +62,6 @@ class RanksExecutable(AheadExecutable):
         for draw, taken in self.find_due(graph, inputs):
             outputs |= self._run(draw.graph, taken)
         return lambda: [to_numpy(outputs[name]) for name in returned_names(self._described[graph])]
-
-    def overwrite(self) -> None:
-        """NaN, and indices beyond all, in whatever ranks keep."""
-        for bound in self._ranks._bound:
-            for name in self._states:
-                state = bound[name].cpu()
-                bound[name] = state.fill_(torch.nan if state.is_floating_point() else 7).to(bound[name].device)
 
     def _run(self, graph: str, inputs: Sequence[np.ndarray]) -> dict[str, Tensor]:
         names = self._calls.get(graph) or self._described[graph].names("input")
@@ -97,11 +83,16 @@ def check(
     """
     config = tiny_config(target="trn2", tensor_parallel_size=count, **sizes)
     model = load_model(checkpoint)
-    tied, weights = _weights(model, config)
-    reference, uniforms = (
-        eager_runner(model, tiny_config(**sizes)),
-        torch.rand(6, generator=torch.Generator().manual_seed(1)).tolist(),
-    )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "weights").mkdir()
+        plan = shard_plan(model, count)
+        tied = write_sharded_weights(named_tensors(model), plan, folder, trace_first(model, plan, config)[1])
+        weights = [load_file(folder / rank_weights_name(rank, count)) for rank in range(count)]
+    for tensors in weights:
+        tensors |= {alias: tensors[stored] for alias, stored in tied.items()}
+    reference = eager_runner(model, tiny_config(**sizes))
+    uniforms = torch.rand(6, generator=torch.Generator().manual_seed(1)).tolist()
     expected = {each: generate(reference, random_tokens(21), 6, each, uniforms) for each in SAMPLINGS}
     found = []
     for split in forms:
@@ -126,53 +117,3 @@ def check(
             assert all(torch.equal(pieces[0], each) for each in pieces)
         found.append(logits)
     assert all(torch.equal(one, other) for other in found for one, other in zip(found[0], other, strict=True))
-
-
-def _weights(model: Any, config: NeuronConfig) -> tuple[dict[str, str], list[dict[str, Tensor]]]:
-    """Tied names, and each rank's weights under all their names."""
-    count = config.tensor_parallel_size
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        (folder / "weights").mkdir()
-        plan = shard_plan(model, count)
-        tied = write_sharded_weights(named_tensors(model), plan, folder, trace_first(model, plan, config)[1])
-        weights = [load_file(folder / rank_weights_name(rank, count)) for rank in range(count)]
-    for tensors in weights:
-        tensors |= {alias: tensors[stored] for alias, stored in tied.items()}
-    return tied, weights
-
-
-def check_snapshots(checkpoint: Path, count: int) -> None:
-    """Asserts that a slot of ranks that goes on behind a snapshot has the bits of one that computes all, whatever was there before."""
-    sizes = {"batch_size": 2, "ctx_batch_size": 1, "state_snapshots": 2, "on_device_sampling": False}
-    config = tiny_config(target="trn2", tensor_parallel_size=count, **sizes)
-    model = load_model(checkpoint)
-    tied, weights = _weights(model, config)
-    graphs = list(lower_all(checkpoint, config, tied, trust_remote_code=False))
-    assert not [finding for graph in graphs for finding in lint(graph.name, graph.hlo, graph.io, "trn2")]
-    executable, spec = RanksExecutable(graphs, config, weights), inspect_model(model)
-    runner = GraphRunner(executable, config, graph_specs(config), spec, deterministic=True)
-    prompt = random_tokens(21, seed=1)
-    for length in (1, 8, 11):
-        executable.overwrite()
-        runner.reset_slots()
-        pieces = [min(8, len(prompt) - at) for at in range(0, len(prompt), 8)]
-        expected = _followed(runner, 1, prefill_pieces(runner, 1, prompt, pieces))
-        assert expected.isfinite().all()
-        prefill_pieces(runner, 0, prompt[:length], [min(8, length - at) for at in range(0, length, 8)])
-        runner.keep_state(0, 1)
-        prefill_pieces(runner, 0, random_tokens(5), [5])
-        rest = [min(8, len(prompt) - at) for at in range(length, len(prompt), 8)]
-        for slot in (1, 0):
-            reuse_prefix(runner, slot, 0, length, 1)
-            assert torch.equal(_followed(runner, slot, prefill_pieces(runner, slot, prompt[length:], rest)), expected)
-
-
-def _followed(runner: GraphRunner, slot: int, logits: Tensor) -> Tensor:
-    """Logits behind a prompt, and behind tokens that follow it."""
-    found = [logits]
-    for token in (5, 6):
-        output = runner.run_step((), DecodeRows(*decode_rows(runner, {slot: token})))
-        assert output.decode_logits is not None
-        found.append(as_tensor(output.decode_logits[slot]))
-    return torch.stack(found)

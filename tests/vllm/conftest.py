@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMOLLM2_SIZES
 from serving import Server, SharedServer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -56,6 +55,12 @@ def text_checkpoint(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
+def text_model(text_checkpoint: Path) -> Any:
+    """`text_checkpoint` in transformers."""
+    return AutoModelForCausalLM.from_pretrained(text_checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
 def export_text(text_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Artifacts of `text_checkpoint` by their options; not to be changed."""
     made: dict[str, Path] = {}
@@ -95,11 +100,11 @@ def configured(
     return one
 
 
-@pytest.fixture(scope="session")
-def smollm2_artifact(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct for this CPU, with room for prompts above 2,048 tokens."""
-    config = NeuronConfig(**SMOLLM2_SIZES["float32"], dtype="float32", target="cpu")
-    return export_model(smollm2_gguf, tmp_path_factory.mktemp("smollm2") / "artifact", config=config, dequantize=True)
+@pytest.fixture(scope="module")
+def vllm_config(export_text: Callable[..., Path]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs  # after the environment is set
+
+    return EngineArgs(model=str(export_text())).create_engine_config()
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +120,7 @@ def open_llm() -> Iterator[Callable[..., Any]]:
         key = repr((str(path), sorted(options.items())))
         if key not in engines:
             while len(engines) >= ENGINES:
-                _shut_down(engines.popitem(last=False)[1][0])
+                engines.popitem(last=False)[1][0].llm_engine.engine_core.shutdown()
             llm = LLM(str(path), **options)
             engines[key] = (llm, os.environ[ARTIFACT_VARIABLE])
         engines.move_to_end(key)
@@ -125,7 +130,7 @@ def open_llm() -> Iterator[Callable[..., Any]]:
 
     yield open_one
     for llm, _ in engines.values():
-        _shut_down(llm)
+        llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -155,7 +160,3 @@ def greedy(export_text: Callable[..., Path]) -> Callable[[list[int], int], list[
         return model.generate(ids, max_new_tokens=new_tokens, **options)[0, len(prompt) :].tolist()
 
     return answer
-
-
-def _shut_down(llm: Any) -> None:
-    llm.llm_engine.engine_core.shutdown()

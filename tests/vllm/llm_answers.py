@@ -41,13 +41,15 @@ def ask(
 ) -> list[list[int]]:
     """Greedy tokens, unless the parameters say otherwise."""
     counts = [count] * len(prompts) if isinstance(count, int) else count
-    params = {"temperature": 0, "ignore_eos": True, "detokenize": False} | params
-    outputs = llm.generate(
-        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-        [SamplingParams(**{"max_tokens": each} | params) for each in counts],
-        use_tqdm=False,
-    )
+    outputs = ask_each(llm, prompts, [{"temperature": 0, "max_tokens": each} | params for each in counts])
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def ask_each(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]], **common: Any) -> list[Any]:
+    """The outputs of requests with parameters of their own, all at once."""
+    common = {"ignore_eos": True, "detokenize": False} | common
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return llm.generate(asked, [SamplingParams(**common | each) for each in params], use_tqdm=False)
 
 
 def graph_runner(llm: LLM) -> Any:

@@ -34,16 +34,10 @@ class Served:
 
     With async scheduling a step is scheduled while the one before it is still to be handed back.
 
-    Args:
-        ahead: whether the device runs ahead.
-
     Attributes:
         device: what counts its transfers, where it runs ahead.
-        sizes: what the graphs hold.
-        steps: counts of each step that has any, as vLLM put it.
-        runs: what the graphs did in each step.
+        steps, runs: of each step that has any, counts as vLLM put them, and what the graphs did.
         reused: of each step, request to how many tokens it took over.
-        slot_of: the slot that each request got last.
         most_in_flight: steps with tokens that were on their way at once, at most.
     """
 
@@ -233,13 +227,8 @@ def workloads(
 ) -> st.SearchStrategy[list[Action]]:
     """Actions: a request (topic, shared tokens, own tokens, new tokens, parameters), an abort, a reset, or some steps.
 
-    Args:
-        shared: tokens that a prompt begins with as others of its topic do, at most.
-        own: other tokens of a prompt, at most.
-        new_tokens: of an answer, at most.
-        steps: of one action, at most.
-        aborted: the highest number of a request that is aborted, whether it was ever added or not.
-        most: actions, at most.
+    The numbers are the most that there are: the tokens of a prompt that others of its topic share, its own tokens, those of an answer,
+    the steps of one action, the number of an aborted request, which need not exist, and the actions.
     """
     request = st.tuples(
         st.integers(0, TOPICS - 1),
@@ -257,7 +246,7 @@ def workloads(
 
 
 def play(engine: Served, actions: Sequence[Action]) -> None:
-    """Does all actions, and steps until every request is finished; all answers are checked."""
+    """Does all actions, and steps until every request is finished; all answers and the sizes of steps are checked."""
     topics = [random_prompt(engine.sizes.sequence_length, seed) for seed in range(TOPICS)]
     for kind, value in actions:
         if kind == "add":
@@ -273,3 +262,7 @@ def play(engine: Served, actions: Sequence[Action]) -> None:
         else:
             engine.reset(value)
     engine.finish()
+    budget = engine.scheduler.scheduler_config.max_num_batched_tokens
+    assert all(sum(counts.values()) <= budget for counts in engine.steps)
+    if budget <= engine.sizes.step_capacity and engine.sizes.mixed_step:
+        assert all(len(runs) <= 1 for runs in engine.runs)

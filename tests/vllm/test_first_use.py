@@ -12,10 +12,8 @@ from typing import Any
 import huggingface_hub.constants
 import openai
 import pytest
-import torch
+from llm_answers import NEW, ask, greedy
 from serving import Server, is_healthy, serving
-from transformers import AutoModelForCausalLM
-from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
@@ -83,27 +81,16 @@ def served(vllm_config: VllmConfig) -> Artifact:
     return found.artifact
 
 
-def generate(llm: Any, new_tokens: int = 12) -> list[int]:
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    return llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)[0].outputs[0].token_ids
-
-
-def reference(checkpoint: Path, new_tokens: int = 12) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None}
-    return model.generate(torch.tensor([PROMPT]), pad_token_id=0, **options)[0, len(PROMPT) :].tolist()
-
-
 def test_a_checkpoint_is_exported_once_and_answers_as_transformers_does(
-    text_checkpoint: Path, open_llm: Callable[..., Any], cache: Path, exports: list[str]
+    text_checkpoint: Path, text_model: Any, open_llm: Callable[..., Any], cache: Path, exports: list[str]
 ) -> None:
     first = open_llm(text_checkpoint, additional_config=EAGER, **SIZES)
-    assert generate(first) == reference(text_checkpoint)
+    assert ask(first, [PROMPT]) == [greedy(text_model, PROMPT, NEW)]
     (folder,) = (path for path in (cache / "exports").iterdir() if path.is_dir())
     made = (folder / "neuron_config.json").stat().st_mtime_ns
     again = open_llm(text_checkpoint, additional_config=EAGER, seed=1, **SIZES)
     assert again is not first
-    assert generate(again) == generate(first)
+    assert ask(again, [PROMPT]) == ask(first, [PROMPT])
     assert len(exports) == 1
     assert (folder / "neuron_config.json").stat().st_mtime_ns == made
 
@@ -185,7 +172,7 @@ def test_a_revision_is_one_of_a_hub_repository(export_text: Callable[..., Path],
 
 
 def test_a_hub_artifact_with_foreign_code_is_compiled_here(
-    text_checkpoint: Path,
+    text_model: Any,
     export_text: Callable[..., Path],
     hub: Callable[[Path], Path],
     open_llm: Callable[..., Any],
@@ -196,18 +183,18 @@ def test_a_hub_artifact_with_foreign_code_is_compiled_here(
     snapshot = hub(export_text(batch_size=1, sequence_length=96, prefill_chunk_size=64, target="cpu"))
     for code in (snapshot / "graphs").iterdir():
         code.write_bytes(b"hostile")
-    assert generate(open_llm("someone/tiny")) == reference(text_checkpoint)
+    assert ask(open_llm("someone/tiny"), [PROMPT]) == [greedy(text_model, PROMPT, NEW)]
 
 
 def test_a_server_of_a_checkpoint_says_what_it_compiles_and_needs_the_artifact_no_more_once_it_is_ready(
-    text_checkpoint: Path, tmp_path: Path, cache: Path
+    text_checkpoint: Path, text_model: Any, tmp_path: Path, cache: Path
 ) -> None:
     options = ["--max-model-len", "160", "--max-num-seqs", "3", "--dtype", "float32"]
     options += ["--additional-config", '{"target": "eager"}']
     with serving(tmp_path, text_checkpoint, *options) as server:
         assert list((cache / "exports").glob("*/neuron_config.json"))
         shutil.rmtree(cache)
-        assert complete(server, max_tokens=12).choices[0].token_ids == reference(text_checkpoint)
+        assert complete(server, max_tokens=NEW).choices[0].token_ids == greedy(text_model, PROMPT, NEW)
         with pytest.raises(openai.BadRequestError, match=r"prompt_logprobs needs the logits of all tokens"):
             complete(server, max_tokens=1, prompt_logprobs=1)
         messages: list[Any] = [{"role": "user", "content": "Hi"}]

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from llm_answers import KINDS, NEW, ask, graph_runner, greedy, random_prompt
-from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.runtime.runner import GraphRunner
 
 
@@ -30,69 +27,45 @@ PROMPTS = [random_prompt(length) for length in LENGTHS]
 
 
 @pytest.fixture(scope="session")
-def reference(text_checkpoint: Path) -> Reference:
+def reference(text_model: Any) -> Reference:
     """Greedy tokens of the tiny checkpoint in transformers."""
-    model = AutoModelForCausalLM.from_pretrained(text_checkpoint, dtype=torch.float32).eval()
     known: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(prompt: Sequence[int], count: int) -> list[int]:
         key = tuple(prompt)
         if len(known.get(key, ())) < count:
-            known[key] = greedy(model, prompt, count)
+            known[key] = greedy(text_model, prompt, count)
         return known[key][:count]
 
     return tokens
 
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "as it comes": {},
-    "odd small budget, priorities": {
-        "max_num_batched_tokens": 7,
-        "async_scheduling": False,
-        "scheduling_policy": "priority",
-    },
-    "chunked prefill off": {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
-    "three requests, shorter than compiled": {
-        "max_num_seqs": 3,
-        "max_model_len": 317,
-        "long_prefill_token_threshold": 9,
-    },
-}
+# Sizes of the artifact and options of the engine, by what is special about them.
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as it comes": ({}, {}),
+    "odd small budget, priorities": ({}, {"max_num_batched_tokens": 7, "async_scheduling": False, "scheduling_policy": "priority"}),
+    "chunked prefill off": ({}, {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096}),
+    "three requests, shorter than compiled": ({}, {"max_num_seqs": 3, "max_model_len": 317, "long_prefill_token_threshold": 9}),
+    "no mixed graphs, no logits": ({"mixed_step": False, "context_buckets": (128, 512), "output_logits": False}, {}),
+    "two rows": ({"ctx_batch_size": 2, "prefill_chunk_size": 16, "prefill_chunk_buckets": (4,)}, {}),
+    "more slots than a chunk has tokens": ({"batch_size": 6, "prefill_chunk_size": 4}, {}),
+}  # fmt: skip
 COUNTS = [NEW - index % 5 for index in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_greedy_tokens_are_transformers_whatever_the_options(
+def test_greedy_tokens_are_transformers_whatever_was_compiled_and_whatever_the_options(
     export_text: Callable[..., Path], open_llm: Callable[..., LLM], reference: Reference, name: str
 ) -> None:
-    llm = open_llm(export_text(), **ENGINES[name])
+    sizes, options = ENGINES[name]
+    llm = open_llm(export_text(**sizes), **options)
     expected = [reference(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)]
     calls = graph_runner(llm).graph_calls
     calls.clear()
     assert ask(llm, PROMPTS, COUNTS) == expected
-    assert any(graph.startswith("mixed") for graph in calls)
+    assert any(graph.startswith("mixed") for graph in calls) == sizes.get("mixed_step", True)
     # the same again: prefixes are reused now, and prompts come in another order
     assert ask(llm, PROMPTS[::-1], COUNTS[::-1]) == expected[::-1]
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"mixed_step": False, "context_buckets": (128, 512), "output_logits": False},
-        {"ctx_batch_size": 2, "prefill_chunk_size": 16, "prefill_chunk_buckets": (4,)},
-        {"batch_size": 6, "prefill_chunk_size": 4},
-    ],
-    ids=["no mixed graphs, no logits", "two rows", "more slots than a chunk has tokens"],
-)
-def test_greedy_tokens_are_transformers_whatever_was_compiled(
-    export_text: Callable[..., Path], open_llm: Callable[..., LLM], reference: Reference, sizes: dict[str, Any]
-) -> None:
-    llm = open_llm(export_text(**sizes))
-    assert ask(llm, PROMPTS, COUNTS) == [
-        reference(prompt, count) for prompt, count in zip(PROMPTS, COUNTS, strict=True)
-    ]
-    used = {graph.split("_")[0] for graph, calls in graph_runner(llm).graph_calls.items() if calls}
-    assert ("mixed" in used) == sizes.get("mixed_step", True)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -185,14 +158,3 @@ def test_resets_of_the_cache_under_load_change_no_answer_whoever_samples_it(
         answers.append(finish(llm, each_step))
     assert answers[0] == answers[1]
     assert len(resets) > 8 and all(resets)
-
-
-@pytest.mark.slow
-def test_smollm2_answers_as_generate_does(smollm2_artifact: Path, open_llm: Callable[..., LLM]) -> None:
-    """tests/test_smollm2.py compares the answers of `generate` with those of transformers."""
-    prompts = [random_prompt(length, 1) for length in (1, 127, 300)]
-    llm = open_llm(smollm2_artifact)
-    answers = ask(llm, prompts, 8)
-    assert any(graph.startswith("mixed") for graph in graph_runner(llm).graph_calls)
-    ours = NeuronModelForCausalLM.from_pretrained(smollm2_artifact)
-    assert answers == [greedy(ours, prompt, 8) for prompt in prompts]

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import recurrent
 import torch
-from llm_answers import NEW, ask, graph_runner, greedy, random_prompt
+from llm_answers import NEW, ask, ask_each, graph_runner, greedy, random_prompt
 from transformers import AutoModelForCausalLM
-from vllm import LLM, SamplingParams
+from vllm import LLM
 
 from optimum_neuron import NeuronConfig, export_model
 from optimum_neuron.artifact.artifact import Artifact
@@ -56,31 +54,18 @@ def test_a_prefix_is_shared_by_reference_and_the_tokens_are_those_of_slots(
     check_all_is_free(llm)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"async_scheduling": False, "max_num_batched_tokens": 200}], ids=["async", "sync, larger steps"]
-)
-def test_requests_that_outgrow_the_cache_are_computed_again_and_get_the_same_tokens(
-    export_text: Callable[..., Path], open_llm: Callable[..., LLM], greedy: Greedy, options: dict[str, Any]
-) -> None:
-    llm = open_llm(export_text(**SMALL), disable_log_stats=False, **options)
-    prompts = [random_prompt(110 + index, index) for index in range(6)]
-    assert ask(llm, prompts, 30) == [greedy(prompt, 30) for prompt in prompts]
-    assert counted(llm)["vllm:num_preemptions"] > 0
-    check_all_is_free(llm)
-
-
 def test_seeds_and_log_probabilities_are_those_of_slots_though_requests_are_preempted(
     export_text: Callable[..., Path], open_llm: Callable[..., LLM]
 ) -> None:
-    prompts = [{"prompt_token_ids": random_prompt(110, seed)} for seed in range(5)]
-    each = [
-        SamplingParams(max_tokens=30, temperature=1.0, top_k=40, seed=seed, ignore_eos=True, logprobs=logprobs)
-        for seed, logprobs in enumerate((None, 2, None, 3, 0))
-    ]
+    prompts = [random_prompt(110, seed) for seed in range(5)]
+    each = [{"seed": seed, "logprobs": logprobs} for seed, logprobs in enumerate((None, 2, None, 3, 0))]
     answers = []
     for sizes in ({}, SMALL):
-        llm = open_llm(export_text(**sizes))
-        answers.append([output.outputs[0] for output in llm.generate(prompts, each, use_tqdm=False)])
+        llm = open_llm(export_text(**sizes), disable_log_stats=False)
+        found = ask_each(llm, prompts, each, max_tokens=30, temperature=1.0, top_k=40)
+        answers.append([output.outputs[0] for output in found])
+    assert counted(llm)["vllm:num_preemptions"] > 0
+    check_all_is_free(llm)
     for slots, blocks in zip(*answers, strict=True):
         assert list(blocks.token_ids) == list(slots.token_ids)
         assert (slots.logprobs is None) == (blocks.logprobs is None)
@@ -88,18 +73,6 @@ def test_seeds_and_log_probabilities_are_those_of_slots_though_requests_are_pree
             for token, logprob in one.items():
                 assert other[token].logprob == pytest.approx(logprob.logprob, abs=1e-4)
                 assert other[token].rank == logprob.rank
-
-
-def test_vllm_counts_the_bytes_and_tokens_of_the_compiled_cache(
-    export_text: Callable[..., Path], open_llm: Callable[..., LLM]
-) -> None:
-    path = export_text(**SMALL)
-    core = open_llm(path).llm_engine.engine_core.engine_core
-    stored = sum(math.prod(state.shape) * 4 for state in Artifact.open(path).states())
-    assert stored <= core.model_executor.driver_worker.worker.determine_available_memory() < stored * 1.01
-    manager = core.scheduler.kv_cache_manager
-    assert manager.block_pool.num_gpu_blocks == LENGTH // BLOCK + 1
-    assert (core.scheduler.block_size, core.scheduler.connector) == (BLOCK, None)
 
 
 SIZES = NeuronConfig(

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from llm_answers import ask, choose_by, random_prompt
+from llm_answers import ask, ask_each, choose_by, random_prompt
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.config import VllmConfig
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
@@ -22,11 +21,6 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 VOCAB = 49152
 PROMPTS = [random_prompt(length, 3) for length in (3, 40, 33, 7, 64)]
-
-
-@pytest.fixture(scope="module")
-def model(text_checkpoint: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(text_checkpoint, dtype=torch.float32).eval()
 
 
 @pytest.fixture
@@ -39,39 +33,24 @@ def llm(export_text: Callable[..., Path], open_llm: Callable[..., LLM]) -> LLM:
     )
 
 
-def penalised(prompt: Sequence[int], repetition: float, presence: float, frequency: float) -> Callable[..., Tensor]:
-    def change(logits: Tensor, generated: list[int]) -> Tensor:
-        logits = logits.clone()
-        for token in {*prompt, *generated}:
-            logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
-        for token in set(generated):
-            logits[token] -= presence + frequency * generated.count(token)
-        return logits
-
-    return change
-
-
-@pytest.mark.parametrize(("repetition", "presence", "frequency"), [(1.3, 0.0, 0.0), (1.1, -0.5, 0.7)])
-def test_penalties_are_applied_to_what_was_said(
-    llm: LLM, model: Any, repetition: float, presence: float, frequency: float
-) -> None:
-    params = {
-        "repetition_penalty": repetition,
-        "presence_penalty": presence,
-        "frequency_penalty": frequency,
-        # what the model would say is made likelier, so that penalties have something to do
-        "logit_bias": dict.fromkeys(range(200, 203), 8.0),
-    }
-
-    def change(logits: Tensor, generated: list[int]) -> Tensor:
-        logits = logits.clone()
-        logits[200:203] += 8.0
-        return penalised(prompt, repetition, presence, frequency)(logits, generated)
-
-    answers = ask(llm, PROMPTS[:3], 12, **params)
+def test_penalties_are_applied_to_what_was_said(llm: LLM, text_model: Any) -> None:
+    repetition, presence, frequency = 1.1, -0.5, 0.7
+    penalties = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
+    # What the model would say is made likelier, so that penalties have something to do.
+    answers = ask(llm, PROMPTS[:3], 12, **penalties, logit_bias=dict.fromkeys(range(200, 203), 8.0))
     for prompt, answer in zip(PROMPTS[:3], answers, strict=True):
-        assert answer == choose_by(model, prompt, 12, change)
-        assert answer != choose_by(model, prompt, 12, lambda logits, _: logits)
+
+        def change(logits: Tensor, generated: list[int], prompt: list[int] = prompt) -> Tensor:
+            logits = logits.clone()
+            logits[200:203] += 8.0
+            for token in {*prompt, *generated}:
+                logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
+            for token in set(generated):
+                logits[token] -= presence + frequency * generated.count(token)
+            return logits
+
+        assert answer == choose_by(text_model, prompt, 12, change)
+        assert answer != choose_by(text_model, prompt, 12, lambda logits, _: logits)
 
 
 def only(allowed: Sequence[int]) -> Callable[..., Tensor]:
@@ -88,26 +67,26 @@ def without(forbidden: Callable[[list[int]], Sequence[int]]) -> Callable[..., Te
     return change
 
 
-def test_allowed_tokens_biases_and_minimal_lengths_are_honoured(llm: LLM, model: Any) -> None:
+def test_allowed_tokens_biases_and_minimal_lengths_are_honoured(llm: LLM, text_model: Any) -> None:
     prompt = PROMPTS[1]
-    plain = choose_by(model, prompt, 8, lambda logits, _: logits)
+    plain = choose_by(text_model, prompt, 8, lambda logits, _: logits)
     allowed = [5, 1000, 20000, 49151, *plain[1:3]]
-    assert ask(llm, [prompt], 8, allowed_token_ids=allowed)[0] == choose_by(model, prompt, 8, only(allowed))
+    assert ask(llm, [prompt], 8, allowed_token_ids=allowed)[0] == choose_by(text_model, prompt, 8, only(allowed))
     assert ask(llm, [prompt], 4, logit_bias={77: 100.0})[0] == [77] * 4
     stop = plain[2]
     early = plain.index(stop) + 1
     assert ask(llm, [prompt], 8, stop_token_ids=[stop])[0] == plain[:early]
-    late = choose_by(model, prompt, 8, without(lambda generated: [stop] if len(generated) < 5 else []))
+    late = choose_by(text_model, prompt, 8, without(lambda generated: [stop] if len(generated) < 5 else []))
     ends = next((index + 1 for index in range(5, 8) if late[index] == stop), 8)
     assert ask(llm, [prompt], 8, stop_token_ids=[stop], min_tokens=5)[0] == late[:ends]
 
 
 @pytest.mark.parametrize("budget", [0, 3])
-def test_thoughts_end_with_their_budget(llm: LLM, model: Any, budget: int) -> None:
+def test_thoughts_end_with_their_budget(llm: LLM, text_model: Any, budget: int) -> None:
     tokenizer = llm.get_tokenizer()
     prompt, end = [*PROMPTS[3], *tokenizer.encode("<|im_start|>")], tokenizer.encode("<|im_end|>")
-    thought = choose_by(model, prompt, budget, lambda logits, _: logits)
-    answer = choose_by(model, [*prompt, *thought, *end], 4, lambda logits, _: logits)
+    thought = choose_by(text_model, prompt, budget, lambda logits, _: logits)
+    answer = choose_by(text_model, [*prompt, *thought, *end], 4, lambda logits, _: logits)
     assert ask(llm, [prompt], budget + len(end) + 4, thinking_token_budget=budget)[0] == [*thought, *end, *answer]
 
 
@@ -130,13 +109,10 @@ def test_structured_answers_have_their_form_beside_others_that_have_none(
     llm: LLM, structure: dict[str, Any], pattern: str | None, temperature: float
 ) -> None:
     plain = ask(llm, [PROMPTS[0], PROMPTS[4]], 9)
-    shaped = SamplingParams(
-        temperature=temperature, seed=3, max_tokens=60, structured_outputs=StructuredOutputsParams(**structure)
-    )
-    free = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in PROMPTS], [free, shaped, shaped, shaped, free], use_tqdm=False
-    )
+    shaped = {"temperature": temperature, "seed": 3, "max_tokens": 60, "ignore_eos": False, "detokenize": True}
+    shaped["structured_outputs"] = StructuredOutputsParams(**structure)
+    free = {"temperature": 0, "max_tokens": 9}
+    outputs = ask_each(llm, PROMPTS, [free, shaped, shaped, shaped, free])
     for output in outputs[1:4]:
         text = output.outputs[0].text
         if pattern is not None:
@@ -172,7 +148,7 @@ class OddTokens(LogitsProcessor):
 
 
 def test_a_users_processor_sees_every_request_and_all_that_it_said(
-    export_text: Callable[..., Path], open_llm: Callable[..., LLM], model: Any
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], text_model: Any
 ) -> None:
     llm = open_llm(export_text(), logits_processors=[OddTokens])
 
@@ -180,5 +156,7 @@ def test_a_users_processor_sees_every_request_and_all_that_it_said(
         return without(lambda generated: range([*prompt, *generated][-1] % 2, VOCAB, 2))
 
     counts = [7, 3, 9, 2, 5]
-    expected = [choose_by(model, prompt, count, change(prompt)) for prompt, count in zip(PROMPTS, counts, strict=True)]
+    expected = [
+        choose_by(text_model, prompt, count, change(prompt)) for prompt, count in zip(PROMPTS, counts, strict=True)
+    ]
     assert ask(llm, PROMPTS, counts) == expected

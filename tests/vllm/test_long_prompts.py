@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -106,24 +105,6 @@ def test_after_a_request_ended_decodes_go_first_so_that_a_following_short_prompt
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_where_a_request_ends_in_every_step_a_long_prompt_still_goes_on_in_every_third(
-    serve: Callable[..., Served], name: str
-) -> None:
-    engine = serve(name)
-    for index in range(SLOTS - 1):
-        engine.add(f"r{index}", random_prompt(3, index), 2 + index)
-    engine.add("long", random_prompt(80, 9), 2)
-    while "long" in engine.unfinished():
-        if len(engine.unfinished()) < SLOTS:
-            engine.add(f"r{len(engine.requests)}", random_prompt(3, len(engine.requests)), 2)
-        engine.step()
-        assert len(engine.steps) < 100
-    steps = prompt_steps(engine, "long")
-    assert all(after - before <= 3 for before, after in pairwise(steps))
-    engine.finish()
-
-
-@pytest.mark.parametrize("name", ENGINES)
 @examples(24, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90), st.integers(1, 5)), min_size=1, max_size=14))
 def test_whoever_is_first_goes_on_in_every_third_step_and_all_decode_in_every_step(
@@ -174,59 +155,35 @@ def test_who_waits_for_a_slot_waits_in_vllms_order_and_for_capacity(serve: Calla
     engine.check_answers()
 
 
-def test_a_prompt_waits_where_the_tail_of_another_leaves_room_but_no_row(serve: Callable[..., Served]) -> None:
-    engine = serve()
-    engine.add("a", random_prompt(12, 1), 8)
-    engine.step()
-    engine.add("b", random_prompt(20, 2), 8)
-    engine.add("c", random_prompt(3, 3), 8)
-    engine.finish()
-    assert engine.steps[:6] == [
-        {"a": 8},
-        {"a": 4},  # 4 tokens are left, and no row
-        {"a": 1, "c": 3},  # passes b
-        {"a": 1, "c": 1, "b": 8},
-        {"a": 1, "c": 1, "b": 8},
-        {"a": 1, "c": 1, "b": 4},
-    ]
-    assert all(len(runs) <= 1 for runs in engine.runs)
-
-
-@pytest.mark.parametrize("name", ["one row", "one row, async"])
-def test_chunk_rows_are_full_whatever_else_decodes(serve: Callable[..., Served], name: str) -> None:
-    engine = serve(name)
-    engine.add("long", random_prompt(60, 1), 2)
-    for name, tokens in (("a", 20), ("b", 13)):
-        engine.add(name, random_prompt(3, len(name) + tokens), tokens)
-    engine.add("behind", random_prompt(50, 9), 2)
-    engine.finish()
-    chunks = [count for step in engine.steps for name, count in step.items() if name == "long" and count > 1]
-    assert chunks == [8] * 7 + [4]  # alone
-    chunks = [count for step in engine.steps for name, count in step.items() if name == "behind" and count > 1]
-    assert chunks == [8] * 6 + [2]  # beside decodes
-    assert all(len(runs) <= 1 for runs in engine.runs)
-
-
-def test_a_prompt_that_needs_more_rows_than_are_left_waits_and_a_shorter_one_goes_first(
+@pytest.mark.parametrize(
+    ("name", "options", "first", "others", "steps"),
+    [
+        # 4 tokens are left, and no row; then c passes b
+        ("one row", {}, [("a", 12)], [("b", 20), ("c", 3)], [{"a": 8}, {"a": 4}, {"a": 1, "c": 3}, {"a": 1, "c": 1, "b": 8}]),
+        # c leaves a one of the two rows; after a's tail of 4 tokens there is one row for b, whatever number of tokens is left
+        ("two rows", {}, [("a", 20), ("b", 20), ("c", 7)], [], [{"a": 8, "c": 7}, {"a": 12, "c": 1}, {"a": 1, "c": 1, "b": 16}]),
+        # more urgent ones take the rows of one that has begun
+        ("one row", {"scheduling_policy": "priority"}, [("z", 40)], [("b", 24)],
+         [{"z": 8}, *[{"b": 8}] * 3, {"b": 1, "z": 8}]),
+    ],
+    ids=["a tail leaves no row", "a prompt needs more rows than are left", "priorities"],
+)  # fmt: skip
+def test_rows_go_to_whole_prompts_that_fit_them_and_by_priority(
     serve: Callable[..., Served],
+    name: str,
+    options: dict[str, str],
+    first: Any,
+    others: Any,
+    steps: list[dict[str, int]],
 ) -> None:
-    engine = serve("two rows")
-    engine.add("a", random_prompt(20, 1), 4)
-    engine.add("b", random_prompt(20, 2), 4)
-    engine.add("c", random_prompt(7, 3), 4)
+    engine = serve(name, **options)
+    for arrivals in (first, others):
+        for request, length in arrivals:
+            engine.add(request, random_prompt(length, ord(request)), 8, priority=ord(request))
+        engine.step()
     engine.finish()
-    # c leaves a one of the two rows; after a's tail of 4 tokens there is one row for b, whatever number of tokens is left.
-    assert engine.steps[:3] == [{"a": 8, "c": 7}, {"a": 12, "c": 1}, {"a": 1, "c": 1, "b": 16}]
+    assert engine.steps[: len(steps)] == steps
     assert all(len(runs) <= 1 for runs in engine.runs)
-
-
-def test_a_more_urgent_long_prompt_takes_the_rows_of_one_that_has_begun(serve: Callable[..., Served]) -> None:
-    engine = serve(scheduling_policy="priority")
-    engine.add("begun", random_prompt(40, 1), 2, priority=5)
-    engine.step()
-    engine.add("urgent", random_prompt(24, 2), 2, priority=1)
-    engine.finish()
-    assert engine.steps[:5] == [{"begun": 8}, *[{"urgent": 8}] * 3, {"urgent": 1, "begun": 8}]
 
 
 def test_a_prompt_goes_on_beside_one_that_vllm_does_not_start(serve: Callable[..., Served]) -> None:

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llm_answers import graph_runner, random_prompt
+from llm_answers import ask_each, graph_runner, random_prompt
 from scheduler_outputs import GREEDY, Driver
 from scheduler_outputs import random_prompt as short_prompt
 from slot_model import answer, next_logits
-from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.vllm.host_sampler import PromptScores
@@ -27,11 +25,6 @@ from optimum_neuron.vllm.sampling import check_request
 # Sums in float32 are rounded in another order than transformers'.
 NOISE = 1e-5
 SCORED = GREEDY | {"prompt_logprobs": 2}
-
-
-@pytest.fixture(scope="module")
-def vllm_config(export_text: Callable[..., Path]) -> VllmConfig:
-    return EngineArgs(model=str(export_text())).create_engine_config()
 
 
 def check_table(table: Any, prompt: Sequence[int], count: int = 2) -> None:
@@ -106,19 +99,14 @@ def test_artifacts_that_do_not_score_refuse_it_with_the_remedy() -> None:
 
 
 def test_prompts_are_scored_as_transformers_scores_them(
-    text_checkpoint: Path, export_text: Callable[..., Path], open_llm: Callable[..., LLM]
+    text_model: Any, export_text: Callable[..., Path], open_llm: Callable[..., LLM]
 ) -> None:
     """Beside requests that want none, and again where the prompt's prefix is in the cache already."""
     llm = open_llm(export_text(prompt_logits=True))
-    model = AutoModelForCausalLM.from_pretrained(text_checkpoint, dtype=torch.float32).eval()
     prompts = [random_prompt(length, 5) for length in (70, 40, 5)]
     asked: list[dict[str, Any]] = [{"prompt_logprobs": 3}, {}, {"prompt_logprobs": 0, "temperature": 1.0, "seed": 1}]
     for _ in range(2):
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            [SamplingParams(**{"temperature": 0, "max_tokens": 4, "ignore_eos": True} | each) for each in asked],
-            use_tqdm=False,
-        )
+        outputs = ask_each(llm, prompts, asked, temperature=0, max_tokens=4)
         for output, prompt, each in zip(outputs, prompts, asked, strict=True):
             assert len(output.outputs[0].token_ids) == 4
             if not each:
@@ -127,7 +115,7 @@ def test_prompts_are_scored_as_transformers_scores_them(
             found = output.prompt_logprobs
             assert found is not None and len(found) == len(prompt) and found[0] is None
             with torch.no_grad():
-                expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+                expected = text_model(torch.tensor([prompt])).logits[0].log_softmax(-1)
             for place, row in enumerate(found[1:]):
                 assert row is not None and prompt[place + 1] in row
                 best = expected[place].topk(each["prompt_logprobs"]).indices.tolist()

@@ -8,7 +8,6 @@ import json
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -225,63 +224,24 @@ def test_a_killed_engine_is_reported_to_its_clients_and_ends_the_server(text_ser
 REQUESTS, LONGEST_PROMPT, MOST_TOKENS = 200, 300, 32
 
 
-@dataclass(frozen=True)
-class Job:
-    """One client.
-
-    Attributes:
-        gives_up: None, or after how many pieces of its stream; 0 gives up a moment after asking.
-    """
-
-    prompt: list[int]
-    new_tokens: int
-    streams: bool
-    gives_up: int | None
-    moment: float
-
-
-def make_jobs(prompts: list[list[int]], chance: random.Random) -> list[Job]:
-    jobs = []
-    for index in range(REQUESTS):
-        gives_up = None if index % 3 else (0 if index % 2 else chance.randint(1, 6))
-        streams = bool(gives_up) or chance.random() < 0.4
-        new_tokens = (
-            150 if gives_up else chance.randint(1, MOST_TOKENS)
-        )  # who gives up in the middle has not nearly all yet
-        jobs.append(Job(chance.choice(prompts), new_tokens, streams, gives_up, chance.random() * 2))
-    chance.shuffle(jobs)
-    return jobs
-
-
-async def ask(client: AsyncOpenAI, model: str, job: Job) -> list[int]:
-    """The tokens that a client got, all or as far as it read."""
-    options = {"model": model, "prompt": job.prompt, "max_tokens": job.new_tokens, "temperature": 0}
-    options["extra_body"] = {"return_token_ids": True, "ignore_eos": True}
-    if not job.streams:
-        return (await client.completions.create(**options)).choices[0].token_ids
-    tokens, pieces = [], 0
+async def ask(
+    client: AsyncOpenAI, model: str, prompt: list[int], new_tokens: int, pieces: int = -1, moment: float | None = None
+) -> list[int] | None:
+    """The tokens of a client that gives up after pieces of its stream, or a moment after asking: None where it had nothing yet."""
+    options = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "extra_body": TOKENS}
+    if moment is not None:
+        asking = asyncio.create_task(client.completions.create(**options))
+        await asyncio.wait([asking], timeout=moment)
+        return None if asking.cancel() else (await asking).choices[0].token_ids
+    tokens: list[int] = []
     stream = await client.completions.create(stream=True, **options)
     async for piece in stream:
         tokens += piece.choices[0].token_ids
-        pieces += 1
-        if pieces == job.gives_up:
+        pieces -= 1
+        if pieces == 0:
             await stream.close()
             break
     return tokens
-
-
-async def run_job(client: AsyncOpenAI, model: str, job: Job) -> list[int] | None:
-    """As `ask`; None where the client went away before it had anything."""
-    asking = asyncio.create_task(ask(client, model, job))
-    if job.gives_up != 0:
-        return await asking
-    await asyncio.wait([asking], timeout=job.moment)
-    return None if asking.cancel() else await asking
-
-
-async def run_all(server: Server, jobs: list[Job]) -> list[list[int] | None]:
-    async with server.async_client as client:
-        return await asyncio.gather(*(run_job(client, server.model, job) for job in jobs))
 
 
 def test_200_clients_at_once_of_whom_a_third_gives_up_lose_nothing(
@@ -293,17 +253,25 @@ def test_200_clients_at_once_of_whom_a_third_gives_up_lose_nothing(
     # Prompts that start alike, to be served from each other's slots.
     prompts += [prompts[5][:150] + prompts[-1], prompts[5][:200]]
     expected = {tuple(prompt): greedy(prompt, MOST_TOKENS) for prompt in prompts}
-    jobs = make_jobs(prompts, chance)
-    answers = asyncio.run(run_all(text_server, jobs))
-    for job, tokens in zip(jobs, answers, strict=True):
-        right = expected[tuple(job.prompt)]
-        if job.gives_up is None:
-            assert tokens == right[: job.new_tokens]
+    jobs: list[tuple[Any, ...]] = []  # arguments of `ask`; who gives up in the middle has not nearly all yet
+    for index in range(REQUESTS):
+        prompt, count = chance.choice(prompts), chance.randint(1, MOST_TOKENS)
+        leaves = (prompt, count, -1, chance.random() * 2) if index % 2 else (prompt, 150, chance.randint(1, 6))
+        jobs.append((prompt, count) if index % 3 else leaves)
+    chance.shuffle(jobs)
+
+    async def run_all() -> list[list[int] | None]:
+        async with text_server.async_client as client:
+            return await asyncio.gather(*(ask(client, text_server.model, *job) for job in jobs))
+
+    answers = asyncio.run(run_all())
+    for (prompt, count, *gives_up), tokens in zip(jobs, answers, strict=True):
+        right = expected[tuple(prompt)]
+        if not gives_up:
+            assert tokens == right[:count]
         elif tokens is not None:
-            count = min(len(tokens), MOST_TOKENS)
-            assert tokens[:count] == right[:count]
+            assert tokens[:MOST_TOKENS] == right[: len(tokens)]
     assert sum(tokens is None for tokens in answers) >= REQUESTS // 12
     text_server.wait_idle()
-    (last,) = asyncio.run(run_all(text_server, [Job(prompts[5], MOST_TOKENS, False, None, 0)]))
-    assert last == expected[tuple(prompts[5])]
+    assert complete(text_server, prompts[5], MOST_TOKENS).choices[0].token_ids == expected[tuple(prompts[5])]
     assert text_server.metric("kv_cache_usage_perc") == 0

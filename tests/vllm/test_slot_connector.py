@@ -59,36 +59,6 @@ def test_what_a_running_request_has_computed_is_reused_and_nothing_of_the_presen
     assert engine.reused[1] == {"c": 24}
 
 
-def test_requests_of_one_step_copy_from_the_copies_of_each_other(serve: Callable[..., Served]) -> None:
-    """All four slots change hands at once: sources are overwritten in the step that copies from them."""
-    engine = serve(max_num_batched_tokens=256)
-    for name in "wxyz":
-        engine.add(name, (PREFIX if name == "y" else []) + other(ord(name), 20), 2)
-    engine.run()
-    for index, name in enumerate("abcd"):
-        engine.add(name, PREFIX + other(index), 3)
-    engine.finish()
-    assert {name: len(PREFIX) for name in "abcd"} in engine.reused
-
-
-@ASYNC
-def test_prefixes_outlive_their_requests_in_all_slots_and_the_one_unused_for_longest_makes_room(
-    serve: Callable[..., Served], asynchronous: bool
-) -> None:
-    engine = serve(async_scheduling=asynchronous)
-    topics = [random_prompt(30, seed) for seed in range(5)]
-
-    def ask(number: int, topic: int) -> int:
-        engine.add(f"{number}", topics[topic] + other(number), 2)
-        engine.run()
-        return max(step.get(f"{number}", 0) for step in engine.reused)
-
-    # Four slots remember four topics, and a fifth takes the place of the first.
-    asked = [0, 1, 2, 3, 4, 1, 2, 3, 4, 0]
-    assert [ask(number, topic) for number, topic in enumerate(asked)] == [0, 0, 0, 0, 0, 30, 30, 30, 30, 0]
-    engine.check_answers()
-
-
 @ASYNC
 def test_a_session_takes_turns_in_its_slot(serve: Callable[..., Served], asynchronous: bool) -> None:
     """vLLM keeps the block of a session that waits for more input, and drops the last token of each turn."""
@@ -147,48 +117,6 @@ def test_of_a_long_prompt_that_is_aborted_snapshots_are_left_every_so_many_token
     engine.run()
     assert list(engine.requests["b"].output_token_ids) == answer(PREFIX[:24] + other(1), 5)
     assert engine.hits == reused
-
-
-@ASYNC
-@pytest.mark.parametrize("forget", [False, True], ids=["contents kept", "contents forgotten"])
-def test_requests_preempted_by_a_reset_come_back_exact(
-    serve: Callable[..., Served], forget: bool, asynchronous: bool
-) -> None:
-    engine = serve(async_scheduling=asynchronous)
-    for index in range(5):
-        engine.add(f"r{index}", PREFIX[: 20 + index] + other(index), 12)
-    preempted = set()
-    for step in range(120):
-        engine.step()
-        if step % 14 == 5:
-            running = [request.request_id for request in engine.scheduler.running]
-            engine.reset(forget)
-            preempted.update(running)
-    engine.finish()
-    assert len(preempted) == 5
-    assert all(request.num_preemptions for name, request in engine.requests.items() if name in preempted)
-
-
-def test_rows_that_a_preempted_request_left_are_not_taken_for_those_it_computes_elsewhere(
-    serve: Callable[..., Served],
-) -> None:
-    engine = serve()
-    engine.add("twin", PREFIX, 8)
-    engine.run()
-    for index in range(2):
-        engine.add(f"other{index}", other(index), 1)
-        engine.run()
-    request = engine.add("a", PREFIX, 30)  # says what its twin said, and more
-    while len(request.output_token_ids) < 4:
-        engine.step()
-    left = engine.slot_of["a"]
-    engine.reset(forget=False)
-    engine.run()
-    assert engine.slot_of["a"] != left
-    said = list(request.all_token_ids)[:60]
-    engine.add("b", said + other(3), 2)
-    engine.finish()
-    assert {"b": 60} in engine.reused
 
 
 def test_nothing_is_reused_of_what_is_forgotten_or_where_it_is_declined(serve: Callable[..., Served]) -> None:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ import torch
 from scheduler_outputs import GREEDY, Driver, new_request, random_prompt, step_output
 from slot_model import answer, next_logits, uniforms
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 
 from optimum_neuron.step.spec import SamplingParams
 
@@ -21,11 +18,6 @@ from optimum_neuron.step.spec import SamplingParams
 SEEDED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "seed": 7}
 HOST = GREEDY | {"logprobs": 0}
 NEGATIVE = SEEDED | {"seed": -3}  # vLLM allows it, NumPy does not
-
-
-@pytest.fixture(scope="module")
-def vllm_config(export_text: Callable[..., Path]) -> VllmConfig:
-    return EngineArgs(model=str(export_text())).create_engine_config()
 
 
 def undisturbed(prompt: list[int], count: int, params: dict[str, Any]) -> list[int]:
@@ -56,23 +48,6 @@ def test_a_preempted_request_rebuilds_its_prompt_and_its_tokens_and_goes_on(
     driver.step({"a": 1, "b": 1})
     assert driver.tokens["a"] == undisturbed(prompts["a"], 6, params)
     assert driver.tokens["b"] == answer(prompts["b"], 8)
-
-
-@pytest.mark.parametrize(("params", "version"), [(GREEDY, 1), (SEEDED, 2), (HOST, 1)])
-def test_tokens_that_vllm_dropped_at_a_preemption_are_chosen_again(
-    vllm_config: VllmConfig, version: int, params: dict[str, Any]
-) -> None:
-    """With async scheduling the step that runs during a reset of the cache is void: its token never reached vLLM."""
-    prompts = {"a": random_prompt(5, 1)}
-    driver = Driver(vllm_config, prompts)
-    driver.params["a"] = params
-    driver.step({"a": 5}, {"a": 0})
-    driver.step({"a": 1})
-    driver.step({"a": 1})
-    driver.tokens["a"].pop()
-    driver.step({"a": 7}, resume={"a": 0}, version=version)
-    driver.step({"a": 1})
-    assert driver.tokens["a"] == undisturbed(prompts["a"], 4, params)
 
 
 def test_what_vllms_processors_remember_of_dropped_tokens_is_forgotten(vllm_config: VllmConfig) -> None:
@@ -137,32 +112,6 @@ def test_books_that_differ_are_a_loud_error(vllm_config: VllmConfig, step: Any, 
     driver.step({"a": 6}, {"a": 0})
     with pytest.raises(RuntimeError, match=message):
         driver.runner.execute_step(step)
-
-
-def test_logprobs_belong_to_their_requests_where_others_have_none(vllm_config: VllmConfig) -> None:
-    prompts = {name: random_prompt(4, seed) for seed, name in enumerate("abcd")}
-    driver = Driver(vllm_config, prompts)
-    driver.params = {"b": GREEDY | {"logprobs": 2}, "d": GREEDY | {"logprobs": 1}}
-    driver.step({"a": 4}, {"a": 0})
-    driver.step({"a": 1, "d": 4}, {"d": 2})
-    driver.step({"d": 1, "b": 4}, {"b": 1})
-    known = {name: list(tokens) for name, tokens in driver.tokens.items()}
-    computed = dict(driver.computed)
-    output = driver.run(
-        step_output({"b": 1, "c": 2, "a": 1, "d": 1}, new=[new_request("c", prompts["c"], 3)], computed=computed)
-    )
-    assert output.logprobs is not None
-    for row, name in enumerate(output.req_ids):
-        if name not in driver.params:
-            continue
-        expected = torch.log_softmax(next_logits(np.asarray(prompts[name] + known[name])), dim=-1)
-        one = output.logprobs.slice_request(row, 1)
-        ids = one.logprob_token_ids[0].tolist()
-        assert ids[0] == driver.tokens[name][-1] == int(expected.argmax())
-        assert ids[1:] == expected.topk(2).indices.tolist()
-        assert one.logprobs[0].tolist() == pytest.approx(expected[ids].tolist(), abs=1e-6)
-    assert output.sampled_token_ids[1] == []
-    assert driver.tokens["a"] == answer(prompts["a"], 3)
 
 
 def test_requests_without_a_seed_draw_from_the_engines(vllm_config: VllmConfig) -> None:

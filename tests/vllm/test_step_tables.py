@@ -3,20 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from scheduler_outputs import GREEDY, Driver, random_prompt
 from slot_model import answer
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
-
-
-@pytest.fixture(scope="module")
-def vllm_config(export_text: Callable[..., Path]) -> VllmConfig:
-    return EngineArgs(model=str(export_text())).create_engine_config()
 
 
 class Step(NamedTuple):
@@ -103,23 +95,6 @@ TABLES = {
             Step({}, {}, [], ""),
             Step({"b": 1}, {}, ["token_generation 0"], "b"),
         ],
-    ),
-    "a prompt may fill its slot": Table(
-        {"a": 64},
-        [
-            Step({"a": 60}, {"a": 1}, [f"chunked_prefill | 1:{at}+{min(8, 60 - at)}" for at in range(0, 60, 8)], ""),
-            Step({"a": 4}, {}, ["chunked_prefill | 1:60+4"], "a"),
-        ],
-    ),
-    "one slot alternates between chunks and decodes": Table(
-        {"a": 9, "b": 2},
-        [
-            Step({"a": 9}, {"a": 0}, ["chunked_prefill | 0:0+8", "chunked_prefill | 0:8+1"], "a"),
-            Step({"a": 1}, {}, ["token_generation 0"], "a"),
-            Step({"b": 2}, {"b": 0}, ["chunked_prefill | 0:0+2"], "b", finished=("a",)),
-            Step({"b": 1}, {}, ["token_generation 0"], "b"),
-        ],
-        {"batch_size": 1},
     ),
 }
 

@@ -37,7 +37,6 @@ def test_the_installed_vllm_is_as_the_plugin_takes_it(vllm: Sources) -> None:
 def test_every_method_that_vllm_calls_of_a_worker_is_implemented_or_refused_with_a_reason(vllm: Sources) -> None:
     called = rpc_names(vllm)
     assert {"reset_encoder_cache", "sleep", "wake_up", "discard", "synchronize_device", "update_weights"} <= called
-    assert all(callable(getattr(NeuronWorker, name)) for name in REFUSED_CALLS)
     for name in REFUSED_CALLS:
         with pytest.raises(ValueError, match=rf"^{name} is not supported: \S.*; \S|^{name} is not supported: \S"):
             getattr(NeuronWorker, name)(None)

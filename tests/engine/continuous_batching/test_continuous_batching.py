@@ -106,20 +106,7 @@ def test_processors_of_the_config_are_applied_to_each_request(
         assert output.generated_tokens == expected
 
 
-def test_log_probabilities_are_those_of_the_chosen_tokens(
-    model: NeuronModelForCausalLM, prompts: list[list[int]]
-) -> None:
-    batching = ContinuousBatchingConfig(return_logprobs=True)
-    for output in model.generate_batch(prompts, GREEDY, batching).values():
-        for index, logprob in enumerate(output.logprobs[:2]):
-            ids = output.prompt_ids + output.generated_tokens[:index]
-            logits = model(torch.tensor([ids]), logits_to_keep=1).logits[0, 0]
-            expected = torch.log_softmax(logits, -1)[output.generated_tokens[index]]
-            assert abs(logprob - expected) < 1e-4
-        assert len(output.logprobs) == 8
-
-
-def test_graphs_return_the_log_probabilities_that_the_host_would_compute(
+def test_log_probabilities_are_those_of_the_chosen_tokens_whether_graphs_or_the_host_compute_them(
     model: NeuronModelForCausalLM,
     prompts: list[list[int]],
     sharp_checkpoints: dict[str, Path],
@@ -135,14 +122,15 @@ def test_graphs_return_the_log_probabilities_that_the_host_would_compute(
         draws = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         config = GenerationConfig(max_new_tokens=6, eos_token_id=None, **draws)
         batching = ContinuousBatchingConfig(return_logprobs=True, seed=3)
-        chosen.clear()
-        for found in telling.generate_batch(prompts[:3], config, batching).values():
-            assert len(found.logprobs) == 6
-            ids = torch.tensor([found.prompt_ids + found.generated_tokens[:-1]])
-            logits = model(ids, logits_to_keep=1).logits[0, -1] / (temperature or 1.0)
-            expected = torch.log_softmax(logits, -1)[found.generated_tokens[-1]]
-            assert abs(found.logprobs[-1] - expected) < 1e-4
-        assert bool(chosen) == (temperature == 0.5)
+        for server in (model, telling):
+            chosen.clear()
+            for found in server.generate_batch(prompts[:3], config, batching).values():
+                assert len(found.logprobs) == 6
+                ids = torch.tensor([found.prompt_ids + found.generated_tokens[:-1]])
+                logits = model(ids, logits_to_keep=6).logits[0] / (temperature or 1.0)
+                expected = torch.log_softmax(logits, -1)[range(6), found.generated_tokens]
+                torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=1e-4)
+            assert bool(chosen) == (server is model or temperature == 0.5)
 
 
 def test_a_prompt_that_cannot_be_served_fails_alone(model: NeuronModelForCausalLM, prompts: list[list[int]]) -> None:

@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from google import protobuf
+
+from optimum_neuron.targets.neuron.graphs import hlo
 
 from .tools import NeuronTools, Sdk
 
@@ -38,7 +41,8 @@ def neuron_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NeuronTools
     for name in [name for name in os.environ if name.startswith(("NEURON_", "FAKE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_NEURON_SITE", str(SITE / "device"))
+    folders = SITE / "device", Path(protobuf.__file__).parents[2], Path(hlo.__file__).parent
+    monkeypatch.setenv("FAKE_NEURON_SITE", os.pathsep.join(map(str, folders)))
     monkeypatch.setenv("FAKE_NCC_LOG", str(tools.log))
     monkeypatch.setenv("FAKE_NEURON_FAULT", str(tools.fault))
     monkeypatch.setenv("FAKE_NKI_FOLDER", str(tmp_path))

@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from optimum_neuron.targets.neuron.compile.compiler import compile_graphs
+from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
-
-from .hlo_writer import LoweredGraph
 
 
 @dataclass(frozen=True)

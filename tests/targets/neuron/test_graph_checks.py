@@ -75,82 +75,6 @@ def sampler(group: str) -> dict[str, Any]:
     return document_of(inputs, [*outputs_of(tokens), *outputs_of(CHOSEN, renew=True)])
 
 
-def check(document: dict[str, Any], spec: GraphSpec = SPECS[0]) -> None:
-    check_graphs(ARTIFACT, {spec.name: GraphIO.from_dict(document)})
-
-
-def test_graphs_that_are_the_manifests_are_taken() -> None:
-    check_graphs(ARTIFACT, {spec.name: GraphIO.from_dict(described(spec)) for spec in SPECS})
-    assert graph_names(ARTIFACT) == (*(spec.name for spec in SPECS), *SAMPLERS.values(), COPIES[0])
-    check_graphs(ARTIFACT, {SAMPLERS[group]: GraphIO.from_dict(sampler(group)) for group in ROWS})
-
-
-@pytest.mark.parametrize(
-    ("part", "number", "field", "value", "words"),
-    [
-        ("inputs", 3, "shape", [3, 299], r"keeps \('scores.decode', \(3, 299\)"),
-        ("inputs", 3, "name", "scores.chunk", r"keeps \('scores.chunk'"),
-        ("inputs", 4, "name", "kv_cache.key_0", "keeps no chosen tokens, as graphs of earlier versions did not"),
-        ("outputs", 1, "shape", [4], r"updates \('chosen.tokens', \(4,\)"),
-        ("inputs", 0, "shape", [4, 4], r"takes \('decode.sampling_params', \(4, 4\)"),
-        ("outputs", 0, "shape", [4], r"returns \('decode.tokens', \(4,\)"),
-        ("outputs", 0, "alias_of", "scores.decode", r"it returns 0 tensors"),
-    ],
-)
-def test_a_sampler_of_another_manifest_is_refused(
-    part: str, number: int, field: str, value: object, words: str
-) -> None:
-    document = sampler("decode")
-    document[part][number][field] = value
-    with pytest.raises(ArtifactError, match=words):
-        check_graphs(ARTIFACT, {SAMPLERS["decode"]: GraphIO.from_dict(document)})
-    document = sampler("decode")
-    document["outputs"] += outputs_of(TensorSpec("scores.decode", (3, 300), "float32"), renew=True)
-    with pytest.raises(ArtifactError, match=r"sample_decode .* not a new value of each state"):
-        check_graphs(ARTIFACT, {SAMPLERS["decode"]: GraphIO.from_dict(document)})
-
-
-def test_a_graph_of_before_its_spec_was_written_is_checked_by_what_it_has() -> None:
-    document = described(SPECS[0])
-    del document["spec"]
-    check(document)
-    document["inputs"][0]["shape"] = [7, 1]
-    with pytest.raises(ArtifactError, match=r"takes \('decode\.input_ids', \(7, 1\), 'int32'\), and the manifest"):
-        check(document)
-
-
-def state(document: dict[str, Any], name: str = "kv_cache.key_0") -> dict[str, Any]:
-    found: dict[str, Any] = next(each for each in document["inputs"] if each["name"] == name)
-    return found
-
-
-CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "sizes": (lambda d: d["spec"].update(batch_size=7), r"lowered for batch_size=7, and the manifest says 3"),
-    "ranks": (lambda d: d.update(world_size=2), r"it is for 2 ranks, not 1"),
-    "an input": (lambda d: d["inputs"].pop(0), r"it takes .*, and the manifest asks for"),
-    "the order": (lambda d: d["inputs"].insert(0, d["inputs"].pop(1)), r"it takes \('decode\.position_ids'"),
-    "an input's type": (lambda d: d["inputs"][0].update(dtype="int64"), r"it takes .*'int64'"),
-    "an output": (lambda d: d["outputs"][1].update(shape=[3, 299]), r"it returns .*\(3, 299\)"),
-    "a state": (lambda d: state(d).update(shape=[4, 4, 64, 16]), r"it keeps .*\(4, 4, 64, 16\)"),
-    "a state less": (lambda d: d["inputs"].remove(state(d)), r"it keeps"),
-    "scores of another size": (lambda d: state(d, "scores.decode").update(shape=[3, 299]), r"it keeps .*\(3, 299\)"),
-    "no scores": (lambda d: d["inputs"].remove(state(d, "scores.decode")), r"it keeps"),
-    "a name twice": (lambda d: d["inputs"].append(WEIGHT), r"have one name"),
-    "no new value": (lambda d: d["outputs"].pop(), r"not a new value of each state"),
-    "another new value": (lambda d: d["outputs"][-1].update(shape=[1]), r"it updates .*\(1,\)"),
-    "an alias of an input": (
-        lambda d: d["outputs"][-1].update(alias_of="decode.input_ids"),
-        r"new value of each state",
-    ),
-    "no chosen tokens": (
-        lambda d: [
-            d[part].remove(each) for part in ("inputs", "outputs") for each in d[part] if each["name"] == CHOSEN.name
-        ],
-        r"keeps no chosen tokens, as graphs of earlier versions did not; export the model again",
-    ),
-}
-
-
 # Of a slot: the last inputs of a convolution, `[batch_size + 1, past, channels]`.
 KEEPING = dataclasses.replace(MODEL, states=(*MODEL.states, ConvolutionState(1, 0, 2, 6)))
 CONV = TensorSpec("kv_cache.conv_1_0", (4, 2, 6), "float32")
@@ -162,45 +86,97 @@ KEEPER = Artifact(
 )
 
 
-def keeper(*changes: tuple[str, int, str, object]) -> GraphIO:
-    """The graph that keeps state, with some of it changed."""
+def keeper() -> dict[str, Any]:
     inputs = [*inputs_of("input", *COPY_INPUTS), *inputs_of("state", CONV, KEPT)]
-    document = document_of(inputs, outputs_of(KEPT, renew=True))
-    for part, number, field, value in changes:
-        document[part][number][field] = value
-    return GraphIO.from_dict(document)
+    return document_of(inputs, outputs_of(KEPT, renew=True))
 
 
-def test_graphs_that_copy_state_are_there_where_snapshots_are() -> None:
+def check(name: str, document: dict[str, Any]) -> None:
+    check_graphs(KEEPER if name == KEEP_STATE else ARTIFACT, {name: GraphIO.from_dict(document)})
+
+
+STEP, SAMPLER = SPECS[0].name, SAMPLERS["decode"]
+MADE = {STEP: lambda: described(SPECS[0]), SAMPLER: lambda: sampler("decode"), KEEP_STATE: keeper}
+
+
+def test_graphs_that_are_the_manifests_are_taken() -> None:
+    check_graphs(ARTIFACT, {spec.name: GraphIO.from_dict(described(spec)) for spec in SPECS})
+    assert graph_names(ARTIFACT) == (*(spec.name for spec in SPECS), *SAMPLERS.values(), COPIES[0])
+    check_graphs(ARTIFACT, {SAMPLERS[group]: GraphIO.from_dict(sampler(group)) for group in ROWS})
     assert graph_names(KEEPER)[-3:] == COPIES
     without = Artifact(ARTIFACT.path, KEEPER.manifest | {"config": CONFIG.to_dict()})
     assert graph_names(without) == graph_names(ARTIFACT)[:-1]
-    check_graphs(KEEPER, {KEEP_STATE: keeper()})
+    check(KEEP_STATE, keeper())
+
+
+def test_a_graph_of_before_its_spec_was_written_is_checked_by_what_it_has() -> None:
+    document = described(SPECS[0])
+    del document["spec"]
+    check(STEP, document)
+    document["inputs"][0]["shape"] = [7, 1]
+    with pytest.raises(ArtifactError, match=r"takes \('decode\.input_ids', \(7, 1\), 'int32'\), and the manifest"):
+        check(STEP, document)
+
+
+def state(document: dict[str, Any], name: str = "kv_cache.key_0") -> dict[str, Any]:
+    found: dict[str, Any] = next(each for each in document["inputs"] if each["name"] == name)
+    return found
+
+
+def put(part: str, number: int, **fields: object) -> Callable[[dict[str, Any]], object]:
+    return lambda document: document[part][number].update(fields)
+
+
+def drop_chosen(document: dict[str, Any]) -> None:
+    for part in ("inputs", "outputs"):
+        document[part] = [each for each in document[part] if each["name"] != CHOSEN.name]
+
+
+SCORES = {"name": "scores.decode", "shape": [3, 300], "dtype": "float32", "alias_of": "scores.decode"}
+NO_VALUE, NO_CHOSEN = r"not a new value of each state", "keeps no chosen tokens, as graphs of earlier versions did not"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("name", "change", "words"),
     [
-        (("inputs", 4, "shape", [4, 2, 6]), r"it keeps \('snapshots.kv_cache.conv_1_0', \(4, 2, 6\)"),
-        (("inputs", 3, "shape", [3, 2, 6]), r"it keeps \('kv_cache.conv_1_0', \(3, 2, 6\)"),
-        (("inputs", 0, "name", "copy.slot"), r"it takes \('copy.slot'"),
-        (("outputs", 0, "alias_of", CONV.name), r"not a new value of each state"),
-        (("outputs", 0, "alias_of", None), r"it returns 1 tensors, and the manifest asks for 0"),
+        (STEP, lambda d: d["spec"].update(batch_size=7), r"lowered for batch_size=7, and the manifest says 3"),
+        (STEP, lambda d: d.update(world_size=2), r"it is for 2 ranks, not 1"),
+        (STEP, lambda d: d["inputs"].pop(0), r"it takes .*, and the manifest asks for"),
+        (STEP, lambda d: d["inputs"].insert(0, d["inputs"].pop(1)), r"it takes \('decode\.position_ids'"),
+        (STEP, put("inputs", 0, dtype="int64"), r"it takes .*'int64'"),
+        (STEP, put("outputs", 1, shape=[3, 299]), r"it returns .*\(3, 299\)"),
+        (STEP, lambda d: state(d).update(shape=[4, 4, 64, 16]), r"it keeps .*\(4, 4, 64, 16\)"),
+        (STEP, lambda d: d["inputs"].remove(state(d)), r"it keeps"),
+        (STEP, lambda d: state(d, "scores.decode").update(shape=[3, 299]), r"it keeps .*\(3, 299\)"),
+        (STEP, lambda d: d["inputs"].remove(state(d, "scores.decode")), r"it keeps"),
+        (STEP, lambda d: d["inputs"].append(WEIGHT), r"have one name"),
+        (STEP, lambda d: d["outputs"].pop(), NO_VALUE),
+        (STEP, put("outputs", -1, shape=[1]), r"it updates .*\(1,\)"),
+        (STEP, put("outputs", -1, alias_of="decode.input_ids"), NO_VALUE),
+        (STEP, drop_chosen, f"{NO_CHOSEN}; export the model again"),
+        (SAMPLER, put("inputs", 3, shape=[3, 299]), r"keeps \('scores.decode', \(3, 299\)"),
+        (SAMPLER, put("inputs", 3, name="scores.chunk"), r"keeps \('scores.chunk'"),
+        (SAMPLER, put("inputs", 4, name="kv_cache.key_0"), NO_CHOSEN),
+        (SAMPLER, put("outputs", 1, shape=[4]), r"updates \('chosen.tokens', \(4,\)"),
+        (SAMPLER, put("inputs", 0, shape=[4, 4]), r"takes \('decode.sampling_params', \(4, 4\)"),
+        (SAMPLER, put("outputs", 0, shape=[4]), r"returns \('decode.tokens', \(4,\)"),
+        (SAMPLER, put("outputs", 0, alias_of="scores.decode"), r"it returns 0 tensors"),
+        (SAMPLER, lambda d: d["outputs"].append(SCORES), NO_VALUE),
+        (KEEP_STATE, put("inputs", 4, shape=[4, 2, 6]), r"it keeps \('snapshots.kv_cache.conv_1_0', \(4, 2, 6\)"),
+        (KEEP_STATE, put("inputs", 3, shape=[3, 2, 6]), r"it keeps \('kv_cache.conv_1_0', \(3, 2, 6\)"),
+        (KEEP_STATE, put("inputs", 0, name="copy.slot"), r"it takes \('copy.slot'"),
+        (KEEP_STATE, put("outputs", 0, alias_of=CONV.name), NO_VALUE),
+        (KEEP_STATE, put("outputs", 0, alias_of=None), r"it returns 1 tensors, and the manifest asks for 0"),
     ],
 )
-def test_a_graph_that_copies_other_states_is_refused(change: tuple[str, int, str, object], words: str) -> None:
-    with pytest.raises(ArtifactError, match=words):
-        check_graphs(KEEPER, {KEEP_STATE: keeper(change)})
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_graph_of_another_manifest_is_refused(name: str) -> None:
-    change, words = CHANGES[name]
-    document = described(SPECS[0])
+def test_a_graph_of_another_manifest_is_refused(
+    name: str, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    document = MADE[name]()
     change(document)
     with pytest.raises(ArtifactError, match=words) as caught:
-        check(document)
-    assert SPECS[0].name in str(caught.value)
+        check(name, document)
+    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, True, "4; abort()", -1, 1.5, 2**40, {}])

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import tiny_config
-from optimum.commands import optimum_cli
+from helpers import Artifacts, Cli, tiny_config
 
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.runtime.runner import GraphRunner
@@ -19,7 +17,7 @@ from optimum_neuron.tools.bench.measure import Bench, make_plan
 
 
 def test_each_measurement_runs_what_it_says(
-    cpu_artifact: Callable[[str], Path], open_runner: Callable[..., GraphRunner], monkeypatch: pytest.MonkeyPatch
+    cpu_artifact: Artifacts, open_runner: Callable[..., GraphRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = open_runner("llama", "cpu")
     ran: list[tuple[int, int]] = []
@@ -56,17 +54,12 @@ def test_default_sizes_fit_the_artifact() -> None:
         make_plan(few, None, [4], None, 8, 3)
 
 
-def test_a_report_is_printed_and_written(
-    cpu_artifact: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_report_is_printed_and_written(cpu_artifact: Artifacts, tmp_path: Path, cli: Cli) -> None:
     written = tmp_path / "bench.json"
-    words = ["--prompt-lengths", "20", "40", "--batch", "1", "3", "--context-length", "8", "--new-tokens", "4"]
-    words += ["--repeat", "2", "--json", str(written)]
-    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "bench", str(cpu_artifact("llama")), *words])
-    optimum_cli.main()
-    shown = capsys.readouterr().out
-    for text in ("Prefill, a prompt alone", "Decode, after 8 tokens a row", "medians of 2", "threads on"):
-        assert text in shown
+    words = "--prompt-lengths 20 40 --batch 1 3 --context-length 8 --new-tokens 4 --repeat 2 --json"
+    code, shown, _ = cli("neuron", "bench", cpu_artifact("llama"), *words.split(), written)
+    told = ("Prefill, a prompt alone", "Decode, after 8 tokens a row", "medians of 2", "threads on")
+    assert code == 0 and all(text in shown for text in told)
     report = json.loads(written.read_text())
     assert list(report) == [
         "format", "artifact", "digest", "config", "machine", "new_tokens", "repeat", "load_seconds", "warm_up_seconds", "memory", "prefill", "decode",

@@ -7,16 +7,12 @@ import dataclasses
 import json
 import re
 import shutil
-from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers import export_tiny, tiny_config
+from helpers import Artifacts, Cli, export_tiny, tiny_config
 from neuron_fixtures import certificate_of
-from optimum.commands.register.neuron import NeuronInspectCommand
 from tampering import read_json, write
 from tiny import TINY_SIZES
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -24,42 +20,17 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
 from optimum_neuron.artifact.filesystem import file_sha256
 from optimum_neuron.step.spec import GREEDY, SamplingParams, graph_specs
-from optimum_neuron.targets.neuron.graphs import hlo
-from optimum_neuron.targets.neuron.graphs.io import COPIES, read_graph_io
+from optimum_neuron.targets.neuron.graphs.io import COPIES
 from optimum_neuron.targets.neuron.lowering import lower_all as rank_model
 from optimum_neuron.targets.neuron.lowering.ops import NEURON_OPS
 from optimum_neuron.tools.certify import CERTIFICATE_NAME, NOT_CERTIFIED
 from optimum_neuron.tools.certify import setup as setups
-from optimum_neuron.tools.certify.host_ranks import LoweredModule, widen_module
 from optimum_neuron.tools.certify.recording import record_steps
 from optimum_neuron.tools.certify.reference import SamplerCall
 from optimum_neuron.tools.check import checks
 from optimum_neuron.tools.check.step_checks import CheckError
 from optimum_neuron.tools.inspect.collect import collect_facts
 from optimum_neuron.tools.inspect.html import render_page
-
-
-def test_an_export_certifies_what_it_executed(hlo_artifact: Callable[[str], Path]) -> None:
-    folder = hlo_artifact("llama")
-    certificate = certificate_of(folder)
-    assert certificate.graphs == {path.stem: file_sha256(path) for path in (folder / "graphs").glob("*.hlo")}
-    assert (certificate.layers, certificate.all_layers) == (2, 2)
-    versions = read_json(folder / CERTIFICATE_NAME)["versions"]
-    assert {"torch", "torch-xla", "transformers", "optimum_neuron"} <= versions.keys()
-    assert all(each.difference <= each.bound and each.count for each in certificate.comparisons)
-
-
-def test_widening_changes_types_alone(sharp_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    sizes = {"dtype": "bfloat16", "mixed_step": False}
-    half = export_tiny(sharp_checkpoints["gpt_oss"], tmp_path / "half", target="hlo", **sizes)
-    path = next((half / "graphs").glob("chunked_prefill*.hlo"))
-    wide, io = widen_module(LoweredModule(path.read_bytes(), read_graph_io(path)))
-    before, after = hlo.parse(path.read_bytes()), hlo.parse(wide)
-    pairs = list(zip(hlo.instructions(before), hlo.instructions(after), strict=True))
-    assert all(one.opcode == other.opcode and one.name == other.name for (_, one), (_, other) in pairs)
-    names = {hlo.dtype_name(instruction.shape) for _, instruction in hlo.instructions(after)}
-    assert "bfloat16" in {hlo.dtype_name(each.shape) for _, each in hlo.instructions(before)}
-    assert "bfloat16" not in names and {each.dtype for each in io.inputs} <= {"float32", "int32"}
 
 
 @pytest.mark.full
@@ -89,22 +60,22 @@ def test_an_export_whose_graphs_compute_something_else_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_inspect_says_whether_an_artifact_is_certified(
-    hlo_artifact: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_says_what_is_certified(hlo_artifact: Artifacts, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     for name, told in (("llama", "yes"), ("qwen3", NOT_CERTIFIED)):
-        command = NeuronInspectCommand.__new__(NeuronInspectCommand)
-        command.args = Namespace(artifact=hlo_artifact(name), html=None, json=None, bench=None)
-        command.run()
-        assert re.search(rf"certified +│ {told}", capsys.readouterr().out)
+        assert re.search(rf"certified +│ {told}", cli("neuron", "inspect", hlo_artifact(name))[1])
     assert not (hlo_artifact("qwen3") / CERTIFICATE_NAME).exists()
 
 
-def test_facts_and_page_have_what_was_certified_counted_and_linted(hlo_artifact: Callable[[str], Path]) -> None:
+def test_an_export_certifies_what_it_executed_and_facts_and_page_have_it(hlo_artifact: Artifacts) -> None:
     facts = collect_facts(Artifact.open(hlo_artifact("llama")))
-    certificate = certificate_of(hlo_artifact("llama"))
-    assert facts.certificate == certificate
+    folder = hlo_artifact("llama")
+    certificate = certificate_of(folder)
+    assert facts.certificate == certificate and (certificate.layers, certificate.all_layers) == (2, 2)
+    assert certificate.graphs == {path.stem: file_sha256(path) for path in (folder / "graphs").glob("*.hlo")}
+    versions = read_json(folder / CERTIFICATE_NAME)["versions"]
+    assert {"torch", "torch-xla", "transformers", "optimum_neuron"} <= versions.keys()
+    assert all(each.difference <= each.bound and each.count for each in certificate.comparisons)
     steps = {each.name: each for each in facts.graphs if each.kind != "helper"}
     assert steps.keys() | {"copy_slot"} <= certificate.graphs.keys()
     assert all(each.operators["dot"] > 0 and each.cost["flops"] > 0 for each in steps.values())
@@ -119,31 +90,24 @@ def test_facts_and_page_have_what_was_certified_counted_and_linted(hlo_artifact:
     assert core.place == "core 0" and core.capacity is None and core.parts["KV cache"] > 0
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("graphs",), {"mixed": "0"}, "of the form"),
-        (("executed", "layers"), 0, "layers"),
-        (("comparisons", 0, "bound"), -1.0, "bound"),
-        (("rules",), [], "rules"),
-    ],
-)
-def test_a_certificate_that_no_export_wrote_is_refused_in_a_sentence(
-    path: tuple[Any, ...], value: Any, message: str, hlo_artifact: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_certificate_that_no_export_wrote_is_refused_in_a_sentence(hlo_artifact: Artifacts, tmp_path: Path) -> None:
     folder = shutil.copytree(hlo_artifact("llama"), tmp_path / "out")
-    place = document = read_json(folder / CERTIFICATE_NAME)
-    for name in path[:-1]:
-        place = place[name]
-    place[path[-1]] = value
-    write(folder, CERTIFICATE_NAME, json.dumps(document).encode())
-    with pytest.raises(ArtifactError, match=message):
-        certificate_of(folder)
+    sound = read_json(folder / CERTIFICATE_NAME)
+    layers = sound["executed"] | {"layers": 0}
+    negative = [sound["comparisons"][0] | {"bound": -1.0}]
+    wrong = {
+        "of the form": {"graphs": {"mixed": "0"}},
+        "layers": {"executed": layers},
+        "bound": {"comparisons": negative},
+        "rules": {"rules": []},
+    }
+    for message, changes in wrong.items():
+        write(folder, CERTIFICATE_NAME, json.dumps(sound | changes).encode())
+        with pytest.raises(ArtifactError, match=message):
+            certificate_of(folder)
 
 
-def test_a_certificate_that_was_changed_or_is_of_other_graphs_is_refused(
-    hlo_artifact: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_certificate_that_was_changed_or_of_other_graphs_is_refused(hlo_artifact: Artifacts, tmp_path: Path) -> None:
     folder = shutil.copytree(hlo_artifact("llama"), tmp_path / "out")
     name, digest = next(iter(read_json(folder / CERTIFICATE_NAME)["graphs"].items()))
     data = (folder / CERTIFICATE_NAME).read_bytes().replace(digest.encode(), b"0" * 64)

@@ -43,15 +43,6 @@ def compared(entries: Sequence[ExpectedValues], *found: float | Tensor | None, d
     return one
 
 
-def test_one_number_stands_for_many_and_none_hides_one_that_is_no_number() -> None:
-    difference = torch.tensor([[1.0, -3.0], [0.0, 0.0]])
-    assert summarize(difference, "float32") == 3.0 and summarize(difference, "bfloat16") == 1.0
-    for broken in (math.nan, math.inf, -math.inf):
-        assert summarize(torch.tensor([0.0, broken]), "float32") == math.inf
-        assert summarize(torch.tensor([0.0, broken]), "bfloat16") == math.inf
-    assert summarize(torch.empty(0), "float32") == 0.0
-
-
 @pytest.mark.parametrize(("off", "holds"), [(4.0, True), (4.25, False), (math.nan, False), (math.inf, False)])
 def test_a_difference_holds_up_to_its_bound(off: float, holds: bool) -> None:
     found = torch.zeros(2, 3)
@@ -89,11 +80,8 @@ def test_in_a_16_bit_type_the_mean_of_all_rows_of_a_graph_is_compared() -> None:
 def test_every_rank_has_to_choose_an_accepted_token_in_every_row() -> None:
     expected = Expected("float32", tokens={(0, "decode.tokens"): {0: (3, 4), 2: (5,)}})
     right, wrong = ({"decode.tokens": torch.tensor(tokens)} for tokens in ([4, 9, 5], [4, 5, 9]))
-    for other, place, difference in (
-        (right, "", 0),
-        (wrong, "step 0, row 2, rank 1", 1),
-        ({}, "step 0, row 0, rank 1", 2),
-    ):
+    cases = ((right, "", 0), (wrong, "step 0, row 2, rank 1", 1), ({}, "step 0, row 0, rank 1", 2))
+    for other, place, difference in cases:
         (one,) = compare(expected, [[right], [other]])
         assert (one.holds, one.count, one.place, one.difference) == (not difference, 4, place, difference)
 
@@ -113,10 +101,8 @@ def references() -> tuple[ReferenceRun, ReferenceRun, list[RecordedStep]]:
 def test_noise_is_of_rows_in_use_and_of_states_without_what_padding_writes() -> None:
     expected = expect_results(*references(), "float32", 2, None)
     # Of a graph that returns tokens alone, the logits by which it chose them.
-    assert {key: each.noise for key, each in expected.outputs.items() if key[0] == 0} == {
-        (0, LOGITS, 0): 2.0,
-        (0, LOGITS, 1): 2.0,
-    }
+    noises = {key: each.noise for key, each in expected.outputs.items() if key[0] == 0}
+    assert noises == {(0, LOGITS, 0): 2.0, (0, LOGITS, 1): 2.0}
     state = expected.outputs[1, KEYS, 1]
     assert (state.subject, state.noise, state.values.tolist()) == ("states: key", 0.5, [[[[3.0, 3.0]] * 4]])
     assert expected.tokens[0, "decode.tokens"] == {0: (0, 1, 2)}  # within 32 of the largest
@@ -126,6 +112,8 @@ def test_codes_are_compared_by_their_order_and_one_that_is_no_number_is_beyond_a
     floats = torch.tensor([-448.0, -(2.0**-9), 0.0, 2.0**-9, 240.0, 256.0]).to(torch.float8_e4m3fn)
     assert as_steps(floats).tolist() == [-126, -1, 0, 1, 119, 120]
     assert as_steps(torch.tensor([-127, 5], dtype=torch.int8)).tolist() == [-127, 5]
+    assert summarize(torch.empty(0), "float32") == 0.0
+    assert summarize(torch.tensor([-torch.inf, torch.inf]), "bfloat16") == torch.inf
     assert summarize(as_steps(torch.tensor([torch.nan]).to(torch.float8_e4m3fn)), "float32") == torch.inf
 
 

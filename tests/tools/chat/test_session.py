@@ -7,16 +7,16 @@ import io
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from characters import character_tokenizer
-from transformers import PreTrainedTokenizerFast
+from helpers import Artifacts
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.engine.service import EngineService
@@ -33,39 +33,34 @@ def ignore(piece: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Tokenizer:
     return character_tokenizer()
 
 
 @pytest.fixture(scope="module")
-def model(cpu_artifact: Callable[[str], Path]) -> NeuronModelForCausalLM:
+def model(cpu_artifact: Artifacts) -> NeuronModelForCausalLM:
     return NeuronModelForCausalLM.from_pretrained(cpu_artifact("llama"))
 
 
 @contextmanager
-def chatting(
-    model: NeuronModelForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    settings: Settings = FEW,
-    system: str | None = None,
-) -> Iterator[ChatSession]:
+def chatting(model: NeuronModelForCausalLM, tokenizer: Tokenizer, settings: Settings = FEW) -> Iterator[ChatSession]:
     with model.serve() as service:
-        yield ChatSession(model, service, tokenizer, settings, system)
+        yield ChatSession(model, service, tokenizer, settings)
 
 
 @pytest.fixture
 def session(
-    request: pytest.FixtureRequest, model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast
+    request: pytest.FixtureRequest, model: NeuronModelForCausalLM, tokenizer: Tokenizer
 ) -> Iterator[ChatSession]:
     with chatting(model, tokenizer, getattr(request, "param", FEW)) as session:
         yield session
 
 
-def ids(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> list[int]:
+def ids(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def fresh(model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: list[int]) -> str:
+def fresh(model: NeuronModelForCausalLM, tokenizer: Tokenizer, prompt: list[int]) -> str:
     """Return what generate() answers to a conversation, with nothing in any slot."""
     sequences = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)
     text: str = tokenizer.decode(sequences[0, len(prompt) :], skip_special_tokens=True)
@@ -73,7 +68,7 @@ def fresh(model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast, pro
 
 
 def test_a_turn_computes_only_what_is_new_and_answers_as_a_fresh_generate(
-    model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    model: NeuronModelForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
     step = model.runner.run_step
@@ -84,6 +79,7 @@ def test_a_turn_computes_only_what_is_new_and_answers_as_a_fresh_generate(
 
     monkeypatch.setattr(model.runner, "run_step", counted)
     with chatting(model, tokenizer) as session:
+        assert "only what is new" in session.kept
         first = session.send_message("ab", ignore)
         prompt = ids(tokenizer, session.messages[:1])
         assert (first.computed, first.reused, first.generated) == (len(prompt), 0, 4) == (sum(ran), 0, 4)
@@ -99,8 +95,8 @@ def test_a_turn_computes_only_what_is_new_and_answers_as_a_fresh_generate(
     assert session.messages[3] == {"role": "assistant", "content": second.text}
 
 
-def test_a_model_with_state_continues_from_the_last_copy_of_it(
-    cpu_artifact: Callable[[str], Path], tokenizer: PreTrainedTokenizerFast
+def test_a_model_with_state_continues_from_its_last_copy(
+    cpu_artifact: Artifacts, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = NeuronModelForCausalLM.from_pretrained(cpu_artifact("lfm2"))
     with chatting(model, tokenizer) as session:
@@ -108,14 +104,11 @@ def test_a_model_with_state_continues_from_the_last_copy_of_it(
         prompt = session.send_message("ab", ignore).computed
         second = session.send_message("cd", ignore)
         whole = ids(tokenizer, session.messages[:3])
+        monkeypatch.setattr(model.runner, "kept", SimpleNamespace(needed=True, lengths=()))
+        assert "each turn computes the whole" in session.kept
+        monkeypatch.undo()
     assert (second.reused, second.computed) == (prompt, len(whole) - prompt)
     assert fresh(model, tokenizer, whole) == second.text
-
-
-def test_it_is_told_how_the_history_is_kept(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "only what is new" in session.kept
-    monkeypatch.setattr(session._model.runner, "kept", SimpleNamespace(needed=True, lengths=()))
-    assert "each turn computes the whole" in session.kept
 
 
 @pytest.mark.parametrize("session", [Settings(max_new_tokens=30)], indirect=True)
@@ -140,9 +133,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, session: ChatSession) -> None:
     monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02) or step())
 
 
-def test_a_message_that_is_interrupted_before_its_answer_is_not_kept(
-    session: ChatSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_without_an_answer_is_not_kept(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, session)
     submit = EngineService.submit
 
@@ -186,7 +177,7 @@ def test_a_failure_leaves_the_conversation_as_it_was(session: ChatSession, monke
     assert session.send_message("cd", ignore).generated == 4
 
 
-def test_a_seed_repeats_a_conversation(model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_seed_repeats_a_conversation(model: NeuronModelForCausalLM, tokenizer: Tokenizer) -> None:
     def answers(seed: int) -> list[str]:
         with chatting(model, tokenizer, Settings(max_new_tokens=6, temperature=5.0, seed=seed)) as session:
             return [session.send_message("ab", ignore).text for _ in range(2)]
@@ -195,7 +186,7 @@ def test_a_seed_repeats_a_conversation(model: NeuronModelForCausalLM, tokenizer:
 
 
 def test_settings_that_the_artifact_cannot_honour_and_a_missing_template_are_refused(
-    model: NeuronModelForCausalLM, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    model: NeuronModelForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model.generation_config, "num_beams", 2)
     with pytest.raises(ValueError, match="num_beams"), chatting(model, tokenizer, Settings(temperature=1.0)):
@@ -206,7 +197,7 @@ def test_settings_that_the_artifact_cannot_honour_and_a_missing_template_are_ref
 
 
 @pytest.mark.parametrize("line", ["/hepl", "/help me"])
-def test_a_wrong_line_changes_nothing_and_ends_a_chat_from_a_pipe(
+def test_a_wrong_line_ends_a_chat_from_a_pipe(
     line: str, session: ChatSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = session.messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

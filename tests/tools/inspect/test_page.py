@@ -8,16 +8,12 @@ import itertools
 import json
 import re
 import shutil
-import sys
-from collections.abc import Callable
-from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import recurrent
-from helpers import export_tiny
-from optimum.commands import optimum_cli
+from helpers import Artifacts, Cli, export_tiny
 from tampering import write
 
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
@@ -75,7 +71,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def llama(cpu_artifact: Callable[[str], Path]) -> ArtifactFacts:
+def llama(cpu_artifact: Artifacts) -> ArtifactFacts:
     return collect_facts(Artifact.open(cpu_artifact("llama")))
 
 
@@ -97,7 +93,7 @@ def everything(facts: ArtifactFacts, text: str) -> ArtifactFacts:
     )  # fmt: skip
 
 
-def test_facts_are_those_of_the_files(cpu_artifact: Callable[[str], Path], llama: ArtifactFacts) -> None:
+def test_facts_are_those_of_the_files(cpu_artifact: Artifacts, llama: ArtifactFacts) -> None:
     artifact = Artifact.open(cpu_artifact("llama"))
     assert [each.name for each in llama.graphs] == [each.name for each in artifact.graphs]
     decode, prefill, mixed = llama.graphs
@@ -146,13 +142,12 @@ def test_a_page_is_one_file_that_asks_for_no_other(llama: ArtifactFacts) -> None
 
 def test_text_of_an_artifact_is_only_text_in_its_page(llama: ArtifactFacts) -> None:
     plain, hostile = Page(render_page(everything(llama, "plain"))), Page(render_page(everything(llama, HOSTILE)))
-    assert hostile.tags == plain.tags
-    assert len(hostile.attributes) == len(plain.attributes)
+    assert hostile.tags == plain.tags and len(hostile.attributes) == len(plain.attributes)
     shown = [text for text in hostile.texts if HOSTILE in text]
     assert len(shown) == len([text for text in plain.texts if "plain" in text and "{" not in text])
 
 
-def test_steps_stand_by_chunk_size_and_context(llama: ArtifactFacts) -> None:
+def test_steps_stand_by_chunk_size_and_context_and_bars_are_filled_by_their_parts(llama: ArtifactFacts) -> None:
     graphs = [
         GraphFacts(f"{kind}_{chunk}_{context}", kind, 4, 1 if chunk else 0, chunk, context, 0, None)
         for context in (64, 128)
@@ -168,81 +163,54 @@ def test_steps_stand_by_chunk_size_and_context(llama: ArtifactFacts) -> None:
         "chunk 8", "prefill, 12 tokens", "mixed, 12 tokens", "prefill, 12 tokens", "mixed, 12 tokens",
         "chunk 32", "scoring, 36 tokens", "scoring, 36 tokens",
     ]  # fmt: skip
-
-
-def test_parts_of_a_bar_fill_it_as_far_as_they_go(llama: ArtifactFacts) -> None:
     cores = tuple(MemoryParts(f"core {rank}", {"weights": 30, "KV cache": 10}, (), 80) for rank in range(20))
     page = Page(render_page(dataclasses.replace(llama, memory=cores)))
     bars = [(x, width) for (tag, name, x), (_, _, width) in itertools.pairwise(page.attributes) if (tag, name) == ("rect", "x")]  # fmt: skip
     assert bars[:2] == [("0.000", "37.500"), ("37.500", "12.500")]
     assert "20 cores alike, from core 0" in page.texts
-
-
-def test_sizes_are_told_in_three_digits() -> None:
-    sizes = (0, 999, 1000, 1234, 65536, 123456789, 5e15)
-    assert ", ".join(map(bytes_text, sizes)) == "0 bytes, 999 bytes, 1 kB, 1.23 kB, 65.5 kB, 123 MB, 5,000 TB"
+    assert ", ".join(map(bytes_text, (0, 999, 1234, 65536, 5e15))) == "0 bytes, 999 bytes, 1.23 kB, 65.5 kB, 5,000 TB"
     assert count_text(1_500_000) == "1.50 M"
 
 
-Call = Callable[..., tuple[str, str]]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the command; return what it prints to stdout and stderr."""
-
-    def run(*words: str | Path) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "inspect", *map(str, words)])
-        with suppress(SystemExit):
-            optimum_cli.main()
-        return capsys.readouterr()
-
-    return run
-
-
-def test_the_command_writes_a_page_and_data(
-    cpu_artifact: Callable[[str], Path], tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+def test_page_and_data_are_written(
+    cpu_artifact: Artifacts, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for room in ("hub", "tools.inspect"):
         monkeypatch.setattr(f"optimum_neuron.{room}.collect.read_speeds", lambda artifact: ((SPEED,), {}))
     page, data = tmp_path / "made" / "page.html", tmp_path / "data.json"
     page.parent.mkdir()
     page.write_text("before", encoding="utf-8")
-    assert call(cpu_artifact("llama"), "--html", page, "--json", data)[0] == f"{page}\n{data}\n"
+    assert cli("neuron", "inspect", cpu_artifact("llama"), "--html", page, "--json", data)[1] == f"{page}\n{data}\n"
     assert {"decode", "12.5 ms", "rows 1"} <= set(Page(page.read_text(encoding="utf-8")).texts)
     document = json.loads(data.read_text(encoding="utf-8"))
     assert document["speeds"] == [SPEED] and document["graphs"][0]["operators"]["Attend"] == 2
-    shown, _ = call(cpu_artifact("llama"))
+    _, shown, _ = cli("neuron", "inspect", cpu_artifact("llama"))
     assert "rows 1" in shown and "12.5" in shown and "token_generation_context64" in shown
     assert [path.name for path in page.parent.iterdir()] == ["page.html"]
 
 
-def test_a_page_is_not_written_over_the_artifact_or_of_a_broken_one(
-    cpu_artifact: Callable[[str], Path], tmp_path: Path, call: Call
+def test_no_page_is_written_over_an_artifact_or_of_a_broken_one(
+    cpu_artifact: Artifacts, tmp_path: Path, cli: Cli
 ) -> None:
     folder = Path(shutil.copytree(cpu_artifact("llama"), tmp_path / "artifact"))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     (tmp_path / "link").symlink_to(folder / "graphs")
     names = ("graphs/new.html", "config.json", "neuron_config.json", "weights/x", "../link/x.html", "graphs")
     for flag, name in itertools.product(("--html", "--json"), names):
-        assert ("is a folder" if name == "graphs" else "a file of the artifact itself") in call(
-            folder, flag, folder / name
-        )[1]
+        told = "is a folder" if name == "graphs" else "a file of the artifact itself"
+        assert told in cli("neuron", "inspect", folder, flag, folder / name)[2]
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     graph = folder / STEP
     changed = {"is truncated": before[graph][:-2], "was changed after the export": before[graph][:-2] + b" }"}
     for told, data in changed.items():
         graph.write_bytes(data)
-        assert told in call(folder, "--html", tmp_path / "page.html")[1] and not (tmp_path / "page.html").exists()
+        assert told in cli("neuron", "inspect", folder, "--html", tmp_path / "page.html")[2]
+        assert not (tmp_path / "page.html").exists()
 
 
-def test_a_manifest_that_vouches_for_no_plan_is_refused(cpu_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_manifest_that_vouches_for_no_plan_is_refused(cpu_artifact: Artifacts, tmp_path: Path) -> None:
     folder, name = Path(shutil.copytree(cpu_artifact("llama"), tmp_path / "artifact")), STEP
-    for data, told in (
-        (b"[]", "cannot be read"),
-        (b'{"plan": {"steps": 5}}', "holds no plan"),
-        (b"{}", "holds no plan"),
-    ):
+    for data, told in ((b"[]", "cannot be read"), (b'{"plan": {"steps": 5}}', "holds no plan")):
         write(folder, name, data)
         with pytest.raises(ArtifactError, match=told):
             collect_facts(Artifact.open(folder))

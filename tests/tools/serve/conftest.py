@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers import export_tiny
-from served_app import App, start_app
+from served_app import App, Start, start_app
 from transformers import AutoTokenizer
 
 from optimum_neuron import NeuronModelForCausalLM
@@ -30,7 +30,7 @@ def tokenizer(artifact: Path) -> object:
 
 
 @pytest.fixture
-def start(model: NeuronModelForCausalLM, tokenizer: object) -> Iterator[Callable[..., App]]:
+def start(model: NeuronModelForCausalLM, tokenizer: object) -> Iterator[Start]:
     """Starts the application with a gate of its own; its service ends with the test."""
     started: list[App] = []
 
@@ -44,5 +44,5 @@ def start(model: NeuronModelForCausalLM, tokenizer: object) -> Iterator[Callable
 
 
 @pytest.fixture
-def app(start: Callable[..., App]) -> App:
+def app(start: Start) -> App:
     return start()

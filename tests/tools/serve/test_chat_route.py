@@ -4,28 +4,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
-import openai
-import pytest
-from served_app import CHAT, NAME, App
+from served_app import CHAT, NAME, App, Start
 
 from optimum_neuron.step.spec import SamplingParams
 
 
-GREEDY: dict[str, Any] = {"model": NAME, "messages": CHAT, "temperature": 0, "max_tokens": 12}
-
-
 def ask(app: App, **options: Any) -> Any:
-    return app.asked(lambda client: client.chat.completions.create(**GREEDY | options))
-
-
-def stream(app: App, **options: Any) -> list[Any]:
-    async def read(client: openai.AsyncOpenAI) -> list[Any]:
-        return [event async for event in await client.chat.completions.create(**GREEDY | {"stream": True} | options)]
-
-    return app.asked(read)
+    return app.create("chat", **{"messages": CHAT, "max_tokens": 12} | options)
 
 
 def prompt_of(app: App) -> list[int]:
@@ -47,7 +34,7 @@ def test_a_chat_is_the_template_and_what_the_engine_makes_of_it(app: App) -> Non
 
 def test_a_stream_says_who_speaks_then_pieces_then_why_it_ends_then_the_counts(app: App) -> None:
     whole = ask(app)
-    events = stream(app, stream_options={"include_usage": True})
+    events = ask(app, stream=True, stream_options={"include_usage": True})
     first, *pieces, last, counts = events
     assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
     assert all(event.choices[0].delta.role is None and event.choices[0].finish_reason is None for event in pieces)
@@ -56,7 +43,7 @@ def test_a_stream_says_who_speaks_then_pieces_then_why_it_ends_then_the_counts(a
     assert last.choices[0].finish_reason == "length" and last.choices[0].delta.content is None
     assert counts.choices == [] and counts.usage == whole.usage
     assert all(event.usage is None for event in events[:-1])
-    assert not any("usage" in event.model_fields_set for event in stream(app, max_tokens=2))
+    assert not any("usage" in event.model_fields_set for event in ask(app, stream=True, max_tokens=2))
     assert {event.object for event in events} == {"chat.completion.chunk"}
     assert len({event.id for event in events}) == 1
 
@@ -73,13 +60,13 @@ def test_several_choices_are_told_apart_and_a_seed_brings_them_again(app: App) -
     sampled = app.tokens(prompt_of(app), 6, sampling=SamplingParams(temperature=1.5), seed=9)
     assert app.read(sampled) == texts[2]
     streamed = ["", "", ""]
-    for event in stream(app, **options):
+    for event in ask(app, stream=True, **options):
         for choice in event.choices:
             streamed[choice.index] += choice.delta.content or ""
     assert streamed == texts
 
 
-def test_a_stop_token_ends_a_chat_and_the_models_own_may_be_ignored(start: Callable[..., App]) -> None:
+def test_a_stop_token_ends_a_chat_and_the_models_own_may_be_ignored(start: Start) -> None:
     app = start()
     expected = app.tokens(prompt_of(app), 12)
     stop = next(token for token in expected[2:] if token not in expected[:2])
@@ -93,6 +80,8 @@ def test_a_stop_token_ends_a_chat_and_the_models_own_may_be_ignored(start: Calla
     assert answer.choices[0].finish_reason == "stop" and answer.choices[0].stop_reason is None
     assert answer.choices[0].message.content == app.read(expected[:place])
     assert ask(app, extra_body={"ignore_eos": True}).usage.completion_tokens == 12
+    usage = app.chat(ignore_eos=True).json()["usage"]  # without a limit
+    assert usage["total_tokens"] == app.served.config.sequence_length + 1  # the last one needs no row
 
 
 def test_log_probabilities_of_a_chat_are_told_token_by_token(app: App) -> None:
@@ -106,31 +95,19 @@ def test_log_probabilities_of_a_chat_are_told_token_by_token(app: App) -> None:
     for each in content:
         assert each.logprob == each.top_logprobs[0].logprob and each.token == each.top_logprobs[0].token
         assert len(each.top_logprobs) == 2 and each.top_logprobs[0].logprob >= each.top_logprobs[1].logprob
-    events = stream(app, logprobs=True, top_logprobs=2, max_tokens=6)
+    events = ask(app, stream=True, logprobs=True, top_logprobs=2, max_tokens=6)
     told = [each for event in events if event.choices[0].logprobs for each in event.choices[0].logprobs.content]
     assert told == content
 
 
-def test_a_chat_without_a_limit_fills_the_length(app: App) -> None:
-    usage = app.chat(ignore_eos=True).json()["usage"]
-    assert usage["total_tokens"] == app.served.config.sequence_length + 1  # the last one needs no row
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% for %}", "Expected"),
-        (None, "/v1/completions"),
-    ],
-)
-def test_a_chat_template_that_fails_or_is_not_there_is_told_and_harms_nobody(
-    start: Callable[..., App], tokenizer: Any, template: str | None, words: str
-) -> None:
-    broken = copy.deepcopy(tokenizer)
-    broken.chat_template = template
-    app = start(tokenizer=broken)
-    answer = app.chat(max_tokens=2)
-    assert answer.status_code == 400
-    assert words in answer.json()["error"]["message"] and answer.json()["error"]["param"] == "messages"
-    assert app.complete(max_tokens=2).status_code == 200
+def test_a_chat_template_that_fails_or_is_not_there_is_told_and_harms_nobody(start: Start, tokenizer: Any) -> None:
+    cases = {"{{ raise_exception('no such role') }}": "no such role", "{% for %}": "Expected", None: "/v1/completions"}
+    for template, words in cases.items():
+        broken = copy.deepcopy(tokenizer)
+        broken.chat_template = template
+        app = start(tokenizer=broken)
+        answer = app.chat(max_tokens=2)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and words in error["message"] and error["param"] == "messages"
+        assert app.complete(max_tokens=2).status_code == 200
+        app.close()

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from typing import Any
 
-import openai
 import pytest
-from served_app import CHAT, NAME, App
+from served_app import CHAT, App, Start
 
 
 TEMPLATE = (
@@ -23,54 +21,49 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 
 
 @pytest.fixture
-def templated(start: Callable[..., App], tokenizer: Any) -> App:
+def templated(start: Start, tokenizer: Any) -> App:
     """An application with a template that shows what reaches it."""
     own = copy.deepcopy(tokenizer)
     own.chat_template = TEMPLATE
     return start(tokenizer=own)
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({}, "u:Hi;A:"),
-        ({"chat_template_kwargs": {"enable_thinking": False, "unknown": 1}}, "u:Hi;<False>A:"),
-        ({"reasoning_effort": "low"}, "u:Hi;<True>lowA:"),
-        ({"reasoning_effort": "none"}, "u:Hi;<False>noneA:"),
-        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "u:Hi;<False>highA:"),
-        ({"add_generation_prompt": False}, "u:Hi;"),
-        ({"continue_final_message": True}, "u:Hi"),
-        ({"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "u:Hi;a:[f 3];A:"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 4}}}]}]}, "a:[f 4];A:"),
-        ({"messages": [{"role": "user", "name": "B", "content": [{"type": "text", "text": each} for each in "ab"]}]}, "u:a\nb;A:"),
-        ({"messages": [{"role": "tool", "tool_call_id": "1", "content": "ok"}]}, "t:ok;A:"),
-        ({"messages": [{"role": "assistant", "content": None, "reasoning_content": "so"}]}, "a:(so);A:"),
-        ({"messages": [{"role": "assistant", "content": "x", "reasoning": "so", "refusal": None}]}, "a:x(so);A:"),
-    ],
-)  # fmt: skip
-def test_what_a_template_may_read_reaches_it(templated: App, options: dict[str, Any], text: str) -> None:
-    answer = templated.chat(max_tokens=1, return_token_ids=True, **options)
-    assert answer.status_code == 200, answer.text
-    assert templated.served.tokenizer.decode(answer.json()["prompt_token_ids"]) == text
+READ: list[tuple[dict[str, Any], str]] = [
+    ({}, "u:Hi;A:"),
+    ({"chat_template_kwargs": {"enable_thinking": False, "unknown": 1}}, "u:Hi;<False>A:"),
+    ({"reasoning_effort": "low"}, "u:Hi;<True>lowA:"),
+    ({"reasoning_effort": "none"}, "u:Hi;<False>noneA:"),
+    ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "u:Hi;<False>highA:"),
+    ({"add_generation_prompt": False}, "u:Hi;"),
+    ({"continue_final_message": True}, "u:Hi"),
+    ({"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}, "u:Hi;a:[f 3];A:"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 4}}}]}]}, "a:[f 4];A:"),
+    ({"messages": [{"role": "user", "name": "B", "content": [{"type": "text", "text": each} for each in "ab"]}]}, "u:a\nb;A:"),
+    ({"messages": [{"role": "tool", "tool_call_id": "1", "content": "ok"}]}, "t:ok;A:"),
+    ({"messages": [{"role": "assistant", "content": "x", "reasoning": "so", "refusal": None}]}, "a:x(so);A:"),
+]  # fmt: skip
+
+
+def test_what_a_template_may_read_reaches_it(templated: App) -> None:
+    for options, text in READ:
+        answer = templated.chat(max_tokens=1, return_token_ids=True, **options)
+        assert templated.served.tokenizer.decode(answer.json()["prompt_token_ids"]) == text, answer.text
     answer = templated.chat(chat_template_kwargs={"enable_thinking": "\ud800"})  # which no UTF-8 has
     assert answer.status_code == 400 and "chat template refuses" in answer.json()["error"]["message"]
 
 
-# What these programs send, as facts: guidellm 0.3, langchain-openai, litellm, and the SDK of OpenAI with all of its hints.
+# What these programs send, as facts: guidellm 0.3, and the SDK of OpenAI with all of its hints.
 BODIES: dict[str, dict[str, Any]] = {
     "guidellm": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "stream": True, "stop": None,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "ignore_eos": True,
         "max_completion_tokens": 4, "max_tokens": 4,
     },
-    "langchain": {"messages": CHAT, "stream": True, "stream_options": {"include_usage": True}, "n": 1, "temperature": 0.7},
-    "litellm": {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0.2, "max_tokens": 4, "user": "u", "metadata": {}},
     "openai": {
         "messages": CHAT, "max_completion_tokens": 4, "metadata": {"a": "b"}, "prediction": {"type": "content", "content": "x"},
         "prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s", "service_tier": "priority",
         "store": True, "verbosity": "low",
     },
-    "genai-perf": {"messages": CHAT, "max_tokens": 4, "min_tokens": 4, "ignore_eos": True, "stream": False},
     # Every member of vLLM 0.32's request that has a default, at that.
     "vllm": {
         "messages": CHAT, "logprobs": False, "top_logprobs": 0, "n": 1, "stop": [], "stream": False, "max_tokens": 4,
@@ -103,14 +96,8 @@ def test_each_event_has_the_counts_so_far_where_they_are_asked_for(app: App) -> 
 
 
 def test_token_ids_of_a_chat_are_told_whole_and_in_pieces(app: App) -> None:
-    async def ask(client: openai.AsyncOpenAI) -> list[Any]:
-        options: dict[str, Any] = {"model": NAME, "messages": CHAT, "temperature": 0, "max_tokens": 9, "n": 2}
-        extra = {"return_token_ids": True}
-        whole = await client.chat.completions.create(**options, extra_body=extra)
-        stream = await client.chat.completions.create(**options, stream=True, extra_body=extra)
-        return [whole, *[event async for event in stream]]
-
-    whole, first, *events = app.asked(ask)
+    options: dict[str, Any] = {"messages": CHAT, "max_tokens": 9, "n": 2, "extra_body": {"return_token_ids": True}}
+    whole, (first, *events) = (app.create("chat", stream=stream, **options) for stream in (False, True))
     assert whole.prompt_token_ids == first.prompt_token_ids and whole.prompt_token_ids
     assert not any(hasattr(event, "prompt_token_ids") for event in events)
     for index in (0, 1):

@@ -6,31 +6,20 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 import torch
 from helpers import random_tokens
-from served_app import CHAT, NAME, App
+from served_app import CHAT, NAME, App, Start
 from tokenizers.processors import TemplateProcessing
 
 from optimum_neuron import NeuronModelForCausalLM
 
 
-GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 8}
-
-
 def ask(app: App, **options: Any) -> Any:
-    return app.asked(lambda client: client.completions.create(**GREEDY | options))
-
-
-def stream(app: App, **options: Any) -> list[Any]:
-    async def read(client: openai.AsyncOpenAI) -> list[Any]:
-        return [event async for event in await client.completions.create(**GREEDY | {"stream": True} | options)]
-
-    return app.asked(read)
+    return app.create("completion", **{"max_tokens": 8} | options)
 
 
 def test_prompts_of_all_kinds_get_what_the_engine_gives_each(app: App) -> None:
@@ -41,24 +30,11 @@ def test_prompts_of_all_kinds_get_what_the_engine_gives_each(app: App) -> None:
         answer = ask(app, prompt=prompt)
         assert [choice.text for choice in answer.choices] == wanted
         assert [choice.index for choice in answer.choices] == list(range(len(wanted)))
+    with pytest.raises(openai.BadRequestError, match="echo=True is not supported"):
+        ask(app, prompt="Hi", echo=True)
     assert answer.object == "text_completion" and answer.usage.prompt_tokens == sum(map(len, ids))
     twice = ask(app, prompt=texts[:2], n=2)  # choices of one prompt come before those of the next
     assert [choice.text for choice in twice.choices] == [expected[0]] * 2 + [expected[1]] * 2
-
-
-def test_streams_of_several_prompts_add_up_to_the_texts_sent_at_once(app: App) -> None:
-    prompts = ["Hi", "Ho", "Once upon a time"]
-    whole = ask(app, prompt=prompts)
-    events = stream(app, prompt=prompts, stream_options={"include_usage": True})
-    texts, ends = ["", "", ""], []
-    for event in events[:-1]:
-        (choice,) = event.choices
-        assert choice.index not in ends
-        texts[choice.index] += choice.text
-        if choice.finish_reason is not None:
-            ends.append(choice.index)
-    assert texts == [choice.text for choice in whole.choices] and sorted(ends) == [0, 1, 2]
-    assert events[-1].usage == whole.usage
 
 
 def test_a_stop_string_ends_one_of_several_and_the_engine_is_told(app: App) -> None:
@@ -75,9 +51,7 @@ def test_a_stop_string_ends_one_of_several_and_the_engine_is_told(app: App) -> N
     assert app.gate.live == 0
 
 
-def test_begin_tokens_stand_before_prompts_and_a_template_writes_its_own(
-    start: Callable[..., App], tokenizer: Any
-) -> None:
+def test_begin_tokens_stand_before_prompts_and_a_template_writes_its_own(start: Start, tokenizer: Any) -> None:
     begins = copy.deepcopy(tokenizer)
     begins.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     counts = []
@@ -89,7 +63,7 @@ def test_begin_tokens_stand_before_prompts_and_a_template_writes_its_own(
     assert counts[1] == [counts[0][0], counts[0][1] + 1]
 
 
-def test_log_probabilities_are_those_of_the_logits(start: Callable[..., App], model: NeuronModelForCausalLM) -> None:
+def test_log_probabilities_are_those_of_the_logits(start: Start, model: NeuronModelForCausalLM) -> None:
     app, prompt = start(), random_tokens(9).tolist()
     tokens = app.tokens(prompt, 5)
     told = ask(app, prompt=prompt, logprobs=3, max_tokens=5).choices[0].logprobs
@@ -105,11 +79,16 @@ def test_log_probabilities_are_those_of_the_logits(start: Callable[..., App], mo
     assert told.text_offset == sorted(told.text_offset) and told.text_offset[0] == 0
 
 
-def test_the_model_is_listed_with_its_length_and_found_by_its_name(app: App) -> None:
+@pytest.mark.parametrize("name", [NAME, "some/folder"])
+def test_a_healthy_server_lists_its_model_and_finds_it_by_its_name(start: Start, name: str) -> None:
+    app = start(api_key="none", name=name)  # the key that the client sends
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        answer = app.request(method, path)
+        assert answer.status_code == 200 and answer.text == ""
     (model,) = app.asked(lambda client: client.models.list()).data
-    assert model.id == NAME and model.max_model_len == app.served.config.sequence_length
-    assert app.asked(lambda client: client.models.retrieve(NAME)) == model
-    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+    assert model.id == name and model.max_model_len == app.served.config.sequence_length
+    assert app.asked(lambda client: client.models.retrieve(name)) == model
+    with pytest.raises(openai.NotFoundError, match=f"this server has '{name}'"):
         app.asked(lambda client: client.models.retrieve("org/other"))
 
 
@@ -125,15 +104,7 @@ def test_what_is_no_route_is_told_in_openais_form(app: App) -> None:
     assert app.request("GET", "/nowhere", host="[").status_code == 404
 
 
-def test_a_healthy_server_says_so_and_a_key_and_a_path_are_taken(start: Callable[..., App]) -> None:
-    app = start(api_key="none", name="some/folder")  # the key that the client sends
-    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
-        answer = app.request(method, path)
-        assert answer.status_code == 200 and answer.text == ""
-    assert app.asked(lambda client: client.models.retrieve("some/folder")).id == "some/folder"
-
-
-def test_without_the_key_nothing_under_v1_is_answered(start: Callable[..., App]) -> None:
+def test_without_the_key_nothing_under_v1_is_answered(start: Start) -> None:
     app = start(api_key="secret")
     keys = ("Bearer wrong", "Bearer", "secret", "Basic secret", "Bearer secrets", "Bearer secret secret")
     wrong: list[dict[str, str]] = [{}, *({"authorization": key} for key in keys)]

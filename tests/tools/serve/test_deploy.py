@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from optimum.commands.register.neuron_serve import DEFAULT_DRAIN, KEY_VARIABLE, NeuronServeCommand
 from prometheus_client.parser import text_string_to_metric_families
-from served_app import App
+from served_app import NAME, App
 
 from optimum_neuron.tools.serve.server import LAST_READS
 
@@ -53,7 +53,7 @@ def manifests(name: str) -> dict[str, Any]:
     return {document["kind"]: document for document in documents}
 
 
-def test_files_that_the_services_mount_exist() -> None:
+def test_services_mount_files_that_exist_and_start_the_server_with_options_that_it_has() -> None:
     assert set(SERVICES) == {"server", "prometheus", "grafana"}
     mounts = [mount for service in SERVICES.values() for mount in service["volumes"] if mount.startswith("./")]
     assert len(mounts) == 3 and all((DEPLOY / mount.partition(":")[0]).exists() for mount in mounts)
@@ -61,9 +61,6 @@ def test_files_that_the_services_mount_exist() -> None:
     context = (DEPLOY / build["context"]).resolve()
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (context / build["dockerfile"]).read_text(), re.MULTILINE)
     assert context == ROOT and copied and all((ROOT / name).exists() for line in copied for name in line.split())
-
-
-def test_the_server_is_started_with_options_that_it_has_and_found_where_it_listens() -> None:
     server = SERVICES["server"]
     args = parsed([*entry(server["build"]["target"]), *server["command"]])
     assert list(STAGES)[-1] == "server" and f"EXPOSE {args.port}" in STAGES["server"]
@@ -82,8 +79,12 @@ def test_the_dashboard_shows_what_the_server_has_and_nothing_else(app: App) -> N
     asked = [*DASHBOARD["panels"], *DASHBOARD["templating"]["list"]]
     assert {each["datasource"]["uid"] for each in asked} == {source["uid"]}
     app.complete("x" * 65)  # a refusal, so that all metrics have a value
-    families = text_string_to_metric_families(app.request("GET", "/metrics").text)
-    known = {sample.name: set(sample.labels) for family in families for sample in family.samples}
+    answer = app.request("GET", "/metrics")
+    families = text_string_to_metric_families(answer.text)
+    samples = [sample for family in families for sample in family.samples]
+    known = {sample.name: set(sample.labels) for sample in samples}
+    assert answer.headers["content-type"].startswith("text/plain") and len(samples) > 15
+    assert all(each.labels["model_name"] == NAME and each.name.startswith("optimum_neuron:") for each in samples)
     shown: set[str] = set()
     for target in (target for panel in DASHBOARD["panels"] for target in panel["targets"]):
         labels = re.findall(r"by \((\w+)\)", target["expr"]) + re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])

@@ -6,36 +6,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import openai
 import pytest
 from helpers import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from served_app import CHAT, NAME, App
+from served_app import CHAT, App
 
 
 # A member, its value, and words of the refusal; of both routes.
 BOTH = [
     ("n", 0, "n is 0; give a whole number from 1 to 128"),
-    ("n", True, "n is True"),
-    ("n", 1.5, "n is 1.5"),
     ("max_tokens", "5", "max_tokens is '5'"),
-    ("max_tokens", 2**40, f"max_tokens is {2**40}"),
     ("max_tokens", 64, "max_tokens=64 do not fit the model's length of 64 tokens; lower max_tokens to"),
     ("temperature", -0.1, "temperature is -0.1; give a number from 0 to 100"),
     ("temperature", 10**400, "temperature is"),
-    ("temperature", True, "temperature is True"),
     ("top_p", 1.1, "top_p is 1.1; give a number from 0 to 1"),
-    ("min_p", -1, "min_p is -1"),
-    ("top_k", -2, "top_k is -2"),
     ("seed", 2**70, "seed is"),
     ("stop", [""], "give strings of 1 to 256 characters"),
-    ("stop", ["x" * 257], "give strings of 1 to 256 characters"),
     ("stop", ["x"] * 17, "up to 16 strings"),
     ("stop", [1], "stop is [1]"),
     ("stop_token_ids", [300], "stop_token_ids has the token id 300, and the model's are 0 to 299"),
-    ("stop_token_ids", 5, "stop_token_ids is 5"),
-    ("ignore_eos", "yes", "ignore_eos is 'yes'"),
     ("stream", 1, "stream is 1; give true or false"),
     ("user", 5, "user is 5"),
     ("frequency_penalty", 0.5, "frequency_penalty=0.5 is not supported; leave it out, or serve the artifact by vLLM"),
@@ -51,12 +41,8 @@ BOTH = [
 ]
 CHATS = [
     ("messages", None, "messages is None"),
-    ("messages", [], "messages is []"),
-    ("messages", "Hi", "messages is 'Hi'"),
     ("messages", ["Hi"], "messages[0] is 'Hi'"),
     ("messages", [{"content": "Hi"}], "messages[0] has no role"),
-    ("messages", [{"role": 5, "content": "Hi"}], "messages[0].role is 5"),
-    ("messages", [{"role": "user"}], "messages[0].content has"),
     ("messages", [*CHAT, {"role": "user", "content": 5}], "messages[1].content has"),
     ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content has {'image_url'"),
     ("messages", [{"role": "user", "content": "\ud800"}], "half of a surrogate pair at character 0"),
@@ -76,7 +62,6 @@ CHATS = [
     ("tool_choice", "required", "tool_choice='required' is not supported"),
     ("response_format", {"type": "json_object"}, "response_format={'type': 'json_object'} is not supported"),
     ("prompt", "Hi", "'prompt' is no member"),
-    ("reasoning_effort", 5, "reasoning_effort is 5; give a string"),
     ("add_generation_prompt", 1, "add_generation_prompt is 1; give true or false"),
     ("chat_template_kwargs", [], "chat_template_kwargs is []; give an object"),
     *[
@@ -85,26 +70,17 @@ CHATS = [
     ],
 ]  # fmt: skip
 COMPLETIONS = [
-    ("prompt", None, "prompt is None"),
     ("prompt", "", "the prompt has 0 tokens"),
-    ("prompt", [], "prompt is []"),
     ("prompt", [[]], "the prompt has 0 tokens"),
     ("prompt", ["Hi", 5], "prompt is ['Hi', 5]"),
-    ("prompt", [[1], "Hi"], "prompt is [[1], 'Hi']"),
     ("prompt", [[[1]]], "prompt is [[[1]]]"),
-    ("prompt", {"a": 1}, "prompt is {'a': 1}"),
     ("prompt", [5, 300], "prompt has the token id 300, and the model's are 0 to 299"),
-    ("prompt", [-1], "prompt has the token id -1"),
-    ("prompt", [1.5], "prompt has the token id 1.5"),
     ("prompt", [True], "prompt has the token id True"),
-    ("prompt", [[5], [5, 300]], "prompt has the token id 300"),
     ("prompt", "x" * 65, "the prompt has 65 tokens, and the model's length is 64 tokens; shorten it, or export"),
     ("prompt", "x" * 10**6, "the prompt has 1,000,000 characters, which no 64 tokens have"),
     ("prompt", ["Hi"] * 12, "the request has 12 prompts and choices, and the server takes in 11 at once"),
     ("prompt", "a\udfffb", "prompt has half of a surrogate pair at character 1"),
-    ("logprobs", True, "logprobs is True"),
     ("logprobs", 4, "the 4 most likely tokens, and this artifact returns 3"),
-    ("echo", True, "echo=True is not supported"),
     ("suffix", "x", "suffix='x' is not supported; leave it out"),
     ("messages", CHAT, "'messages' is no member"),
     ("max_completion_tokens", 5, "'max_completion_tokens' is no member"),
@@ -121,26 +97,29 @@ def test_a_wrong_request_is_refused_in_one_sentence(app: App, route: str) -> Non
         assert words in error["message"] and "\n" not in error["message"] and len(error["message"]) < 700
         assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
         assert error["param"] is not None
+        unsupported = error["message"].startswith(f"{name}=") and "is not supported" in words
+        assert not unsupported or error["code"] == "unsupported_parameter"
+        assert answer.status_code == 400 or error["code"] == "model_not_found"
     assert app.gate.live == 0 and app.service.engine.statistics.steps == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens=3 and max_completion_tokens=4 differ"),
-        ({"stream": True, "stream_options": 5}, "stream_options is 5"),
-        ({"stream_options": {"include_usage": True}}, "stream_options has no meaning without stream=true"),
-        ({"stream": True, "stream_options": {"zebra": 1}}, "stream_options has no member 'zebra'"),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage is 1"),
-        ({"logprobs": True, "top_logprobs": 4}, "and this artifact returns 3; ask for fewer, or export it with --top-logprobs 4"),
-        ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt=true and continue_final_message=true contradict"),
-        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
-            "reasoning_effort='low' and that of chat_template_kwargs differ"),
-    ],
-)  # fmt: skip
-def test_members_that_contradict_each_other_are_refused(app: App, options: dict[str, Any], words: str) -> None:
-    answer = app.chat(**options)
-    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens=3 and max_completion_tokens=4 differ"),
+    ({"stream": True, "stream_options": 5}, "stream_options is 5"),
+    ({"stream_options": {"include_usage": True}}, "stream_options has no meaning without stream=true"),
+    ({"stream": True, "stream_options": {"zebra": 1}}, "stream_options has no member 'zebra'"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage is 1"),
+    ({"logprobs": True, "top_logprobs": 4}, "and this artifact returns 3; ask for fewer, or export it with --top-logprobs 4"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt=true and continue_final_message=true contradict"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+        "reasoning_effort='low' and that of chat_template_kwargs differ"),
+]  # fmt: skip
+
+
+def test_members_that_contradict_each_other_are_refused(app: App) -> None:
+    for options, words in CONTRADICTIONS:
+        answer = app.chat(**options)
+        assert answer.status_code == 400 and words in answer.json()["error"]["message"], words
 
 
 def test_members_with_the_value_that_changes_nothing_are_taken(app: App) -> None:
@@ -162,10 +141,8 @@ NO_OBJECTS = [
     (b"", 400, "the body is no JSON"),
     (b"{", 400, "the body is no JSON"),
     (b"\xff\xfe\x00", 400, "the body is no UTF-8"),
-    (b"[]", 400, "the body is a JSON list"),
     (b"null", 400, "the body is a JSON NoneType"),
     (b'{"temperature": NaN}', 400, "NaN is no number of JSON"),
-    (b'{"temperature": Infinity}', 400, "Infinity is no number of JSON"),
     (b'{"seed": ' + b"9" * 5000 + b"}", 400, "the body has a number of too many digits; send a shorter one"),
     (b"[" * 100_000, 400, "the body is nested too deep; send objects and lists as OpenAI's API has them"),
     (b"[" + b"0," * 2**18 + b"0]", 413, "the body has more than 262,144 values and escaped characters"),
@@ -196,12 +173,3 @@ def test_whatever_a_body_has_is_answered_or_refused_in_utf8(app: App, body: dict
     answer = app.chat(**{"max_tokens": 1} | body)
     assert answer.status_code in (200, 400, 404, 429), answer.text
     assert "stream" in body or json.loads(answer.content.decode("utf-8"))
-
-
-def test_the_client_raises_its_own_exceptions(app: App) -> None:
-    with pytest.raises(openai.BadRequestError, match="echo=True is not supported") as caught:
-        app.asked(lambda client: client.completions.create(model=NAME, prompt="Hi", echo=True))
-    assert caught.value.param == "echo" and caught.value.code == "unsupported_parameter"
-    with pytest.raises(openai.NotFoundError, match="does not exist") as missing:
-        app.asked(lambda client: client.chat.completions.create(model="other", messages=CHAT))
-    assert missing.value.code == "model_not_found"

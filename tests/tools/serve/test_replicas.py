@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from served_app import NAME, App, Visit, metric, wait_for
+from served_app import NAME, App, Visit, metric, server_options, wait_for
 
 
 ray = pytest.importorskip("ray")
@@ -21,7 +21,6 @@ from optimum_neuron.tools.serve.gate import Gate  # noqa: E402
 from optimum_neuron.tools.serve.http import ApiError  # noqa: E402
 from optimum_neuron.tools.serve.process import set_ray_environment  # noqa: E402
 from optimum_neuron.tools.serve.replicas import front, launch, replica  # noqa: E402
-from optimum_neuron.tools.serve.server import ServerOptions  # noqa: E402
 
 
 CLOSED = "closed"
@@ -78,20 +77,12 @@ class RemoteAnswer:
             count += 1
 
 
-def load(artifact: Path, digest: str) -> replica.Replica:
-    options = ServerOptions(
-        artifact=artifact, name=NAME, api_key=None, max_queue=8, drain_timeout=5, step_timeout=60, trust_remote_code=False,
-        rank_python=None, rank_timeout=None, otlp_traces_endpoint=None,
-    )  # fmt: skip
-    return replica.Replica(options, digest)
-
-
 @pytest.fixture
 def loaded(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[replica.Replica]:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
     monkeypatch.setattr(replica.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(front, "CLOSED_PAUSE", 0)
-    made = load(artifact, replica.manifest_digest(artifact))
+    made = replica.Replica(server_options(artifact), replica.manifest_digest(artifact))
     yield made
     made.__del__()
 
@@ -132,9 +123,7 @@ def test_a_request_without_a_token_goes_to_another_replica(loaded: replica.Repli
     assert len(handle.scopes) == 6 and through.gate.live == 0
 
 
-def test_a_stream_with_tokens_ends_with_an_error_and_a_whole_answer_does_not(
-    loaded: replica.Replica, app: App
-) -> None:
+def test_a_stream_with_tokens_ends_with_an_error_and_no_whole_answer_does(loaded: replica.Replica, app: App) -> None:
     handle = Handle(loaded, 1, 1)
     through = fronted(handle, loaded)
     *events, last = streamed(through)
@@ -182,12 +171,10 @@ def test_a_client_that_leaves_ends_its_request_and_so_does_the_server(loaded: re
 
 def test_a_replica_refuses_another_artifact(artifact: Path) -> None:
     with pytest.raises(ValueError, match=r"has the manifest [0-9a-f]{12}, and the other replicas load abc"):
-        load(artifact, "abc")
+        replica.Replica(server_options(artifact), "abc")
 
 
-def test_metrics_and_health_are_those_of_all_replicas(
-    loaded: replica.Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_and_health_are_of_all_replicas(loaded: replica.Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     through = fronted(Handle(loaded), loaded)
     shown = through.request("GET", "/metrics").text
     for where in ("one", "two"):
@@ -203,30 +190,24 @@ def test_metrics_and_health_are_those_of_all_replicas(
     assert through.request("GET", "/health").status_code == 503
 
 
-@pytest.mark.parametrize(
-    ("nodes", "replicas", "ranks", "threads", "taken"),
-    [
-        ([{"CPU": 8}], 3, 0, None, (2, {})),
-        ([{"CPU": 8}, {"CPU": 4}, {}], 3, 0, None, (4, {})),
-        ([{"CPU": 8}], 2, 0, "1", (1, {})),
-        ([{"CPU": 8, "neuron_cores": 4}], 2, 2, None, (4, {"neuron_cores": 2})),
-        ([{"CPU": 1}], 2, 0, None, "2 replicas need 1 cores each, and the machines have [{'CPU': 1}]"),
-        ([{"CPU": 8}], 3, 0, "4", "3 replicas need 4 cores each"),
-        ([{"CPU": 8, "neuron_cores": 3}] * 2, 3, 2, None, "3 replicas need 1 cores and 2 Neuron cores each"),
-    ],
-)
-def test_replicas_share_the_cores_of_the_machines(
-    nodes: list[Any], replicas: int, ranks: int, threads: str | None, taken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", {} if threads is None else {"OMP_NUM_THREADS": threads})
-    if isinstance(taken, str):
-        with pytest.raises(ValueError, match=re.escape(taken)):
-            launch.replica_resources(nodes, replicas, ranks)
-    else:
-        assert tuple(launch.replica_resources(nodes, replicas, ranks).values()) == taken
+SHARED: list[tuple[Any, ...]] = [
+    ([{"CPU": 8}], 3, 0, None, (2, {})),
+    ([{"CPU": 8}, {"CPU": 4}, {}], 3, 0, None, (4, {})),
+    ([{"CPU": 8, "neuron_cores": 4}], 2, 2, None, (4, {"neuron_cores": 2})),
+    ([{"CPU": 1}], 2, 0, None, "2 replicas need 1 cores each, and the machines have [{'CPU': 1}]"),
+    ([{"CPU": 8}], 3, 0, "4", "3 replicas need 4 cores each"),
+    ([{"CPU": 8, "neuron_cores": 3}] * 2, 3, 2, None, "3 replicas need 1 cores and 2 Neuron cores each"),
+]
 
 
-def test_the_number_of_replicas_is_rays_option_of_it() -> None:
+def test_replicas_share_the_cores_of_the_machines_and_are_as_many_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for nodes, replicas, ranks, threads, taken in SHARED:
+        monkeypatch.setattr(os, "environ", {} if threads is None else {"OMP_NUM_THREADS": threads})
+        if isinstance(taken, str):
+            with pytest.raises(ValueError, match=re.escape(taken)):
+                launch.replica_resources(nodes, replicas, ranks)
+        else:
+            assert tuple(launch.replica_resources(nodes, replicas, ranks).values()) == taken
     assert launch.scaling(2, 2, 3) == {"num_replicas": 2}
     bounds = {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 3}
     assert launch.scaling(1, 4, 3) == {"autoscaling_config": bounds}
@@ -235,9 +216,7 @@ def test_the_number_of_replicas_is_rays_option_of_it() -> None:
 @pytest.mark.parametrize(
     "given", [{}, {"RAY_USAGE_STATS_ENABLED": "1", "RAY_AUTH_TOKEN": "own"}, {"RAY_ADDRESS": "auto"}]
 )
-def test_ray_sends_nothing_and_lets_no_other_in_unless_the_user_says_so(
-    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_sends_nothing_unless_the_user_says_so(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(given))
     assert set_ray_environment() == ("RAY_ADDRESS" in given)
     token = os.environ.pop("RAY_AUTH_TOKEN", None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optimum.commands import optimum_cli
+from helpers import Cli
 
 from optimum_neuron.tools.serve import process
 from optimum_neuron.tools.serve.process import open_socket
@@ -24,7 +24,7 @@ class BecameError(Exception):
 
 
 @pytest.fixture
-def became(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], dict[str, str]]]:
+def became(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], dict[str, str]]]:
     """Runs the command where vLLM is installed; returns what the process became: its words and its environment."""
 
     def execve(path: str, words: list[str], environment: dict[str, str]) -> None:
@@ -34,9 +34,8 @@ def became(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], di
     monkeypatch.setattr(process, "has_vllm", lambda: True)
 
     def run(*words: str | Path) -> tuple[list[str], dict[str, str]]:
-        monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "serve", *map(str, words)])
         with pytest.raises(BecameError) as caught:
-            optimum_cli.main()
+            cli("neuron", "serve", *words)
         path, arguments, environment = caught.value.args
         assert path == arguments[0] == sys.executable
         return arguments[1:], environment
@@ -45,37 +44,27 @@ def became(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], di
 
 
 @pytest.fixture
-def refusal(artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refusal(artifact: Path, cli: Cli) -> Callable[..., str]:
     """Run the command, which has to refuse its options; return the sentence."""
 
     def run(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "serve", str(artifact), *words])
-        with pytest.raises(SystemExit) as ended:
-            optimum_cli.main()
-        line = capsys.readouterr().err
-        assert ended.value.code == 1 and line.startswith("error: ") and line.count("\n") == 1
+        code, _, line = cli("neuron", "serve", artifact, *words)
+        assert code == 1 and line.startswith("error: ") and line.count("\n") == 1
         return line
 
     return run
 
 
-def test_where_vllm_is_installed_the_process_becomes_its_server(artifact: Path, became: Callable[..., Any]) -> None:
-    words, environment = became(artifact)
-    expected = ["-m", "vllm.entrypoints.cli.main", "serve", str(artifact), "--served-model-name", str(artifact)]
-    assert words == [*expected, "--host", "127.0.0.1", "--port", "8000"]
-    assert environment == dict(os.environ)
-
-
-def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
+def test_where_vllm_is_installed_the_process_becomes_its_server_with_options_in_its_own_words_and_no_key_is_shown(
     artifact: Path, became: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words, environment = became(artifact)
+    expected = ["-m", "vllm.entrypoints.cli.main", "serve", str(artifact), "--served-model-name", str(artifact)]
+    assert words == [*expected, "--host", "127.0.0.1", "--port", "8000"] and environment == dict(os.environ)
     monkeypatch.setenv("OPTIMUM_NEURON_API_KEY", "of the environment")
-    named, ranks = (
-        ["--served-model-name", "a b; c"],
-        ["--rank-python", "/py", "--rank-timeout", "7.5", "--api-key", "secret"],
-    )
+    ranks = ["--rank-python", "/py", "--rank-timeout", "7.5", "--api-key", "secret"]
     plain, traces = ["--host", "::1", "--port", "9", "--trust-remote-code"], ["--otlp-traces-endpoint", "http://c"]
-    own = ["--data-parallel-size", "2", "--port", "10"]
+    named, own = ["--served-model-name", "a b; c"], ["--data-parallel-size", "2", "--port", "10"]
     words, environment = became(artifact, "--backend", "vllm", *plain, *named, *ranks, *traces, "--vllm-options", *own)
     assert words[4:] == [*named, *plain, *traces, *own]
     found = {name: environment[name] for name in environment.keys() - os.environ.keys()}
@@ -83,46 +72,32 @@ def test_options_go_to_vllm_in_its_own_words_and_a_key_is_not_shown(
     assert became(artifact)[1]["VLLM_API_KEY"] == "of the environment"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--port", "70000"], "--port 70000 must lie between 0 and 65535"),
-        (["--max-queue", "-1"], "--max-queue -1 must be at least 0"),
-        (["--drain-timeout", "-1"], "--drain-timeout -1 must be a number of seconds from 0 on"),
-        (["--step-timeout", "0"], "--step-timeout 0 must be a number of seconds above 0"),
-        (["--drain-timeout", "nan"], "--drain-timeout nan must be a number of seconds from 0 on"),
-        (["--api-key", ""], "--api-key is empty"),
-        (["--api-key", " secret"], "--api-key begins or ends with a space"),
-        (["--api-key", "se\ncret"], "--api-key begins or ends with a space, or has a character that no header has"),
-        (["--otlp-traces-endpoint", ""], "--otlp-traces-endpoint is empty"),
-        (["--replicas", "0"], "--replicas 0 must be at least 1"),
-        (["--max-replicas", "2"], "--max-replicas 2 must be larger than --replicas, which is not given"),
-        (["--replicas", "2", "--target-ongoing-requests", "3"], "--target-ongoing-requests 3 says when Ray adds a"),
-        (["--replicas", "1", "--max-replicas", "2", "--target-ongoing-requests", "0"], "--target-ongoing-requests 0 must be a number above 0"),
-        (["--served-model-name", ""], "--served-model-name is empty"),
-        (["--backend", "vllm"], "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]'"),
-        (["--vllm-options", "--seed", "1"], "--seed 1 are options of vLLM, and the engine serves"),
-        (["--host", "no such host"], "no such host:8000 cannot be listened at"),
-    ],
-)  # fmt: skip
-def test_wrong_options_are_refused(
-    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
-) -> None:
+WRONG = [
+    (["--port", "70000"], "--port 70000 must lie between 0 and 65535"),
+    (["--max-queue", "-1"], "--max-queue -1 must be at least 0"),
+    (["--step-timeout", "0"], "--step-timeout 0 must be a number of seconds above 0"),
+    (["--drain-timeout", "nan"], "--drain-timeout nan must be a number of seconds from 0 on"),
+    (["--api-key", ""], "--api-key is empty"),
+    (["--api-key", "se\ncret"], "--api-key begins or ends with a space, or has a character that no header has"),
+    (["--otlp-traces-endpoint", ""], "--otlp-traces-endpoint is empty"),
+    (["--replicas", "0"], "--replicas 0 must be at least 1"),
+    (["--max-replicas", "2"], "--max-replicas 2 must be larger than --replicas, which is not given"),
+    (["--replicas", "2", "--target-ongoing-requests", "3"], "--target-ongoing-requests 3 says when Ray adds a"),
+    (["--replicas", "1", "--max-replicas", "2", "--target-ongoing-requests", "0"], "--target-ongoing-requests 0 must be a number above 0"),
+    (["--served-model-name", ""], "--served-model-name is empty"),
+    (["--backend", "vllm"], "--backend vllm needs vLLM: pip install 'optimum-neuron-runtime[vllm]'"),
+    (["--vllm-options", "--seed", "1"], "--seed 1 are options of vLLM, and the engine serves"),
+    (["--host", "no such host"], "no such host:8000 cannot be listened at"),
+]  # fmt: skip
+
+
+def test_wrong_options_are_refused(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "has_vllm", lambda: False)
-    assert words in refusal(*options)
+    for options, words in WRONG:
+        assert words in refusal(*options)
 
 
-def test_an_option_of_the_engines_server_is_not_lost_on_vllm(
-    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "has_vllm", lambda: True)
-    for option, value in (("--max-queue", "5"), ("--drain-timeout", "5.0"), ("--replicas", "2")):
-        line = refusal(option, value)
-        assert f"{option} {value} is an option of the engine's server, and vLLM serves" in line
-    assert "for vLLM's own replicas add --vllm-options --data-parallel-size" in line
-
-
-def test_a_missing_package_is_named_with_what_brings_it(
+def test_an_option_that_the_backend_lacks_and_a_missing_package_are_named_with_what_brings_them(
     refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("optimum.commands.register.neuron_serve")
@@ -132,6 +107,11 @@ def test_a_missing_package_is_named_with_what_brings_it(
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "ray" else name)
     line = refusal("--backend", "engine", "--replicas", "2")
     assert line == "error: --replicas 2 needs Ray Serve: pip install 'optimum-neuron-runtime[ray]'\n"
+    monkeypatch.setattr(process, "has_vllm", lambda: True)
+    for option, value in (("--max-queue", "5"), ("--drain-timeout", "5.0"), ("--replicas", "2")):
+        line = refusal(option, value)
+        assert f"{option} {value} is an option of the engine's server, and vLLM serves" in line
+    assert "for vLLM's own replicas add --vllm-options --data-parallel-size" in line
 
 
 def test_a_folder_named_vllm_is_not_vllm() -> None:
@@ -144,20 +124,17 @@ def test_a_folder_named_vllm_is_not_vllm() -> None:
         assert process.has_vllm() == (vllm.__file__ is not None)
 
 
-def test_help_shows_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["optimum-cli", "neuron", "serve", "--help"])
-    with pytest.raises(SystemExit):
-        optimum_cli.main()
-    shown = capsys.readouterr().out
-    for words in (
+def test_help_shows_examples(cli: Cli) -> None:
+    _, shown, _ = cli("neuron", "serve", "--help")
+    told = (
         "examples:",
-        "from openai import OpenAI",
+        "curl http://127.0.0.1:8000/v1/chat",
         "--max-queue REQUESTS",
         "(default: 127.0.0.1)",
         "429",
         "503",
-    ):
-        assert words in shown
+    )
+    assert all(words in shown for words in told)
 
 
 def rival(reuse: tuple[int, ...]) -> socket.socket:

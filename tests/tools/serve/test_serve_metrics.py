@@ -5,31 +5,21 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from otlp_collector import Collector, read_attributes
-from prometheus_client.parser import text_string_to_metric_families
-from served_app import NAME, App, free_port
+from served_app import NAME, App, Start, free_port, server_options
 
 from optimum_neuron.engine.engine import Engine
 from optimum_neuron.tools.serve import tracing
-from optimum_neuron.tools.serve.server import ServerOptions, load_app
+from optimum_neuron.tools.serve.server import load_app
 from optimum_neuron.tools.serve.tracing import PROTOCOL_VARIABLE, Tracing
 
 
 PROMPT = "Zebras graze where nobody has ever been"
-
-
-def test_prometheus_reads_every_family_and_all_have_the_models_name(app: App) -> None:
-    answer = app.request("GET", "/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    families = list(text_string_to_metric_families(answer.text))
-    assert len(families) > 15
-    samples = [sample for family in families for sample in family.samples]
-    assert all(sample.labels["model_name"] == NAME and sample.name.startswith("optimum_neuron:") for sample in samples)
 
 
 def test_tokens_hits_runs_and_times_are_counted(app: App) -> None:
@@ -62,9 +52,7 @@ def test_tokens_hits_runs_and_times_are_counted(app: App) -> None:
     assert app.metric("request_prompt_tokens_bucket", le="50.0") == 2  # up to the model's length
 
 
-def test_running_and_waiting_requests_are_told_apart(
-    start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_and_waiting_requests_are_told_apart(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     app, seen, real_step = start(), [], Engine.step
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
@@ -98,14 +86,10 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 def test_each_request_of_the_engine_is_a_span_below_its_clients(artifact: Path, collector: Collector) -> None:
-    options = ServerOptions(
-        artifact=artifact, name=NAME, api_key=None, max_queue=8, drain_timeout=5, step_timeout=60, trust_remote_code=False,
-        rank_python=None, rank_timeout=None, otlp_traces_endpoint=collector.endpoint,
-    )  # fmt: skip
     begin = time.time_ns()
     sampled = {"max_tokens": 4, "n": 2, "temperature": 0.5, "top_p": 0.5, "ignore_eos": True}
     body = {"model": NAME, "prompt": [5, 6, 7], **sampled}
-    with load_app(options) as loaded:
+    with load_app(server_options(artifact, otlp_traces_endpoint=collector.endpoint)) as loaded:
         app = App(loaded.app, loaded.served, loaded.gate, None)  # type: ignore[arg-type]
         answer = app.request("POST", "/v1/completions", body, traceparent=PARENT).json()
         app.complete([5, 6], max_tokens=1)
@@ -130,7 +114,7 @@ def test_each_request_of_the_engine_is_a_span_below_its_clients(artifact: Path, 
     assert not last.parent_span_id and last.trace_id != both[0].trace_id
 
 
-def test_requests_that_fail_are_spans_too(start: Callable[..., App], collector: Collector) -> None:
+def test_requests_that_fail_are_spans_too(start: Start, collector: Collector) -> None:
     traced = Tracing(collector.endpoint, NAME)
     app = start(tracing=traced)
 
@@ -146,9 +130,7 @@ def test_requests_that_fail_are_spans_too(start: Callable[..., App], collector: 
     assert "gen_ai.latency.time_to_first_token" not in found
 
 
-def test_a_collector_that_is_not_there_costs_a_request_nothing(
-    start: Callable[..., App], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collector_that_is_not_there_costs_a_request_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PROTOCOL_VARIABLE, "http/protobuf")
     monkeypatch.setattr(tracing, "_LAST_SPANS", 0.1)
     traced = Tracing(f"http://127.0.0.1:{free_port()}/v1/traces", NAME)

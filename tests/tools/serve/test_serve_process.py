@@ -3,24 +3,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-from served_app import PATIENCE, metric
+from helpers import Artifacts
+from served_app import PATIENCE, ServerProcess
 from warm_process import WarmProcess
 
 from optimum_neuron.tools.serve.gate import Gate
@@ -52,87 +51,58 @@ process.open_socket = small
 {START.replace("0.02", "0.004")}"""
 
 
-@dataclass
-class Server:
-    """A running server."""
-
-    process: WarmProcess
-    url: str
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
-
-    def metric(self, name: str, **labels: str) -> float:
-        return metric(httpx2.get(f"{self.url}/metrics").text, name, **labels)
-
-    def sockets(self) -> int:
-        """How many sockets the process has."""
-        count = 0
-        for each in Path(f"/proc/{self.process.pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # it was closed meanwhile
-                count += "socket:" in os.readlink(each)
-        return count
-
-    def is_up(self) -> bool:
-        try:
-            return httpx2.get(f"{self.url}/health").status_code == 200
-        except httpx2.ConnectError:
-            return False
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < end and self.process.poll() is None
-            time.sleep(0.01)
-
-
 @contextmanager
-def serving(artifact: Path, *options: str, script: str = START, **variables: str) -> Iterator[Server]:
+def serving(artifact: Path, *options: str, script: str = START, **variables: str) -> Iterator[ServerProcess]:
     """A server on a free port."""
     words = ["neuron", "serve", str(artifact), "--backend", "engine", "--port", "0", "--served-model-name", "tiny"]
     process = WarmProcess(script, *words, *options, **variables)
     try:
         found = re.search(r"at (http://\S+)/v1: 3 requests of up to 64 tokens at once", process.stderr.readline())
         assert found, process.stderr.read()
-        server = Server(process, found[1])
-        server.wait(server.is_up)
+        server = ServerProcess(process, found[1])
+        server.wait(server.health)
         yield server
     finally:
         process.kill()
         process.communicate(PATIENCE)
 
 
+def sockets(server: ServerProcess) -> int:
+    """Return how many sockets the process has."""
+    count = 0
+    for each in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            count += "socket:" in os.readlink(each)
+    return count
+
+
 @pytest.fixture(scope="module")
-def cpu(cpu_artifact: Callable[[str], Path]) -> Path:
+def cpu(cpu_artifact: Artifacts) -> Path:
     return cpu_artifact("llama")
-
-
-def long(server: Server, **options: Any) -> Any:
-    return server.client.completions.create(
-        model="tiny", prompt="Hi", max_tokens=60, temperature=0, extra_body={"ignore_eos": True}, **options
-    )
 
 
 def test_a_process_notices_who_left_and_ends_when_all_have_their_answers(cpu: Path) -> None:
     with serving(cpu, "--max-queue", "0", OPTIMUM_NEURON_API_KEY="none") as server:
         assert httpx2.get(f"{server.url}/v1/models").status_code == 401
-        streams = [long(server, stream=True) for _ in range(SLOTS)]
+        streams = [server.ask(stream=True) for _ in range(SLOTS)]
         with pytest.raises(openai.RateLimitError) as caught:
-            long(server)
-        assert int(caught.value.response.headers["retry-after"]) >= 1
+            server.ask()
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+        assert (caught.value.type, caught.value.code) == ("rate_limit_error", "queue_full")
+        assert "3 requests run or wait, and the server takes in 3 at once" in str(caught.value)
+        assert server.metric("request_refused_total", status="429") == 1
         for stream in streams:
             next(stream)
             stream.close()
         server.wait(lambda: server.metric("request_success_total", finished_reason="abort") == SLOTS)
-        whole = long(server).choices[0].text
+        whole = server.ask().choices[0].text
         # The end: one is answered, one is refused.
-        stream = long(server, stream=True)
+        stream = server.ask(stream=True)
         pieces = [next(stream).choices[0].text]
         server.process.send_signal(signal.SIGTERM)
-        server.wait(lambda: not server.is_up())
+        server.wait(lambda: not server.health())
         with pytest.raises(openai.InternalServerError) as refused:
-            long(server)
+            server.ask()
         assert refused.value.status_code == 503 and refused.value.code == "draining"
         assert "".join(pieces + [event.choices[0].text for event in stream]) == whole
         assert server.process.wait(PATIENCE) == 0
@@ -142,7 +112,7 @@ def test_a_process_notices_who_left_and_ends_when_all_have_their_answers(cpu: Pa
 class Client:
     """A client by hand, which sends what it wants and reads when it wants."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerProcess) -> None:
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         self._socket.settimeout(PATIENCE)
@@ -187,7 +157,7 @@ class Client:
 
 def test_no_client_makes_the_server_wait_for_ever(cpu: Path) -> None:
     with serving(cpu, script=IMPATIENT) as server, ThreadPoolExecutor(8) as threads:
-        at_first = server.sockets()
+        at_first = sockets(server)
         silent = Client(server)
         slow = [Client(server).send(b"POST /v1/completions HTT"), Client(server).head("Content-Length: 5000")]
         dripping = [threads.submit(client.drip) for client in slow]
@@ -203,7 +173,7 @@ def test_no_client_makes_the_server_wait_for_ever(cpu: Path) -> None:
         assert dripping[1].result().startswith(b"HTTP/1.1 408 ")
         # Who reads nothing has its answer cut off, and its places are free before.
         server.wait(lambda: server.metric("num_requests_waiting") + server.metric("num_requests_running") == 0)
-        server.wait(lambda: server.sockets() <= at_first)
+        server.wait(lambda: sockets(server) <= at_first)
         assert b"[DONE]" not in deaf.answer(b"[DONE]")
         told = {client.answer().split()[1] for client in large[:-1]}
         assert b"408" in told and told <= {b"408", b"503"}
@@ -226,7 +196,7 @@ def test_a_server_ends_whatever_its_clients_do(cpu: Path) -> None:
 
 def test_who_has_no_answer_when_the_time_of_a_servers_end_is_over_is_told(cpu: Path) -> None:
     with serving(cpu, "--drain-timeout", "0.2") as server:
-        stream = long(server, stream=True)
+        stream = server.ask(stream=True)
         next(stream)
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="the server ended before the answer did"):
@@ -235,18 +205,12 @@ def test_who_has_no_answer_when_the_time_of_a_servers_end_is_over_is_told(cpu: P
         assert "1 requests got no answer within 0.2 s" in server.process.stderr.read()
 
 
-def test_a_server_that_ends_listens_until_the_last_request_has_left_or_a_second_signal_comes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gate = Gate(slots=1, max_queue=0, stopped=lambda: None)
+def test_a_second_signal_ends_a_server_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, raised = Gate(slots=1, max_queue=0, stopped=lambda: None), []
     server = DrainingServer(lambda: None, gate, 60, gate.check_open)  # type: ignore[arg-type]
-    ticks, raised = [asyncio.run(server.on_tick(1))], []
-    with gate.admit_requests(1):
-        server.handle_exit(signal.SIGTERM, None)
-        ticks.append(asyncio.run(server.on_tick(2)))
-    ticks.append(asyncio.run(server.on_tick(3)))
-    assert ticks == [False, False, True]
     for name in ("signal", "raise_signal"):
         monkeypatch.setattr(signal, name, lambda *given: raised.append(given))
+    server.handle_exit(signal.SIGTERM, None)
+    assert not raised
     server.handle_exit(signal.SIGINT, None)
     assert raised == [(signal.SIGINT, signal.SIG_DFL), (signal.SIGINT,)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from helpers import VOCAB, Opener
@@ -61,25 +62,22 @@ def by_tokens(second: float, token: float) -> Callable[[GraphSpec], float]:
     return lambda graph: second + token * graph.tokens
 
 
-def test_small_chunks_are_best_where_pauses_are_limited_and_large_ones_where_first_tokens_are() -> None:
+def test_small_chunks_limit_pauses_large_ones_first_tokens_and_among_equals_the_cheapest_export_wins() -> None:
     assert best(Made(by_tokens(0.01, 0.0005)), "itl=40ms").config.prefill_chunk_size == 32
     assert best(Made(by_tokens(0.05, 0.0001)), "ttft.p50=180ms,itl=90ms").config.prefill_chunk_size == 128
-
-
-@pytest.mark.parametrize(
-    ("minutes", "policy"), [(lambda count: count, "alternate"), (lambda count: 9 - count, "mixed")]
-)
-def test_what_costs_nothing_to_compile_wins_among_equals(minutes: Callable[[int], float], policy: str) -> None:
-    machine = Made(lambda graph: 0.01, minutes=lambda config: minutes(len(graph_specs(config))))
-    assert best(machine, "ttft=10s").policy == policy
+    prices: dict[str, Callable[[int], float]] = {"alternate": lambda count: count, "mixed": lambda count: 9 - count}
+    for policy, price in prices.items():
+        minutes = partial(lambda price, config: price(len(graph_specs(config))), price)
+        assert best(Made(lambda graph: 0.01, minutes=minutes), "ttft=10s").policy == policy
 
 
 def test_a_contexts_graph_is_chosen_by_what_it_costs() -> None:
     machine = Made(lambda graph: 0.001 + graph.context_length * 1e-4, minutes=lambda config: len(graph_specs(config)))
     trace = RequestTrace.from_requests([TracedRequest(float(number), 300, 20) for number in range(6)], "made")
     contexts = SizeGrid((2,), (64,), (1,), ("none", "halves"), ("mixed",))
-    candidates, _ = contexts.make_candidates({**FIXED, "sequence_length": 1024})
-    found = search_sizes(candidates, machine, trace, Slo.parse_limits("itl=90ms"))
+    found = search_sizes(
+        contexts.make_candidates({**FIXED, "sequence_length": 1024})[0], machine, trace, Slo.parse_limits("itl=90ms")
+    )
     assert found.best.meets and not any(result.meets for result in found.results[1:])
     assert found.best.candidate.config.context_buckets == (256, 512, 1024)
 
@@ -165,9 +163,7 @@ LIVE = CpuClock(
         ([(9, 1)], [1 + 24.0 - 2, 1 + 10 + 0.5 * 8]),
     ],
 )
-def test_on_a_cpu_a_step_costs_its_live_tokens_and_what_they_see(
-    sent: list[tuple[int, int]], expected: list[float]
-) -> None:
+def test_on_a_cpu_a_step_costs_what_its_tokens_see(sent: list[tuple[int, int]], expected: list[float]) -> None:
     config = NeuronConfig(batch_size=4, sequence_length=64, prefill_chunk_size=8, target="cpu")
     trace = RequestTrace.from_requests([TracedRequest(0.0, prompt, new) for prompt, new in sent], "made")
     took: list[float] = []
@@ -180,21 +176,20 @@ def test_on_a_cpu_a_step_costs_its_live_tokens_and_what_they_see(
     assert took == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("rows=4", "'rows=4' is no axis that is given once; give axes as batch=4,8 out of batch, chunk, ctx, buckets, policy"),
-        ("batch=4 batch=8", "'batch=8' is no axis that is given once"),
-        ("batch=0", "has '0'; give whole numbers of at least 1"),
-        ("batch=4,", "has ''; give whole numbers"),
-        ("policy=4", "has '4'; give one of mixed, alternate"),
-        ("buckets=thirds", "give one of none, quarters, halves or lengths as 512+2048"),
-    ],
-)  # fmt: skip
-def test_wrong_axes_are_refused(words: str, told: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        SizeGrid.for_target("cpu").replace_axes(words.split())
-    assert told in str(raised.value)
+AXES = {
+    "rows=4": "'rows=4' is no axis that is given once; give axes as batch=4,8 out of batch, chunk, ctx, buckets, policy",
+    "batch=4 batch=8": "'batch=8' is no axis that is given once",
+    "batch=0": "has '0'; give whole numbers of at least 1",
+    "policy=4": "has '4'; give one of mixed, alternate",
+    "buckets=thirds": "give one of none, quarters, halves or lengths as 512+2048",
+}  # fmt: skip
+
+
+def test_wrong_axes_are_refused() -> None:
+    for words, told in AXES.items():
+        with pytest.raises(ValueError) as raised:
+            SizeGrid.for_target("cpu").replace_axes(words.split())
+        assert told in str(raised.value)
 
 
 def test_impossible_combinations_are_left_out_and_told_where_none_is_left() -> None:
@@ -205,15 +200,11 @@ def test_impossible_combinations_are_left_out_and_told_where_none_is_left() -> N
         grid.replace_axes(["chunk=512"]).make_candidates(FIXED)
 
 
-def test_commands_hold_every_size() -> None:
-    config = NeuronConfig(batch_size=4, sequence_length=1024, prefill_chunk_size=64, context_buckets=(300, 1024), mixed_step=False,
-                          target="trn2", tensor_parallel_size=8, dtype="bfloat16")  # fmt: skip
-    words = export_words("a model", config, "out/", ("--revision", "v1")).split()
-    assert words[:6] == ["optimum-cli", "export", "neuron", "--model", "'a", "model'"]
-    told = " ".join(words)
-    for option in ("--revision v1", "--target trn2", "--tensor-parallel-size 8", "--batch-size 4", "--sequence-length 1024",
-                   "--prefill-chunk-size 64", "--context-buckets 300,1024", "--no-mixed-step", "--dtype bfloat16", " out/"):  # fmt: skip
-        assert option in told
+def test_commands_hold_what_is_not_usual() -> None:
+    config = NeuronConfig(batch_size=4, sequence_length=1024, target="trn2", tensor_parallel_size=8)
+    told = export_words("a model", config, "out/", ("--revision", "v1"))
+    assert told.startswith("optimum-cli export neuron --model 'a model' --revision v1 --")
+    assert " --tensor-parallel-size 8 " in told and told.endswith(" out/")
     assert serve_words("out/", 128) == "optimum-cli neuron serve out/ --backend engine"
     assert serve_words("out/", 129).endswith(" --max-queue 129")
 

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from optimum.commands import optimum_cli
+from helpers import Artifacts, Cli
 
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.config import NeuronConfig
@@ -25,8 +24,6 @@ from optimum_neuron.tools.tune.trace import read_trace
 
 
 Run = Callable[..., tuple[int, str, dict[str, Any]]]
-
-
 TRACE = "arrival,prompt_tokens,new_tokens\n0,20,5\n0.01,30,8\n0.5,7,3\n"
 
 
@@ -38,20 +35,13 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(trace: Path, tmp_path: Path, cli: Cli) -> Run:
     """Run the command; return its exit code, what it prints and what it writes."""
     file = tmp_path / "found.json"
 
     def command(*words: str) -> tuple[int, str, dict[str, Any]]:
-        monkeypatch.setattr(
-            sys, "argv", ["optimum-cli", "neuron", "tune", "--trace", str(trace), "--json", str(file), *words]
-        )
-        code = 0
-        try:
-            optimum_cli.main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return code, "".join(capsys.readouterr()), json.loads(file.read_text()) if file.exists() else {}
+        code, *shown = cli("neuron", "tune", "--trace", trace, "--json", file, *words)
+        return code, "".join(shown), json.loads(file.read_text()) if file.exists() else {}
 
     return command
 
@@ -84,8 +74,8 @@ def test_what_is_missed_is_told_with_an_exit_code_of_its_own(run: Run, tiny_chec
     assert "times as much; try more replicas, a larger chunk or more rows." in told
 
 
-def test_the_export_command_exports_what_was_simulated(
-    run: Run, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_command_exports_what_was_found(
+    run: Run, cli: Cli, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its words are taken by the export itself, up to the config."""
     words = ("--model", str(tiny_checkpoint), "--target", "trn2", "--dtype", "bfloat16", "--sequence-length", "256")
@@ -97,17 +87,13 @@ def test_the_export_command_exports_what_was_simulated(
         raise ValueError("as far as it goes")
 
     monkeypatch.setattr("optimum_neuron.export.recipe.export_model", export)
-    monkeypatch.setattr(sys, "argv", found["commands"][0].split())
-    with pytest.raises(SystemExit):
-        optimum_cli.main()
+    assert cli(*found["commands"][0].split()[1:])[0] == 1
     assert taken == [NeuronConfig.from_dict(found["candidates"][0]["config"])]
     assert taken[0].context_buckets == (64, 256) and not taken[0].mixed_step
 
 
 @pytest.mark.usefixtures("quick")
-def test_this_cpu_is_measured_once_for_all_candidates_of_an_artifact(
-    cpu_artifact: Callable[[str], Path], trace: Path
-) -> None:
+def test_this_cpu_is_measured_once_for_all_candidates_of_an_artifact(cpu_artifact: Artifacts, trace: Path) -> None:
     """The artifact that all tests share stands for the export of each group of candidates."""
     exported: list[NeuronConfig] = []
 
@@ -130,7 +116,7 @@ def test_this_cpu_is_measured_once_for_all_candidates_of_an_artifact(
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_artifact_is_measured_as_it_is_and_left_alone(run: Run, cpu_artifact: Callable[[str], Path]) -> None:
+def test_an_artifact_is_measured_as_it_is_and_left_alone(run: Run, cpu_artifact: Artifacts) -> None:
     artifact = cpu_artifact("llama")
     before = sorted((path, path.stat().st_mtime_ns) for path in artifact.rglob("*"))
     code, shown, found = run("--artifact", str(artifact), "--slo", "e2e=60s")
@@ -140,22 +126,20 @@ def test_an_artifact_is_measured_as_it_is_and_left_alone(run: Run, cpu_artifact:
     assert before == sorted((path, path.stat().st_mtime_ns) for path in artifact.rglob("*"))
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ((), "name either --model, to search its sizes, or --artifact"),
-        (("--artifact", "{model}", "--search", "batch=2"), "--search is an option of a search, and --artifact"),
-        (("--artifact", "{model}"), "holds no neuron_config.json"),
-        (("--model", "{model}", "--sequence-length", "30"), "30 prompt tokens and 8 new ones do not fit --sequence-length 30; raise it to 37"),
-        (("--model", "{model}", "--target", "trn2", "--sequence-length", "512"), "max_position_embeddings=256"),
-        (("--model", "{model}", "--target", "trn2", "--tensor-parallel-size", "3"), "tensor_parallel_size=3"),
-        (("--model", "{model}", "--target", "trn2", "--compile-budget", "1s"), "raise --compile-budget"),
-        (("--model", "{model}", "--target", "cpu", "--graph-minutes", "1h"), "--graph-minutes 60 is for a device's compiler"),
-        (("--model", "{model}", "--search", "batch=x"), "has 'x'; give whole numbers of at least 1"),
-        (("--model", "no-such-model", "--target", "trn2"), "no-such-model"),
-    ],
-)  # fmt: skip
-def test_wrong_options_end_in_one_sentence(words: tuple[str, ...], told: str, run: Run, tiny_checkpoint: Path) -> None:
-    code, shown, found = run(*(word.replace("{model}", str(tiny_checkpoint)) for word in words))
-    assert code in (1, 2) and not found
-    assert told in shown and "Traceback" not in shown
+WRONG = [
+    ((), "name either --model, to search its sizes, or --artifact"),
+    (("--artifact", "{model}", "--search", "batch=2"), "--search is an option of a search, and --artifact"),
+    (("--artifact", "{model}"), "holds no neuron_config.json"),
+    (("--model", "{model}", "--sequence-length", "30"), "30 prompt tokens and 8 new ones do not fit --sequence-length 30; raise it to 37"),
+    (("--model", "{model}", "--target", "trn2", "--tensor-parallel-size", "3"), "tensor_parallel_size=3"),
+    (("--model", "{model}", "--target", "trn2", "--compile-budget", "1s"), "raise --compile-budget"),
+    (("--model", "{model}", "--target", "cpu", "--graph-minutes", "1h"), "--graph-minutes 60 is for a device's compiler"),
+    (("--model", "no-such-model", "--target", "trn2"), "no-such-model"),
+]  # fmt: skip
+
+
+def test_wrong_options_end_in_one_sentence(run: Run, tiny_checkpoint: Path) -> None:
+    for words, told in WRONG:
+        code, shown, found = run(*(word.replace("{model}", str(tiny_checkpoint)) for word in words))
+        assert code in (1, 2) and not found
+        assert told in shown and "Traceback" not in shown

@@ -8,6 +8,7 @@ two compilations hang.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -15,10 +16,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
-sys.path.insert(0, os.environ["FAKE_NEURON_SITE"])
-from fake_neuron import neff, wire
+sys.path += os.environ["FAKE_NEURON_SITE"].split(os.pathsep)
+from fake_neuron import neff
 
 
 TARGETS = ("inf2", "trn1", "trn1n", "trn2", "trn3")
@@ -55,49 +57,30 @@ def main(arguments: list[str]) -> int:
     if arguments == ["list-operators", "--framework", "XLA"]:
         sys.stdout.write(OPERATORS.replace(" ", "\n"))
         return 0
-    if arguments[:1] != ["compile"]:
-        return refuse(f"argument command: invalid choice: {arguments[:1]}")
+    assert arguments[0] == "compile"
+    file, options = read_options(arguments[1:])
+    record(arguments, file)
+    return compile_file(Path(file), options)
+
+
+def read_options(arguments: list[str]) -> tuple[str, dict[str, str | None]]:
+    parser = argparse.ArgumentParser("neuronx-cc", allow_abbrev=False)
+    parser.add_argument("file")
+    for name, values in OPTIONS.items():
+        if values is None:
+            parser.add_argument(name, dest=name, action="store_true", default=argparse.SUPPRESS)
+        else:
+            choices = None if values == "*" else values
+            parser.add_argument(name, dest=name, choices=choices, default=argparse.SUPPRESS)
+    options = vars(parser.parse_args(arguments))
+    named = [each.partition("=")[0] for each in arguments if each.startswith("-")]
+    if len(set(named)) < len(named):
+        parser.error("an option is given twice")
     try:
-        files, options = read_options(arguments[1:])
+        check_options(options)
     except ValueError as error:
-        return refuse(str(error))
-    if len(files) != 1:
-        return refuse(f"one model file is needed, not {files}")
-    record(arguments, files[0])
-    return compile_file(Path(files[0]), options)
-
-
-def read_options(arguments: list[str]) -> tuple[list[str], dict[str, str | None]]:
-    files: list[str] = []
-    options: dict[str, str | None] = {}
-    rest = list(arguments)
-    while rest:
-        token = rest.pop(0)
-        if not token.startswith("-"):
-            files.append(token)
-            continue
-        name, separator, value = token.partition("=")
-        if name.startswith("-O") and name != "-O":
-            name, separator, value = "-O", "=", name[2:]
-        if name not in OPTIONS:
-            raise ValueError(f"unrecognized arguments: {token}")
-        if name in options:
-            raise ValueError(f"{name} is given twice")
-        allowed = OPTIONS[name]
-        if allowed is None:
-            if separator:
-                raise ValueError(f"argument {name}: ignored explicit argument {value!r}")
-            options[name] = None
-            continue
-        if not separator:
-            if not rest:
-                raise ValueError(f"argument {name}: expected one argument")
-            value = rest.pop(0)
-        if allowed != "*" and value not in allowed:
-            raise ValueError(f"argument {name}: invalid choice: {value!r} (choose from {', '.join(allowed)})")
-        options[name] = value
-    check_options(options)
-    return files, options
+        parser.error(str(error))
+    return options.pop("file"), options
 
 
 def check_options(options: dict[str, str | None]) -> None:
@@ -132,12 +115,43 @@ def compile_file(path: Path, options: dict[str, str | None]) -> int:
             return status
     try:
         data = path.read_bytes()
-        wire.read_module(data)
-    except (OSError, ValueError, StopIteration, IndexError, KeyError) as error:
+        described = describe_module(data)
+    except (OSError, ValueError) as error:
         return fail(log, "NCC_EVRF064", f"HLO verification failed: {error}")
-    output.write_bytes(neff.pack(data, str(options["--target"]), int(lnc or 1)))
+    output.write_bytes(neff.pack(data, described, str(options["--target"]), int(lnc or 1)))
     sys.stdout.write("Compiler status PASS" + "\n")
     return 0
+
+
+def describe_module(data: bytes) -> dict[str, Any]:
+    """What a device has to know of an HLO module; ValueError where the bytes are none."""
+    import hlo  # of optimum_neuron.targets.neuron.graphs
+
+    module = hlo.parse(data)
+    entry = hlo.entry(module)
+    root = hlo.find_root(entry)
+    aliases = module.input_output_alias.entries
+    if any(each.kind != hlo.MUST_ALIAS for each in aliases):
+        raise ValueError("an alias is not MUST_ALIAS")
+
+    def described(shape: Any) -> tuple[list[int], str]:
+        return list(shape.dimensions), hlo.dtype_name(shape)
+
+    def attribute(instruction: Any, name: str) -> str:
+        return next(each.value for each in instruction.frontend_attributes.map if each.key == name)
+
+    outputs = zip(attribute(root, "neff_output_names").split(","), root.shape.tuple_shapes, strict=True)
+    return {
+        "inputs": [
+            (each.name, attribute(each, "neff_input_names"), *described(each.shape)) for each in hlo.parameters(module)
+        ],
+        "outputs": [(f"result {index}", name, *described(each)) for index, (name, each) in enumerate(outputs)],
+        "aliases": [(each.output_shape_index[0], each.parameter_number) for each in aliases],
+        "instructions": [
+            (each.id, each.opcode, *described(each.shape), list(each.operand_ids), each.parameter_number)
+            for each in entry.instructions
+        ],
+    }
 
 
 def break_down(fault: str, log: Path, output: Path) -> int | None:
@@ -170,11 +184,6 @@ def fail(log: Path, code: str, message: str) -> int:
         file.write(f"ERROR 4711 [neuronx-cc]: [{code}] {message}\n")
     sys.stderr.write("Compiler status ERROR" + "\n")
     return 70
-
-
-def refuse(message: str) -> int:
-    sys.stderr.write(f"neuronx-cc: error: {message}" + "\n")
-    return 2
 
 
 def record(arguments: list[str], file: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the SDK behind operators: what a graph computes around them is proven by their references, on any machine."""
+"""Kernels of the SDK as operators: graphs around them are proven by their references, on any machine, and NKI gets what it compiles."""
 
 from __future__ import annotations
 
@@ -10,24 +10,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import moe
 import pytest
 import torch
 from fakes.tools import NeuronTools
 from helpers import artifact_runner, export_tiny, generate, random_tokens, tiny_config
 from neuron_fixtures import certificate_of
 from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.config import NeuronConfig
+from optimum_neuron.step.features.experts.experts import ExpertsCall
 from optimum_neuron.targets.neuron.compile import compiler
 from optimum_neuron.targets.neuron.compile.compiler import NATIVE_CALL, graph_key, with_native_kernels
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import read_graph_io
 from optimum_neuron.targets.neuron.kernels import attention
 from optimum_neuron.targets.neuron.kernels.kernel import KERNELS as KNOWN
+from optimum_neuron.targets.neuron.kernels.moe_tkg import compute_chosen
 from optimum_neuron.targets.neuron.lint.cost import graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering.kernel_calls import called_kernels, kernel_calls, without_references
+from optimum_neuron.targets.neuron.operators.expert_forms import all_experts, gather
+from optimum_neuron.targets.neuron.operators.experts import expert_layer, in_form
+from optimum_neuron.targets.neuron.sdk.hardware import chip_of
 
 
 pytest_plugins = ("fakes.plugin",)
@@ -47,29 +54,6 @@ def graph(artifact: Path, name: str) -> bytes:
     return (artifact / "graphs" / f"{name}.hlo").read_bytes()
 
 
-@pytest.mark.parametrize("used", [0, 5, 24])
-def test_the_reference_is_attention_over_a_prefix_and_the_tokens_themselves(used: int) -> None:
-    torch.manual_seed(0)
-    query, own, past = torch.randn(6, 4, 8), torch.randn(2, 2, 4, 8), torch.randn(2, 2, 24, 8)
-    past[:, :, used:] = 1e6  # of no effect
-    found = attention.chunk_reference(query, *own, *past, torch.tensor([used], dtype=torch.int32))
-    visible = torch.cat([torch.arange(24).expand(4, 24) < used, torch.ones(4, 4).tril().bool()], 1)
-    keys, values = (torch.cat(each, 1).double().repeat_interleave(3, 0) for each in zip(past, own, strict=True))
-    scores = torch.where(visible, query.double() @ keys.transpose(1, 2), -torch.inf)
-    expected = torch.softmax(scores, -1) @ values
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_chunk_rows_call_the_kernel_and_layers_share_what_it_stands_for(artifact: Path) -> None:
-    module = hlo.parse(graph(artifact, CHUNKS))
-    calls = list(kernel_calls(module))
-    assert [name for _, name in calls] == ["attention_cte"] * LAYERS * ROWS
-    ((reference,),) = {tuple(call.called_computation_ids) for call, _ in calls}
-    assert reference in {each.id for each in module.computations}
-    assert not called_kernels(graph(artifact, DECODES))
-    assert Artifact.open(artifact).config.kernels == KERNELS
-
-
 def test_graphs_around_a_kernel_are_certified_and_give_the_tokens_of_the_model(
     artifact: Path, sharp_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -81,26 +65,17 @@ def test_graphs_around_a_kernel_are_certified_and_give_the_tokens_of_the_model(
     torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
 
 
-# An operand that is changed, and sizes other than those of graphs that were lowered before.
-@pytest.mark.parametrize(
-    ("number", "change", "options"),
-    [
-        (5, lambda start: start - 1, {}),
-        pytest.param(0, lambda queries: queries * 1.01, {"output_logits": True}, marks=pytest.mark.full),
-    ],
-)
 def test_a_kernel_that_is_called_wrongly_is_not_certified(
-    number: int, change: Callable[[Tensor], Tensor], options: dict[str, Any],
-    sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = attention.call_kernel
 
     def wrong(name: str, operands: list[Tensor]) -> Tensor:
-        return call(name, [change(each) if place == number else each for place, each in enumerate(operands)])
+        return call(name, [*operands[:5], operands[5] - 1, *operands[6:]])  # another beginning
 
     monkeypatch.setattr(attention, "call_kernel", wrong)
+    # Sizes other than those of graphs that were lowered before.
     sizes: dict[str, Any] = {"target": "hlo", "kernels": KERNELS, "output_logits": False, "ctx_batch_size": 1}
-    sizes |= options
     with pytest.raises(ValueError, match="do not compute what the model does"):
         export_tiny(sharp_checkpoints["llama"], tmp_path / "out", certificate=True, **sizes)
     assert not (tmp_path / "out").exists()
@@ -117,12 +92,20 @@ def test_layers_that_a_kernel_does_not_compute_keep_theirs_and_one_without_use_i
         export_tiny(sharp_checkpoints["gemma2"], tmp_path / "gemma2", **options)
 
 
-def test_the_lint_sees_what_a_compiler_gets(artifact: Path) -> None:
+def test_chunk_rows_call_the_kernel_and_the_lint_sees_what_a_compiler_gets(artifact: Path) -> None:
     data, io = graph(artifact, CHUNKS), read_graph_io(artifact / "graphs" / f"{CHUNKS}.hlo")
+    module = hlo.parse(data)
+    calls = list(kernel_calls(module))
+    assert [name for _, name in calls] == ["attention_cte"] * LAYERS * ROWS
+    # Layers share what the calls stand for, which no compiler gets.
+    ((reference,),) = {tuple(call.called_computation_ids) for call, _ in calls}
+    assert reference in {each.id for each in module.computations}
+    assert len(without_references(hlo.parse(data)).computations) < len(module.computations)
+    assert not called_kernels(graph(artifact, DECODES))
+    assert Artifact.open(artifact).config.kernels == KERNELS
     assert [each for each in lint(CHUNKS, data, io, "trn2") if each.severity == "error"] == []
     (found, *_) = [each for each in lint(CHUNKS, data, io, "inf2") if each.rule == "custom-call"]
     assert found.severity == "error" and "the kernel attention_cte, which is for trn2 and trn3" in found.problem
-    assert len(without_references(hlo.parse(data)).computations) < len(hlo.parse(data).computations)
 
 
 def test_what_a_kernel_stands_for_is_counted(artifact: Path, hlo_artifact: Callable[[str], Path]) -> None:
@@ -146,6 +129,14 @@ def test_the_compiler_gets_what_nki_made(
     assert called_kernels(graph(path, CHUNKS)) == {"attention_cte"}
     neff = (path / "graphs" / f"{CHUNKS}.neff").read_bytes()
     assert NATIVE_CALL.encode() in neff and b"optimum_neuron.kernel" not in neff
+    native = hlo.parse(with_native_kernels(graph(path, CHUNKS), "trn2", 2))
+    calls = [each for _, each in hlo.instructions(native) if each.opcode == "custom-call"]
+    assert [each.custom_call_target for each in calls].count(NATIVE_CALL) == LAYERS * ROWS
+    assert not any(each.called_computation_ids for each in calls)
+    call = next(each for each in calls if each.custom_call_target == NATIVE_CALL)
+    config = json.loads(base64.b64decode(call.backend_config))
+    assert config["klir_binary"]["input_names"] == list(attention.ATTENTION_CTE.operands)  # in order
+    assert with_native_kernels(graph(path, DECODES), "trn2", 2) == graph(path, DECODES)
     compiled = json.loads((tmp_path / "attention_cte.json").read_text())
     assert compiled["q"] == ["float32", [4 // ranks, 8, 16]]
     assert compiled["k_prior"] == ["float32", [2 // ranks, 64, 16]]
@@ -177,17 +168,6 @@ def test_what_nki_is_given_is_in_the_key_of_a_graph_and_what_runs_in_its_place_i
     monkeypatch.setattr(compiler, "installed_version", lambda distribution: "9.9")
     assert len(others | {key()}) == 4
     assert key(DECODES) == decodes, "a graph without kernels"
-
-
-def test_a_native_call_names_its_operands_in_order(artifact: Path, neuron_sdk: Callable[..., NeuronTools]) -> None:
-    neuron_sdk("trn2", "nki")
-    native = hlo.parse(with_native_kernels(graph(artifact, CHUNKS), "trn2", 1))
-    calls = [each for _, each in hlo.instructions(native) if each.opcode == "custom-call"]
-    assert {each.custom_call_target for each in calls} == {NATIVE_CALL} and len(calls) == LAYERS * ROWS
-    assert not any(each.called_computation_ids for each in calls)
-    config = json.loads(base64.b64decode(calls[0].backend_config))
-    assert config["klir_binary"]["input_names"] == list(attention.ATTENTION_CTE.operands)
-    assert with_native_kernels(graph(artifact, DECODES), "trn2", 1) == graph(artifact, DECODES)
 
 
 def test_a_kernel_that_nki_refuses_is_told(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,3 +214,91 @@ def test_a_config_refuses_kernels_that_no_graph_could_call(
         NeuronConfig(**options)
     config = tiny_config(target="trn3", kernels=["attention_cte"])
     assert NeuronConfig.from_dict(config.to_dict()) == config
+
+
+EXPERTS: dict[str, Any] = {
+    "kernels": ("moe_tkg",), "batch_size": 1, "ctx_batch_size": 1, "dtype": "bfloat16", "mixed_step": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As wide as a tile on each of two cores."""
+    config: Any = moe.CONFIGS["qwen3_moe"]()
+    config.hidden_size = 256
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(moe.CONFIGS, "wide", lambda: config)
+        return moe.make_checkpoint("wide", tmp_path_factory.mktemp("moe"))
+
+
+def test_tokens_get_by_the_kernel_what_their_experts_compute(moe_checkpoint: Path) -> None:
+    """The second token goes nowhere."""
+    torch.manual_seed(0)
+    config = type(moe.CONFIGS["qwen3_moe"]()).from_pretrained(moe_checkpoint)
+    layer = Qwen3MoeExperts(config).requires_grad_(False)
+    for parameter in layer.parameters():
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    index = torch.tensor([[0, 1, 7], [8, 8, 8], [5, 2, 0], [7, 3, 4]])
+    hidden = torch.randn(4, 256, dtype=torch.bfloat16)
+    call = ExpertsCall(layer.to(torch.bfloat16), hidden, index, torch.rand(4, 3))
+    form = gather(expert_layer(call), 4, chip_of("trn2"))
+    without = torch.zeros(1)
+    compute = compute_chosen(lambda *_: without)
+    found = compute(call, form)
+    assert not found[1].any()
+    torch.testing.assert_close(found, in_form(call, form), atol=2e-2, rtol=2e-2)
+    assert compute(call, all_experts(4)) is without
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "changed", "by_kernel"),
+    [
+        (128, 256, {}, True),
+        (129, 256, {}, False),
+        (4, 128, {}, False),  # no whole tile on each of two cores
+        (4, 256, {"act_fn": torch.nn.GELU()}, False),
+        (4, 256, {"has_bias": True}, False),
+        (4, 256, {"has_gate": False}, False),
+        (4, 256, {"is_concatenated": False}, False),
+        (4, 256, {"has_post_expert_norm": True}, False),
+        (4, 256, {"_apply_gate": lambda self, x: x}, False),
+        (4, 256, {"dtype": torch.float32}, False),
+    ],
+)
+def test_experts_that_the_kernel_does_not_compute_are_not_its(
+    tokens: int, hidden: int, changed: dict[str, Any], by_kernel: bool
+) -> None:
+    config = moe.CONFIGS["qwen3_moe"]()
+    config.hidden_size = hidden
+    kind = type("Experts", (Qwen3MoeExperts,), {})
+    dtype = changed.get("dtype", torch.bfloat16)
+    layer, x = kind(config).requires_grad_(False).to(dtype), torch.zeros(tokens, hidden, dtype=dtype)
+    call = ExpertsCall(layer, x, torch.zeros(tokens, 3, dtype=torch.int64), torch.ones(tokens, 3))
+    form = gather(expert_layer(call), tokens, chip_of("trn2"))
+    for name, value in changed.items():
+        setattr(kind if name in ("_apply_gate", "dtype") else layer, name, value)
+    without = torch.zeros(1)
+    assert (compute_chosen(lambda *_: without)(call, form) is not without) == by_kernel
+
+
+def test_experts_around_the_kernel_are_certified(moe_checkpoint: Path, tmp_path: Path) -> None:
+    artifact = export_tiny(moe_checkpoint, tmp_path / "out", target="hlo", certificate=True, **EXPERTS)
+    assert certificate_of(artifact).comparisons
+    data, io = graph(artifact, DECODES), read_graph_io(artifact / "graphs" / f"{DECODES}.hlo")
+    assert [each for _, each in kernel_calls(hlo.parse(data))] == ["moe_tkg"] * LAYERS
+    assert not called_kernels(graph(artifact, CHUNKS))
+    assert not [each for each in lint(DECODES, data, io, "trn2") if each.severity == "error"]
+    # Weights lie as the kernel takes them.
+    assert {each.shape for each in io.inputs if "experts" in each.name} == {(8, 256, 80), (8, 40, 256)}
+
+
+def test_nki_is_given_it_as_the_library_declares_it(
+    neuron_sdk: Callable[..., NeuronTools], moe_checkpoint: Path, tmp_path: Path
+) -> None:
+    neuron_sdk("trn2", "nki")
+    path = export_tiny(moe_checkpoint, tmp_path / "out", target="trn2", **EXPERTS)
+    assert called_kernels(graph(path, DECODES)) == {"moe_tkg"}
+    compiled = json.loads((tmp_path / "moe_tkg.json").read_text())
+    assert set(compiled) == {*KNOWN["moe_tkg"].operands, "target", "lnc"}
+    assert compiled["expert_gate_up_weights"] == ["bfloat16", [8, 256, 2, 40]]
+    assert Artifact.open(path).config.kernels == ("moe_tkg",)

@@ -7,14 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lowered import lower_function
+from lowered import lower_function, lower_module
 from torch import Tensor, nn
 
-from optimum_neuron.step.spec import TensorSpec
 from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.lint.cost import GraphCost, graph_cost
-from optimum_neuron.targets.neuron.lowering.decompositions import decompose
-from optimum_neuron.targets.neuron.lowering.lower import lower_program
 from optimum_neuron.targets.neuron.lowering.ops import write_cache
 from optimum_neuron.targets.neuron.operators import collectives
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
@@ -115,10 +112,7 @@ class _Step(nn.Module):
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_state_is_written_where_it_lies_and_its_new_value_is_read_from_there(reads: bool) -> None:
-    program = decompose(torch.export.export(_Step(reads).eval(), (torch.ones(2, 2, 4),), strict=False))
-    shape = (2, 2, 8, 1) if reads else (2, 2, 4)
-    outputs = [TensorSpec("y", shape, "float32")]
-    found = cost(lower_program(program, "step", "step", [TensorSpec("x", (2, 2, 4), "float32")], outputs, 1))
+    found = cost(lower_module(_Step(reads), {"x": torch.ones(2, 2, 4)}))
     x, y, state = 4 * 16, 4 * (32 if reads else 16), 4 * 2 * 2 * 8 * 4
     assert found.written == x + y
     assert found.read == (2 * x + state if reads else 2 * x)

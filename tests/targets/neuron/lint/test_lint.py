@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from broken_graphs import BROKEN, called, edited, first, floats, indices, of_type, small
+from broken_graphs import BROKEN, called, edited, enlarge, first, floats, indices, of_type, small
 from lowered import lower_function
 
 from optimum_neuron.config import HLO_TARGETS
@@ -92,10 +92,7 @@ def test_types_by_target() -> None:
 
 
 def test_weights_that_no_core_holds() -> None:
-    def edit(module: Any) -> None:
-        first(module, "parameter").shape.dimensions[0] = 5 << 30  # float32: 20 GiB
-
-    graph = edited(lower_function(lambda x: x * 2 + 1, [floats(3)]), edit)
+    graph = edited(small(), enlarge(20))
     large = [finding for finding in findings(graph, "inf2") if finding.rule == "memory"]
     assert "20.0 GiB of weights, KV cache and results for a core of 16 GiB" in str(large[0])
     assert "memory" not in rules(graph, "trn2") and "memory" not in rules(graph, "hlo")

@@ -199,15 +199,13 @@ def test_a_side_that_saw_what_is_not_finite_stays_so() -> None:
         assert joint.isnan().sum() == DIM and joint_lse.isnan().sum() == 1
 
 
-BUCKETS: dict[str, Any] = SIZES | {"context_buckets": (64, 192)}
-FULL = pytest.mark.full
-
-
-@pytest.mark.parametrize("name", ["bloom", *(pytest.param(each, marks=FULL) for each in ("mpt", "falcon"))])
 @pytest.mark.parametrize(
-    "sizes",
-    [SIZES, *(pytest.param(each, marks=FULL) for each in (BUCKETS, BLOCKS))],
-    ids=["slots", "buckets", "blocks"],
+    ("name", "sizes"),
+    [
+        pytest.param("bloom", SIZES, id="slots"),
+        pytest.param("mpt", BLOCKS, id="blocks", marks=pytest.mark.full),
+        pytest.param("falcon", SIZES | {"context_buckets": (64, 192)}, id="buckets", marks=pytest.mark.full),
+    ],
 )
 def test_graphs_are_linted_certified_and_choose_as_eager_steps_do_at_any_cut(
     name: str, sizes: dict[str, Any], tmp_path: Path

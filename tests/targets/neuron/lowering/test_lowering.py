@@ -167,13 +167,10 @@ def test_reductions_have_the_shape_that_torch_gives_them(reduce: Callable[[Tenso
     assert not lint(graph.name, graph.hlo, graph.io, "hlo")
 
 
-def test_infinite_masks_become_finite() -> None:
+def test_infinite_masks_become_finite_and_unused_computations_disappear() -> None:
+    graph = lower_function(lambda x: (x.amax(), x.sum())[1], [torch.ones(4)])
+    assert len(hlo.parse(graph.hlo).computations) == 2
     graph = lower_function(lambda x: torch.where(x > 0, x, torch.full_like(x, -torch.inf)), [torch.ones(2, 3)])
     assert not lint(graph.name, graph.hlo, graph.io, "hlo")
     literals = [value for _, each in hlo.instructions(hlo.parse(graph.hlo)) for value in each.literal.f32s]
     assert torch.tensor(literals).isfinite().all() and min(literals) == torch.finfo(torch.float32).min
-
-
-def test_unused_computations_disappear() -> None:
-    graph = lower_function(lambda x: (x.amax(), x.sum())[1], [torch.ones(4)])
-    assert len(hlo.parse(graph.hlo).computations) == 2

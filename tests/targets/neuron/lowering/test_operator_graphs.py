@@ -162,30 +162,19 @@ def test_products_are_those_of_the_dequantized_weight(form: str, dtype: torch.dt
     assert any(each >= INPUTS * OUTPUTS / 2 for each in wide) == scaled
 
 
-# With a router of every kind: by groups, of one expert, with biases, interleaved with dense layers; and without experts.
-ROUTED = (
-    "afmoe", "aria_text", "axk1", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe",
-    "exaone_moe", "flex_olmo", "glm4_moe", "glm_moe_dsa", "gpt_oss", "granitemoe", "hy_v4", "lfm2_moe", "llama4_text", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe",
+# With routers by groups, of one expert, with biases, between dense layers; without experts; and with recurrences. The full profile lowers
+# most: no other test lowers the kinds of the first five.
+NEEDED = ("bert", "diffllama", "gemma3", "glm_moe_dsa", "lfm2_moe")
+FULL = (
+    "afmoe", "deepseek_v4", "ernie4_5_moe", "flex_olmo", "granitemoe", "hy_v4", "llama4_text", "minimax_m3_vl_text", "phimoe",
+    "apertus", "bitnet", "bloom", "codegen", "cohere2", "ctrl", "electra", "falcon", "gemma2", "gpt2", "mpt", "phi3",
+    "bamba", "falcon_mamba", "jamba", "kimi_linear", "mamba2", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text", "zamba2",
 )  # fmt: skip
-DENSE = (
-    "apertus", "arcee", "bert", "bert-generation", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
-    "cohere_compass_text", "ctrl", "cwm", "diffllama", "electra", "ernie", "ernie4_5", "exaone4", "falcon", "fuyu",
-    "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "lfm2", "llama", "mistral", "mpt", "phi3", "qwen2", "qwen3",
-)  # fmt: skip
-RECURRENT = (
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "olmo_hybrid",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zamba2",
-)  # fmt: skip
-# One of each kind that no other test lowers; the others by the full profile.
-KINDS = ("bert", "diffllama", "gemma3", "glm_moe_dsa", "lfm2_moe")
 FORBIDDEN_OPERATORS = {"sort", "topk", "reduce-window", "while", "custom-call", "rng", "rng-bit-generator"}
 FORBIDDEN_TYPES = {"float64", "int64", "uint64", "uint32", "complex64", "complex128"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in KINDS else [pytest.mark.full]) for name in (*ROUTED, *DENSE, *RECURRENT)],
-)
+@pytest.mark.parametrize("name", [*NEEDED, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
 def test_no_graph_needs_what_compilers_refuse(name: str) -> None:
     config = NeuronConfig(batch_size=2, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="hlo")
     model = graph_model(name, torch.float32)

@@ -21,40 +21,30 @@ X = torch.linspace(-1, 1, 12).view(4, 3)
 put = torch.ops.aten.index_put.default
 
 
-# What models write as `x[mask] = value`: one for all places, or a row for all rows; and to every other place.
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: put(x, [x > 0], torch.tensor(7.0)),
-        lambda x: put(x, [x[:, 0] > 0], torch.tensor([5.0, 6.0, 7.0])),
-        lambda x: put(x, [x[:, 0] > 0], torch.tensor([[5.0, 6.0, 7.0]])),
-        lambda x: put(x, [x[:, 0] > 0], torch.tensor(7.0)),
-        lambda x: torch.ops.aten.slice_scatter(x, torch.full((4, 1), 7.0), 1, 1, 3, 2),
-        lambda x: torch.ops.aten.slice_scatter(x, 7 + torch.arange(6.0).view(2, 3), 0, 0, 4, 3),
-        lambda x: torch.ops.aten.slice_scatter(x, 7 + torch.arange(6.0).view(2, 3), 0, 1, None, 2),
-    ],
+WRITES = (
+    # What models write as `x[mask] = value`: one for all places, or a row for all rows; and to every other place.
+    lambda x: put(x, [x > 0], torch.tensor(7.0)),
+    lambda x: put(x, [x[:, 0] > 0], torch.tensor([5.0, 6.0, 7.0])),
+    lambda x: put(x, [x[:, 0] > 0], torch.tensor([[5.0, 6.0, 7.0]])),
+    lambda x: put(x, [x[:, 0] > 0], torch.tensor(7.0)),
+    lambda x: torch.ops.aten.slice_scatter(x, torch.full((4, 1), 7.0), 1, 1, 3, 2),
+    lambda x: torch.ops.aten.slice_scatter(x, 7 + torch.arange(6.0).view(2, 3), 0, 0, 4, 3),
+    lambda x: torch.ops.aten.slice_scatter(x, 7 + torch.arange(6.0).view(2, 3), 0, 1, None, 2),
+    # int64 is bounded without the ends of int64.
+    lambda x: (x * 6).to(torch.int64).clamp(min=2).float(),
+    lambda x: (x * 6).to(torch.int64).clamp(max=3).float(),
+    lambda x: (x * 6).to(torch.int64).clamp(1, 4).float(),
+    # What is written over a parameter leaves it: a state that is written twice in a graph is read in between.
+    lambda x: torch.ops.aten.copy(x, x * 2) + x,
+    lambda x: torch.ops.aten.copy(x, torch.arange(3)) * x,
 )
-def test_what_is_written_to_some_places_is_a_selection(function: Callable[[Tensor], Tensor]) -> None:
+
+
+@pytest.mark.parametrize("function", WRITES)
+def test_places_are_selected_and_bounds_and_copies_are_those_of_torch(function: Callable[[Tensor], Tensor]) -> None:
     graph = lower_function(function, [X])
     assert not {"pad", "scatter", "remainder"} & {each.opcode for _, each in hlo.instructions(hlo.parse(graph.hlo))}
     (found,) = run_lowered(graph, [X])
-    assert torch.equal(found, function(X)) and not torch.equal(found, X)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        # int64 is bounded without the ends of int64.
-        lambda x: (x * 6).to(torch.int64).clamp(min=2).float(),
-        lambda x: (x * 6).to(torch.int64).clamp(max=3).float(),
-        lambda x: (x * 6).to(torch.int64).clamp(1, 4).float(),
-        # What is written over a parameter leaves it: a state that is written twice in a graph is read in between.
-        lambda x: torch.ops.aten.copy(x, x * 2) + x,
-        lambda x: torch.ops.aten.copy(x, torch.arange(3)) * x,
-    ],
-)
-def test_bounds_and_copies_are_those_of_torch(function: Callable[[Tensor], Tensor]) -> None:
-    (found,) = run_lowered(lower_function(function, [X]), [X])
     assert torch.equal(found, function(X)) and not torch.equal(found, X)
 
 

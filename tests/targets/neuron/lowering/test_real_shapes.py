@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import resource
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +35,28 @@ MEMORY = 16e9
 STEPS = ("token_generation", "chunked_prefill", "mixed")
 
 
-def most_memory() -> int:
-    """The most bytes that this process, or one that it waited for, has had resident."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return max(each.ru_maxrss for each in usages) * 1024
-
-
-def write_config(folder: Path, layers: int) -> None:
+def lower_config(folder: Path, layers: int, **options: Any) -> Iterator[LoweredGraph]:
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | {"num_hidden_layers": layers}))
+    sizes = {"batch_size": 32, "sequence_length": 4096, "prefill_chunk_size": 512, "context_buckets": [4096]}
+    sizes |= {"dtype": "bfloat16", "tensor_parallel_size": RANKS, "target": "trn2"}
+    return lower_all(folder, NeuronConfig.from_dict(sizes | options), {}, trust_remote_code=False)
+
+
+def check_moved(graph: LoweredGraph, layers: int, most: float) -> tuple[GraphCost, int, int]:
+    """Return what a step costs, and the numbers in its weights and in a cache of 32 x 4,096 tokens, which it moves little more than once."""
+    cost = graph_cost(graph.name, graph.hlo, graph.io, "trn2")
+    matrices = [each.shape for each in graph.io.inputs if each.role == "weight" and each.name.endswith("order_1_0")]
+    assert len(matrices) == 1 + 4 * layers  # the head; q, k and v; o; gate and up; down
+    weights, cache = sum(math.prod(shape) for shape in matrices), 2 * layers * 32 * 4096 * 128
+    assert 1 <= (cost.read + cost.written) / (2 * (weights + cache)) < most
+    return cost, weights, cache
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, pytest.param(32, marks=pytest.mark.full)])
 def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: Path, layers: int) -> None:
-    write_config(tmp_path, layers)
     kinds = []
-    for graph in lower_all(tmp_path, eight_ranks("trn2"), {}, trust_remote_code=False):
+    for graph in lower_config(tmp_path, layers):
         kinds.append(graph.kind)
         for target in ("trn1", "trn2"):
             assert not lint(graph.name, graph.hlo, graph.io, target)
@@ -63,45 +69,22 @@ def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: 
         caches = {each.shape for each in graph.io.inputs if each.role == "state" and each.name.startswith(CACHE)}
         assert caches == (set() if graph.kind in SAMPLERS.values() else {(33, 1, 4096, 128)})
         if graph.kind in STEPS:
-            weights = {binding.name: binding.shape for binding in graph.io.inputs if binding.role == "weight"}
-            assert weights["model.lm_head.weight.order_1_0"] == (4096, 128256 // RANKS)
-            assert weights["model.tensor_parallel_rank"] == (1,)
+            shapes = {binding.name: binding.shape for binding in graph.io.inputs if binding.role == "weight"}
+            assert shapes["model.lm_head.weight.order_1_0"] == (4096, 128256 // RANKS)
+            assert shapes["model.tensor_parallel_rank"] == (1,)
             assert not is_split(graph.hlo)
         if graph.kind == "token_generation":
-            _check_cost(graph, layers)
+            cost, weights, cache = check_moved(graph, layers, 1.15)
+            # 4 query heads read a key and a value
+            assert 1 <= cost.total_flops / (2 * 32 * weights + 2 * 4 * cache) < 1.15
+            assert cost.written < 1e6 + 4 * 32 * 128256 / RANKS  # and logits for a sampler
     assert kinds == [*STEPS, *SAMPLERS.values(), COPY_SLOT]
-    assert 0 < most_memory() < MEMORY
-
-
-def eight_ranks(target: str, **options: Any) -> NeuronConfig:
-    sizes = {"batch_size": 32, "sequence_length": 4096, "prefill_chunk_size": 512, "context_buckets": [4096]}
-    return NeuronConfig.from_dict(
-        sizes | {"dtype": "bfloat16", "tensor_parallel_size": RANKS, "target": target} | options
-    )
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < MEMORY
 
 
 @pytest.mark.slow
 def test_a_decode_step_over_blocks_reads_its_weights_and_all_blocks_little_more_than_once(tmp_path: Path) -> None:
-    write_config(tmp_path, 2)
-    config = replace(eight_ranks("trn2"), batch_size=128, kv_block_size=128, kv_cache_tokens=32 * 4096)
-    graphs = lower_all(tmp_path, config, {}, trust_remote_code=False)
+    graphs = lower_config(tmp_path, 2, batch_size=128, kv_block_size=128, kv_cache_tokens=32 * 4096)
     graph = next(each for each in graphs if each.kind == "token_generation")
-    cost, weights, cache = _moved(graph, 2)
-    assert 1 <= (cost.read + cost.written) / (2 * (weights + cache)) < 1.2
+    check_moved(graph, 2, 1.2)
     assert not lint(graph.name, graph.hlo, graph.io, "trn2")
-
-
-def _moved(graph: LoweredGraph, layers: int) -> tuple[GraphCost, int, int]:
-    """What a step costs, and the numbers in its weights and in a cache of 32 x 4,096 tokens."""
-    cost = graph_cost(graph.name, graph.hlo, graph.io, "trn2")
-    matrices = [each.shape for each in graph.io.inputs if each.role == "weight" and each.name.endswith("order_1_0")]
-    assert len(matrices) == 1 + 4 * layers  # the head; q, k and v; o; gate and up; down
-    return cost, sum(math.prod(shape) for shape in matrices), 2 * layers * 32 * 4096 * 128
-
-
-def _check_cost(graph: LoweredGraph, layers: int) -> None:
-    """A decode step moves little more than its weights and its cache once, and computes little more than with them."""
-    cost, weights, cache = _moved(graph, layers)
-    assert 1 <= (cost.read + cost.written) / (2 * (weights + cache)) < 1.15
-    assert 1 <= cost.total_flops / (2 * 32 * weights + 2 * 4 * cache) < 1.15  # 4 query heads read a key and a value
-    assert cost.written < 1e6 + 4 * 32 * 128256 / RANKS  # and logits for a sampler

@@ -145,21 +145,15 @@ def test_a_weight_that_a_product_takes_in_another_order_is_named() -> None:
     dots = (each for _, each in hlo.instructions(module) if each.opcode == "dot")
     product = next(each for each in dots if "model.b" in hlo.module_path(each))
     weight = next(each for each in hlo.parameters(module) if each.name.startswith("model.b"))
-    turned = hlo.entry(module).instructions.add(
-        name="transpose.999",
-        opcode="transpose",
-        id=999,
-        dimensions=[1, 0],
-        shape=weight.shape,
-        operand_ids=[weight.id],
-    )
+    turned = {"name": "transpose.999", "opcode": "transpose", "id": 999, "dimensions": [1, 0], "shape": weight.shape}
+    hlo.entry(module).instructions.add(**turned, operand_ids=[weight.id])
 
     def find_broken() -> Finding:
         findings = lint("g", hlo.serialize(module), graph.io, "trn2")
         (found,) = [each for each in findings if each.rule == "transposed-weight"]
         return found
 
-    product.operand_ids[1] = turned.id
+    product.operand_ids[1] = 999
     assert find_broken().instruction == "transpose.999" and weight.name in find_broken().problem
     del hlo.entry(module).instructions[-1]
     product.operand_ids[1] = weight.id

@@ -28,7 +28,7 @@ from helpers import (
     tiny_config,
     write_state,
 )
-from neuron_fixtures import certificate_of
+from neuron_fixtures import certificate_of, mixed_runner
 from recurrent import CONFIGS, model
 from selecting import make_checkpoint
 from torch import Tensor
@@ -37,7 +37,6 @@ from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.core import PromptPiece
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.state_specs import state_specs
-from optimum_neuron.targets import get_target
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import read_graph_io
 from optimum_neuron.targets.neuron.lint.lint import lint
@@ -94,12 +93,6 @@ def artifact(
     return export
 
 
-def one_graph(artifact: Artifact) -> GraphRunner:
-    """Every step in the mixed graph, so that all bits of a token come from the same computation."""
-    executable = get_target("hlo").load(artifact, trust_native_code=True, trust_remote_code=False)
-    return GraphRunner(executable, artifact.config, artifact.graphs, artifact.model, deterministic=True)
-
-
 def answer(runner: GraphRunner, slot: int, pieces: Sequence[int], neighbor: int | None = None) -> list[Tensor]:
     """Logits behind the prompt, behind tokens that follow one by one, and behind a chunk of more; a neighbor decodes meanwhile."""
     others = iter(NEIGHBOR[BLOCK:])
@@ -132,7 +125,9 @@ BY_GROUP = "self_attn.o_a_proj.weight is transposed"
 
 
 @all_kinds
-def test_graphs_are_what_compilers_take(kind: str, artifact: Callable[[str], Artifact]) -> None:
+def test_graphs_are_linted_certified_and_give_the_tokens_of_the_eager_target(
+    kind: str, artifact: Callable[[str], Artifact]
+) -> None:
     made = artifact(kind)
     kept = {each.name: each for each in state_specs(made.config, made.model)}
     assert {each.dtype for name, each in kept.items() if "state_" in name or "anchor_" in name} <= {"float32"}
@@ -147,28 +142,17 @@ def test_graphs_are_what_compilers_take(kind: str, artifact: Callable[[str], Art
             assert not REFUSED & {each.opcode for each in instructions}
             first = [each for each in instructions if ".layers.0." in hlo.module_path(each)]
             assert LAYER_INSTRUCTIONS / 5 < len(first) <= LAYER_INSTRUCTIONS
-
-
-@all_kinds
-def test_a_certificate_tells_of_all_that_slots_keep(kind: str, artifact: Callable[[str], Artifact]) -> None:
-    made = artifact(kind)
     found = {each.subject for each in certificate_of(made.path).comparisons}
-    kept = {each.name.removeprefix("kv_cache.").split("_")[0] for each in state_specs(made.config, made.model)}
-    assert SELECTING.get(kind, {"state", "anchor", "tail", "scanned"}) <= kept
-    assert {f"states: {name}" for name in kept} <= found
-    for graph in made.graphs:
-        assert any(subject.startswith(graph.name) for subject in found)
-
-
-@all_kinds
-def test_tokens_are_those_of_the_eager_target(kind: str, artifact: Callable[[str], Artifact]) -> None:
-    made = artifact(kind)
+    parts = {name.removeprefix("kv_cache.").split("_")[0] for name in kept}
+    assert SELECTING.get(kind, {"state", "anchor", "tail", "scanned"}) <= parts
+    assert {f"states: {name}" for name in parts} <= found
+    assert all(any(subject.startswith(graph.name) for subject in found) for graph in made.graphs)
     if kind in SELECTING:
         eager = eager_runner(load_model(made.path.parent / "checkpoint"), tiny_config(mixed_step=False))
         runners = [artifact_runner(made.path)]
     else:
         eager = eager_runner(model(kind), tiny_config())
-        runners = [artifact_runner(made.path), one_graph(made)]
+        runners = [artifact_runner(made.path), mixed_runner(made.path)]
     expected, logits = generate(eager, PROMPT, 12)
     for runner in runners:
         found, found_logits = generate(runner, PROMPT, 12)
@@ -182,7 +166,7 @@ CUTS = ([16, 5], [1, 15, 5], [7, 1, 13], [9, 12], [8, 8, 4, 1])
 
 @kinds
 def test_no_cut_slot_neighbor_or_earlier_request_changes_a_bit(kind: str, artifact: Callable[[str], Artifact]) -> None:
-    runner = one_graph(artifact(kind))
+    runner = mixed_runner(artifact(kind).path)
     expected = answer(runner, 1, CUTS[0])
     for number, cuts in enumerate(CUTS):
         runner.reset_slots()

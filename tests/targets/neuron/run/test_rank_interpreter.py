@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,9 +13,9 @@ import fakes
 import numpy as np
 import pytest
 import torch
-from fakes.hlo_writer import copy_graph, step_graph
-from fakes.tools import NeuronTools, Sdk, cache_like, children, make_plan
-from helpers import export_tiny, random_tokens, run_tensors, tiny_config
+from fakes.graphs import copy_graph, step_graph
+from fakes.tools import Sdk, cache_like, children, make_plan
+from helpers import run_tensors
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact.artifact import Artifact
@@ -31,8 +28,7 @@ from optimum_neuron.targets.neuron.sdk.errors import NeuronRuntimeError
 
 
 pytest_plugins = ("fakes.plugin",)
-FAKES = Path(fakes.__file__).parent
-SITE = FAKES / "site"
+SITE = Path(fakes.__file__).parent / "site"
 
 
 def make_environment(folder: Path, *paths: Path, numpy: bool = True) -> str:
@@ -74,75 +70,26 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.fixture
-def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two devices of XLA in a process of their own, between which collectives work."""
-    path = tmp_path / "devices.sock"
-    folders = [SITE / "device", FAKES.parent, Path(rank_process.__file__).parents[4]]
-    environment = os.environ | {
-        "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": "2",
-        "PYTHONPATH": os.pathsep.join(map(str, folders)),
-    }
-    process = subprocess.Popen([sys.executable, str(FAKES / "devices.py"), str(path)], env=environment)
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    monkeypatch.setenv("FAKE_NEURON_DEVICES", str(path))
-    yield
-    process.kill()
-    process.wait()
-
-
-@pytest.mark.slow
-def test_a_model_on_two_ranks_without_torch_gives_the_tokens_of_this_interpreter(
-    neuron_sdk: Callable[..., NeuronTools],
-    sharp_checkpoints: dict[str, Path],
-    tmp_path: Path,
-    bare: str,
-    devices: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    neuron_sdk("trn2", "nrt")
-    sizes = {"tensor_parallel_size": 2, "mixed_step": False}
-    path = export_tiny(sharp_checkpoints["llama"], tmp_path / "out", target="trn2", **sizes)
-    prompts = [random_tokens(length, seed=length).tolist() for length in (5, 21)]
-
-    def answers(model: NeuronModelForCausalLM) -> list[list[int]]:
-        found = model.generate_batch(prompts, max_new_tokens=5).values()
-        torch.manual_seed(3)
-        sampled = model.generate(torch.tensor([prompts[1]]), max_new_tokens=5, do_sample=True, top_k=9)
-        return [output.generated_tokens for output in found] + sampled.tolist()
-
-    eager = NeuronModelForCausalLM.from_pretrained(
-        sharp_checkpoints["llama"], export=True, config=dataclasses.replace(tiny_config(), target="eager")
-    )
-    expected = answers(eager)
-    model = NeuronModelForCausalLM.from_pretrained(path, rank_python=bare)
-    executable = model.runner.executable
-    assert isinstance(executable, RankedExecutable)
-    guards = [rank.process.pid for rank in executable._ranks]
-    held = [pid for guard in guards for pid in Path(f"/proc/{guard}/task/{guard}/children").read_text().split()]
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in held)
-    assert "numpy" in maps and "libtorch" not in maps
-    assert answers(model) == expected
-    executable.close()
-
-
-def test_the_variable_names_it_too_and_bytes_of_bfloat16_pass_without_torch(
+def test_ranks_in_the_interpreter_that_the_variable_names_compute_in_bfloat16_without_torch(
     neuron_sdk: Sdk, tmp_path: Path, bare: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     neuron_sdk("inf2")
     half = torch.bfloat16
-    weights = {"model.weight": cache_like(2.0, -0.5, dtype=half)}
-    plan = make_plan(tmp_path / "graphs", [step_graph(dtype="bfloat16")], "inf2", weights)
+    weights = [
+        {"model.weight": cache_like(2.0, -0.5, dtype=half), "tensor_parallel.rank": cache_like(rank, rank).int()}
+        for rank in range(2)
+    ]
+    plan = make_plan(tmp_path / "graphs", [step_graph(dtype="bfloat16", ranks=2)], "inf2", *weights)
     with pytest.raises(
         RuntimeError, match=r"nothing in .* can run graphs on inf2: nrtpy is not installed; .*torch-neu"
     ):
         RankedExecutable(plan)
     monkeypatch.setenv("OPTIMUM_NEURON_RANK_PYTHON", bare)
     loaded = RankedExecutable(plan)
+    guards = [rank.process.pid for rank in loaded._ranks]
+    held = [pid for guard in guards for pid in Path(f"/proc/{guard}/task/{guard}/children").read_text().split()]
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in held)
+    assert len(held) == 2 and "numpy" in maps and "libtorch" not in maps
     (result,) = run_tensors(loaded, "token_generation", [cache_like(1.5, 3.0, dtype=half)])
     assert result.dtype == half and torch.equal(result, cache_like(6.0, -3.0, dtype=half))
     loaded.close()
@@ -236,7 +183,10 @@ def test_a_process_that_dies_at_its_start_or_writes_something_else_is_told(
 
 @pytest.mark.parametrize("target", ["cpu", "eager", "hlo"])
 def test_options_of_ranks_are_refused_where_there_are_none(target: str, hlo_artifact: Callable[[str], Path]) -> None:
-    artifact = Artifact.open(hlo_artifact("llama"))
+    path = hlo_artifact("llama")
     for option, given in (("rank_python='x'", RankOptions("x")), ("rank_timeout=3.0", RankOptions(timeout=3.0))):
-        with pytest.raises(ValueError, match=f"{option} is for .* and an artifact for hlo runs in this one"):
-            get_target(target).load(artifact, trust_native_code=True, trust_remote_code=False, ranks=given)
+        told = f"{option} is for .* and an artifact for hlo runs in this one"
+        with pytest.raises(ValueError, match=told):
+            get_target(target).load(Artifact.open(path), trust_native_code=True, trust_remote_code=False, ranks=given)
+        with pytest.raises(ValueError, match=told):
+            NeuronModelForCausalLM.from_pretrained(path, rank_python=given.python, rank_timeout=given.timeout)

@@ -15,7 +15,7 @@ from tampered import failures
 from tampering import read_json, write
 
 from optimum_neuron.artifact.artifact import Artifact, ArtifactError
-from optimum_neuron.targets.neuron.lint.lint import artifact_graphs
+from optimum_neuron.targets.neuron.lint.lint import artifact_graphs, lint_artifact
 
 
 STEP = "graphs/token_generation_context64"
@@ -39,6 +39,18 @@ def test_a_file_that_holds_no_graph_is_named(keep: int, artifact: Path) -> None:
         artifact_runner(artifact)
     with pytest.raises(ArtifactError, match=message):
         list(artifact_graphs(Artifact.open(artifact)))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "read"), [("hlo", artifact_runner), ("json", lambda path: lint_artifact(Artifact.open(path)))]
+)
+def test_a_changed_graph_or_description_is_refused(
+    suffix: str, read: Callable[[Path], object], artifact: Path
+) -> None:
+    path = artifact / f"{STEP}.{suffix}"
+    path.write_bytes(bytes(reversed(path.read_bytes())))
+    with pytest.raises(ArtifactError, match="was changed after the export"):
+        read(artifact)
 
 
 @pytest.mark.slow

@@ -55,22 +55,25 @@ def quantized(**options: Any) -> PreTrainedModel:
     return model
 
 
-class OtherHeads(nn.Module):
-    """The first heads get what the last ones compute: a rank's places depend on the state of another's heads."""
+class Computed(nn.Module):
+    """Modules, and a function of them and of inputs."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, compute: Callable[..., Tensor], **modules: nn.Module) -> None:
         super().__init__()
-        self.norm = norm
+        self.compute = compute
+        for name, module in modules.items():
+            self.add_module(name, module)
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self.norm(x.flip(0), gate.flip(0))
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.compute(*inputs, **self._modules)
 
 
 def unshared(**styles: str) -> PreTrainedModel:
     """A model whose layers with recurrences no ranks can share."""
     model: Any = styled("qwen3_next", **styles)
     layer = model.model.layers[0].linear_attn
-    layer.norm = OtherHeads(layer.norm)
+    # The first heads get what the last ones compute: a rank's places depend on the state of another's heads.
+    layer.norm = Computed(lambda x, gate, norm: norm(x.flip(0), gate.flip(0)), norm=layer.norm)
     return model
 
 
@@ -81,11 +84,9 @@ class NormPerHead(nn.ModuleList):
         return torch.stack([norm(part) for norm, part in zip(self, x.unbind(-2), strict=False)], dim=-2)
 
 
-class NormedActivation(nn.Module):
+def divide_by_mean(x: Tensor) -> Tensor:
     """No shape shows that it needs all values of a token."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / x.pow(2).mean(-1, keepdim=True).sqrt()
+    return x / x.pow(2).mean(-1, keepdim=True).sqrt()
 
 
 class ValuesFirst(nn.Module):
@@ -137,7 +138,7 @@ NORM = f"{ATTENTION}.q_norm"
         (lambda: changed("llama", f"{ATTENTION}.q_proj", nn.Sequential(nn.Linear(64, 64))), "and is a Sequential"),
         (lambda: changed("qwen3", NORM, NormPerHead(nn.LayerNorm(16) for _ in range(4))), "q_norm.2 runs 0 times instead of 1"),
         (
-            lambda: changed("llama", f"{MLP}.act_fn", NormedActivation()),
+            lambda: changed("llama", f"{MLP}.act_fn", Computed(divide_by_mean)),
             r"its code mixes values of several ranks: .*layers.1.mlp.act_fn', name='mean', sizes=\(96,\)\) becomes .*48",
         ),
         (lambda: recurrent("selective"), f"the heads of {MAMBA}, which keeps .*, cannot be cut, and it declares no plan"),
@@ -171,15 +172,14 @@ def test_a_recurrence_whose_heads_are_mixed_or_do_not_divide_is_whole_on_every_r
     assert not undivided.recurrences and undivided.attention
 
 
-class FailsOnNumbers(nn.Module):
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        if not isinstance(x, FakeTensor):
-            raise TypeError("no numbers")
-        return x * gate
+def fail_on_numbers(x: Tensor, gate: Tensor) -> Tensor:
+    if not isinstance(x, FakeTensor):
+        raise TypeError("no numbers")
+    return x * gate
 
 
 def test_why_a_layer_with_a_recurrence_stays_whole_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    model = changed("qwen3_next", "model.layers.0.linear_attn.norm", FailsOnNumbers())
+    model = changed("qwen3_next", "model.layers.0.linear_attn.norm", Computed(fail_on_numbers))
     with caplog.at_level(logging.DEBUG, "optimum_neuron"):
         assert not shard_plan(model, 2).recurrences
     assert "model.layers.0.linear_attn stays whole on every rank (TypeError: no numbers)" in caplog.text
@@ -199,20 +199,19 @@ def test_what_all_heads_use_is_whole_and_a_group_is_held_by_each_rank_of_its_hea
     assert low_rank < shard_plan(make_model("kimi_linear"), 4).whole
 
 
-class Places(nn.Module):
-    """A feed-forward layer of a model without a plan; `join` makes the last layer's input of both halves of the first one's result."""
+def feed_forward(join: Callable[[Tensor, Tensor], Tensor]) -> PreTrainedModel:
+    """A model without a plan, with a layer that joins both halves of its first product for its last one."""
 
-    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.outer, self.join = nn.Linear(64, 192), nn.Linear(96, 64), join
+    def compute(x: Tensor, inner: nn.Module, outer: nn.Module) -> Tensor:
+        return outer(join(*inner(x).chunk(2, -1)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.join(*self.inner(x).chunk(2, -1)))
+    layer = Computed(compute, inner=nn.Linear(64, 192), outer=nn.Linear(96, 64))
+    return changed("lfm2", "model.layers.0.feed_forward", layer)
 
 
 def test_without_a_plan_a_block_is_cut_where_its_parts_add_up_to_it() -> None:
     name = "model.layers.0.feed_forward"
-    plan = shard_plan(changed("lfm2", name, Places(lambda one, other: one.sigmoid() * other)), 2)
+    plan = shard_plan(feed_forward(lambda one, other: one.sigmoid() * other), 2)
     assert plan.local_shape(f"model.{name}.inner.weight") == (96, 64)
     assert plan.local_shape(f"model.{name}.outer.weight") == (64, 48)
     for join in (
@@ -222,34 +221,27 @@ def test_without_a_plan_a_block_is_cut_where_its_parts_add_up_to_it() -> None:
         lambda one, other: one + 1e-2 * (one.sum(-1, keepdim=True) + other.sum(-1, keepdim=True)),
         lambda one, other: one * other + other.new_zeros(96),  # counts on the whole
     ):
-        with pytest.raises(
-            ValueError, match=f"{name}.inner is neither attention nor experts nor part of a block with"
-        ):
-            shard_plan(changed("lfm2", name, Places(join)), 2)
+        told = f"{name}.inner is neither attention nor experts nor part of a block with"
+        with pytest.raises(ValueError, match=told):
+            shard_plan(feed_forward(join), 2)
     # What mixes places within the halves of two ranks is seen with four.
-    mixed = Places(lambda one, other: one * other.unflatten(-1, (-1, 48)).flip(-1).flatten(-2))
-    quarters = changed("lfm2", name, mixed)
+    quarters = feed_forward(lambda one, other: one * other.unflatten(-1, (-1, 48)).flip(-1).flatten(-2))
     assert f"model.{name}.inner.weight" in shard_plan(quarters, 2).rules
     with pytest.raises(ValueError, match="with parts that add up to it"):
         shard_plan(quarters, 4)
 
 
-class InterleavedLayer(nn.Module):
+def join_in_turns(x: Tensor, gate_up_proj: nn.Module, down_proj: nn.Module) -> Tensor:
     """Gate and up from one projection in turns, which cannot be cut as two halves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = nn.Linear(64, 192, bias=False), nn.Linear(96, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = self.gate_up_proj(x)
-        return self.down_proj(nn.functional.silu(packed[..., ::2]) * packed[..., 1::2])
+    packed = gate_up_proj(x)
+    return down_proj(nn.functional.silu(packed[..., ::2]) * packed[..., 1::2])
 
 
 def test_a_fused_projection_is_cut_in_halves_only_where_it_has_halves() -> None:
     fused = "model.model.layers.0.mlp.gate_up_proj.weight"
     assert fused in shard_plan(make_model("phi3"), 2).rules
-    plan = shard_plan(changed("phi3", "model.layers.0.mlp", InterleavedLayer()), 2)
+    projections = {"gate_up_proj": nn.Linear(64, 192, bias=False), "down_proj": nn.Linear(96, 64, bias=False)}
+    plan = shard_plan(changed("phi3", "model.layers.0.mlp", Computed(join_in_turns, **projections)), 2)
     assert fused in plan.shapes and fused not in plan.rules
 
 

@@ -2,7 +2,7 @@
 """Memory and programs of a fake core.
 
 New memory holds poison, results are written in place, and a result that is declared to be a parameter's memory has to be bound
-to it. `FAKE_NEURON_FAULT` names a file that makes executions fail: {"graph", "rank", "message" | "signal" | "hang", "times"}.
+to it. `FAKE_NEURON_FAULT` names a file that makes executions fail: {"rank", "message" | "signal" | "hang"}.
 `FAKE_NEURON_TRANSFERS` names a folder in which each core notes what was read from it, in bytes.
 """
 
@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from . import remote, wire
-from .neff import unpack
+from .neff import Instruction, Module, Tensor, unpack
 
 
 class Memory:
@@ -44,13 +43,11 @@ class Program:
     """A loaded NEFF."""
 
     def __init__(self, data: bytes, name: str, core: int, rank: int, world_size: int) -> None:
-        self.header, hlo = unpack(data)
+        self.header, self.module, self._hlo = unpack(data)
         expected = os.environ.get("FAKE_NEURON_GENERATION", self.header["target"])
         if expected != self.header["target"]:
             raise RuntimeError("NRT Error NRT_FAILURE(6): the NEFF is for another architecture")
-        self.module = wire.read_module(hlo)
         self.name, self.core, self.rank, self.world_size = name, core, rank, world_size
-        self._hlo = hlo
         self._computation = None
 
     def execute(self, inputs: Sequence[Memory], outputs: Sequence[Memory]) -> None:
@@ -62,13 +59,13 @@ class Program:
                 raise RuntimeError(
                     f"NRT Error NRT_INVALID(2): output {output} is input {parameter}'s memory; bind it twice"
                 )
-        inject_fault(self.name, self.rank)
+        inject_fault(self.rank)
         capture(self.name, self.rank)
         results = self._run([memory.data for memory in inputs])
         for memory, result in zip(outputs, results, strict=True):
             memory.write(result)
 
-    def _check(self, memories: Sequence[Memory], tensors: Sequence[wire.Tensor], kind: str) -> None:
+    def _check(self, memories: Sequence[Memory], tensors: Sequence[Tensor], kind: str) -> None:
         if len(memories) != len(tensors):
             raise RuntimeError(f"NRT Error NRT_INVALID(2): {len(memories)} {kind}s for {len(tensors)}")
         for memory, tensor in zip(memories, tensors, strict=True):
@@ -80,8 +77,6 @@ class Program:
         if all(each.opcode in _OPERATORS for each in self.module.instructions.values()):
             typed = [_decode(each, tensor) for each, tensor in zip(arguments, self.module.inputs, strict=True)]
             return interpret(self.module, typed)
-        if remote.ADDRESS_VARIABLE in os.environ:
-            return remote.run(self.rank, self._hlo, arguments)
         return self._run_by_xla(arguments)
 
     def _run_by_xla(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -102,7 +97,7 @@ class Program:
         return [result.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for result in results]
 
 
-_OPERATORS: dict[str, Callable[[wire.Instruction, list[Any]], Any]] = {
+_OPERATORS: dict[str, Callable[[Instruction, list[Any]], Any]] = {
     "add": lambda each, operands: operands[0] + operands[1],
     "subtract": lambda each, operands: operands[0] - operands[1],
     "multiply": lambda each, operands: operands[0] * operands[1],
@@ -113,7 +108,7 @@ _OPERATORS: dict[str, Callable[[wire.Instruction, list[Any]], Any]] = {
 }
 
 
-def interpret(module: wire.Module, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+def interpret(module: Module, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Runs a module of a few elementwise operators: most tests need no more, and XLA takes seconds to start."""
     values: dict[int, Any] = {}
     for number, each in module.instructions.items():
@@ -130,7 +125,7 @@ def interpret(module: wire.Module, arguments: Sequence[np.ndarray]) -> list[np.n
     ]
 
 
-def _decode(data: np.ndarray, tensor: wire.Tensor) -> np.ndarray:
+def _decode(data: np.ndarray, tensor: Tensor) -> np.ndarray:
     if tensor.dtype == "bfloat16":
         return _widen(data.view(np.uint16)).reshape(tensor.shape)
     return data.view(_computed(tensor.dtype)).reshape(tensor.shape)
@@ -150,7 +145,7 @@ def _narrow(wide: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def size_of(tensor: wire.Tensor) -> int:
+def size_of(tensor: Tensor) -> int:
     """Bytes of a tensor."""
     itemsize = 2 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).itemsize
     return math.prod(tensor.shape) * itemsize
@@ -173,19 +168,16 @@ def note_read(size: int) -> None:
             file.write(f"{size}\n")
 
 
-def inject_fault(graph: str, rank: int) -> None:
+def inject_fault(rank: int) -> None:
     """Fails as the file named by FAKE_NEURON_FAULT says, if there is one."""
     path = Path(os.environ.get("FAKE_NEURON_FAULT", ""))
     try:
         fault = json.loads(path.read_text())
     except (FileNotFoundError, IsADirectoryError, json.JSONDecodeError):
         return  # none, or another rank is taking its own just now
-    if graph != fault.get("graph", graph) or rank != fault.get("rank", rank):
+    if rank != fault.get("rank", rank):
         return
-    if fault.get("times", 1) <= 1:
-        path.unlink()
-    else:
-        path.write_text(json.dumps({**fault, "times": fault["times"] - 1}))
+    path.unlink()
     if "signal" in fault:
         os.kill(os.getpid(), fault["signal"])
     while fault.get("hang"):

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What graphs need here, which codes targets read, and what ranks hold of a cache's state."""
+"""What operators compute without a sort, what graphs need here, which codes targets read, and what ranks hold of a state."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from helpers import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from optimum_neuron.checkpoints.quantize.rounding import round_fp8, round_int8
 from optimum_neuron.step.features.codes.modules import QuantizedLinear
+from optimum_neuron.targets.neuron.lowering.decompositions import LARGEST_K, top_k
 from optimum_neuron.targets.neuron.operators.codes import check_weight_types
 from optimum_neuron.targets.neuron.run.load_plan import join_states, split_state
 from optimum_neuron.targets.neuron.sdk import stacks as requirements
@@ -63,3 +67,49 @@ def test_the_parts_of_a_state_are_its_heads_or_its_channels(shape: tuple[int, ..
     assert real_heads((3, PADDING)) == [0] and real_heads((3, 2)) is None
     with pytest.raises(ValueError, match="a state of 4 heads or channels is not that of 3 ranks"):
         split_state(state.numpy(), 3)
+
+
+# Whole numbers, which are often equal, numbers that are not finite, and the smallest that is.
+NUMBERS = ([-2.0, -1.0, 0.0, -0.0, 1.0, 2.0], [torch.nan, -torch.inf, torch.inf, torch.finfo(torch.bfloat16).min, 1.0])
+
+
+def first_of_equals(x: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
+    values, indices = torch.sort(x, dim=dim, descending=True, stable=True)
+    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+
+
+@examples(150)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, LARGEST_K),
+    st.integers(0, 48),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([-1, 0, 1]),
+    st.sampled_from([None, *NUMBERS, [-torch.inf], [torch.nan]]),
+)
+def test_it_is_the_beginning_of_a_stable_sort(
+    seed: int, k: int, more: int, dtype: torch.dtype, dim: int, numbers: list[float] | None
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = [3, 3]
+    shape[dim] = k + more
+    x = torch.randn(shape, generator=generator)
+    if numbers is not None:
+        x = torch.tensor(numbers)[torch.randint(len(numbers), shape, generator=generator)]
+    x = x.to(dtype)
+    (values, indices), (expected, places) = top_k(x, k, dim), first_of_equals(x, k, dim)
+    assert torch.equal(indices, places) and values.dtype == dtype
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(values, torch.topk(x, k, dim).values, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "options"),
+    [
+        (torch.ones(40), {"k": LARGEST_K + 1}),
+        (torch.ones(40), {"k": 2, "largest": False}),
+        (torch.ones(40, dtype=torch.int32), {"k": 2}),
+    ],
+)
+def test_what_it_does_not_serve_is_left_to_the_lint(x: Tensor, options: dict[str, int]) -> None:
+    assert top_k(x, **options) is NotImplemented
