@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import python_process
 from optimum.commands import optimum_cli
 
 import optimum_neuron.export.recipe
@@ -37,15 +38,10 @@ HIDDEN = ("HF_HUB_DISABLE_PROGRESS_BARS",)  # conftest sets it, a user does not
 
 
 def run_cli(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "optimum.commands.optimum_cli", *map(str, args)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={name: value for name, value in os.environ.items() if name not in HIDDEN},
-        check=False,
-    )
+    command = [sys.executable, "-m", "optimum.commands.optimum_cli", *map(str, args)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 300}
+    visible = {name: value for name, value in os.environ.items() if name not in HIDDEN}
+    return subprocess.run(command, **options, env=visible, check=False)
 
 
 def call_cli(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> None:
@@ -63,13 +59,6 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return capsys.readouterr()
 
     return written
-
-
-def error_line(stderr: str) -> str:
-    lines = stderr.splitlines()
-    assert len(lines) == 1, stderr
-    assert lines[0].startswith("error: ")
-    return lines[0]
 
 
 @pytest.fixture
@@ -115,8 +104,7 @@ def test_help_imports_no_torch() -> None:
         "heavy = {'torch', 'transformers', 'rich', 'starlette', 'uvicorn'}\n"
         "try:\n    main()\nfinally:\n    sys.stderr.write(str(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == "set()"
+    assert python_process(program).communicate(timeout=60)[1] == "set()"
 
 
 def test_every_option_reaches_the_export_in_both_spellings(
@@ -133,11 +121,7 @@ def test_every_option_reaches_the_export_in_both_spellings(
         context_buckets=(64, 128), dtype="float16", tensor_parallel_size=2, target="trn1", on_device_sampling=False,
         output_logits=True, float32_reduce=True, long_frequencies=True,
     )  # fmt: skip
-    underscored = (
-        re.sub(r"(?<=\w)-(?=\w)", "_", options)
-        .replace("text_generation", "text-generation")
-        .replace("64 128", "64,128")
-    )
+    underscored = re.sub(r"(?<=\w)-(?=\w)", "_", options).replace("t_g", "t-g").replace("64 128", "64,128")
     for words in (options, underscored):
         captured.clear()
         with pytest.raises(SystemExit):
@@ -186,9 +170,7 @@ def test_signals_unwind_so_that_cleanup_runs(
             call_cli(monkeypatch, "export", "neuron", "folder", "--model", "m")
     finally:
         signal.signal(signal.SIGINT, ignored)
-    assert failure.value.code == code
-    assert cleaned == [True]
-    assert capsys.readouterr().err == message
+    assert (failure.value.code, cleaned, capsys.readouterr().err) == (code, [True], message)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -217,20 +199,20 @@ def test_names_are_no_markup(
         assert str(folder) in capsys.readouterr().out
     with pytest.raises(SystemExit):
         call_cli(monkeypatch, "neuron", "inspect", folder.parent)
-    assert str(folder.parent) in error_line(capsys.readouterr().err)
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and str(folder.parent) in error
 
 
-def test_generate_warms_up_only_if_it_is_asked_to(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_streams_the_answer_reports_speeds_and_warms_up_only_if_it_is_asked_to(
+    artifact: Path, cli: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     warmed = []
     monkeypatch.setattr(GraphRunner, "warm_up", lambda runner: warmed.append(dict(runner.graph_calls)))
-    for options, expected in (((), []), (("--warm-up",), [{}])):
-        call_cli(monkeypatch, "neuron", "generate", artifact, "--prompt", "Hello", "--max-new-tokens", "1", *options)
-        assert warmed == expected
-
-
-def test_generate_streams_the_answer_and_reports_speeds(artifact: Path, cli: Callable[..., tuple[str, str]]) -> None:
-    out, err = cli("neuron", "generate", artifact, "--prompt", "Hello", "--max-new-tokens", "5")
-    assert out.endswith("\n")
+    asked = ("neuron", "generate", artifact, "--prompt", "Hello", "--max-new-tokens")
+    out, err = cli(*asked, "5")
+    assert out.endswith("\n") and not warmed
+    cli(*asked, "1", "--warm-up")
+    assert warmed == [{}]
     # "user: Hello\nassistant: " is 23 byte tokens: three chunks of 8.
     assert re.search(r"prompt tokens +│ +23 │", err)
     assert re.search(r"calls of chunked_prefill_chunk8_context64 +│ +3 │", err)

@@ -76,9 +76,10 @@ def build_wheel(folder: Path, **variables: str) -> Path:
     return wheel
 
 
-def write_compiler(folder: Path, command: str) -> Path:
+def write_compiler(folder: Path, script: str = "#!/bin/sh\nexit 1\n") -> Path:
+    """Write one that fails, or another one."""
     path = folder / "c++"
-    path.write_text(f"#!/bin/sh\n{command}\n", encoding="utf-8")
+    path.write_text(script, encoding="utf-8")
     path.chmod(0o755)
     return path
 
@@ -95,10 +96,7 @@ def write_stand_in(folder: Path) -> Path:
         f'*"-pthread {" ".join((*each.flags, "-I"))}"*-shared*) cp {found.get(each.name, least)} "$target" ;;'
         for each in list_platform_sets()
     ]
-    path = folder / "c++"
-    path.write_text(COMPILER.format(log=folder / "log", libraries="\n".join(cases)), encoding="utf-8")
-    path.chmod(0o755)
-    return path
+    return write_compiler(folder, COMPILER.format(log=folder / "log", libraries="\n".join(cases)))
 
 
 @pytest.fixture(scope="session")
@@ -148,22 +146,14 @@ def test_every_subpackage_is_listed_and_commands_are_none() -> None:
     assert not (ROOT / "commands" / "__init__.py").exists(), "optimum-cli warns of it"
 
 
-def test_importing_the_package_imports_no_torch() -> None:
-    program = "import sys, optimum_neuron, optimum_neuron.cli, optimum_neuron.artifact.artifact; print('torch' in sys.modules)"
-    assert run(sys.executable, "-c", program, cwd=ROOT) == "False\n"
-
-
 def test_wheel_holds_every_source_file_and_a_library_for_every_instruction_set(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "optimum_neuron").rglob("*.py")}
-    data = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "optimum_neuron").rglob("*")
-        if path.suffix in (".cpp", ".h", ".html", ".css", ".md") or path.name == "py.typed"
-    }
+    suffixes = {".py", ".cpp", ".h", ".html", ".css", ".md", ".typed"}
+    files = [path.relative_to(ROOT) for path in (ROOT / "optimum_neuron").rglob("*") if path.suffix in suffixes]
     commands = {f"optimum/commands/register/{path.name}" for path in (ROOT / "commands").glob("*.py")}
-    assert {Path(name).suffix for name in data} == {".cpp", ".h", ".html", ".css", ".md", ".typed"}
-    assert package | data | commands | LIBRARIES == {name for name in names if ".dist-info/" not in name}
+    assert {path.suffix for path in files} == suffixes
+    shown = {name for name in names if ".dist-info/" not in name}
+    assert {path.as_posix() for path in files} | commands | LIBRARIES == shown
 
 
 def test_wheel_is_for_one_platform_and_every_python_and_states_version_and_license(wheel: Path) -> None:
@@ -208,7 +198,7 @@ def test_wheel_without_libraries_runs_anywhere(variables: dict[str, str], tmp_pa
 
 
 def test_libraries_that_a_build_has_left_in_the_clone_are_not_built_again(wheel: Path, tmp_path: Path) -> None:
-    source, compiler = copy_project(tmp_path), write_compiler(tmp_path, "exit 1")
+    source, compiler = copy_project(tmp_path), write_compiler(tmp_path)
     left = source / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     zipfile.ZipFile(wheel).extractall(left, LIBRARIES)
     (left / next(iter(LIBRARIES))).with_name("of-other-sources.so").touch()
@@ -217,18 +207,14 @@ def test_libraries_that_a_build_has_left_in_the_clone_are_not_built_again(wheel:
 
 
 def test_editable_install_builds_no_libraries(tmp_path: Path) -> None:
-    source, compiler = copy_project(tmp_path), write_compiler(tmp_path, "exit 1")
+    source, compiler = copy_project(tmp_path), write_compiler(tmp_path)
     run(sys.executable, "-c", BUILD_EDITABLE, cwd=source, CXX=str(compiler))
     assert list(source.glob("*.whl")) and not list(tmp_path.rglob("*.so"))
 
 
-def test_installed_wheel_needs_no_compiler(python: Path) -> None:
+def test_installed_wheel_needs_no_compiler_and_has_the_command_line(python: Path) -> None:
     environment = python.parents[1]
     run(python, ROOT / "tests" / "wheel_check.py", cwd=environment, PATH=str(python.parent))
-
-
-def test_command_line_runs_from_the_wheel(python: Path) -> None:
-    environment = python.parents[1]
     where = run(python, "-c", "import optimum_neuron; print(optimum_neuron.__file__)", cwd=environment)
     assert Path(where.strip()).is_relative_to(environment)
     program = "from optimum.commands.optimum_cli import main; main()"

@@ -146,9 +146,5 @@ def test_files_and_functions_that_a_map_names_exist(page: Path) -> None:
 
 
 def test_blocks_say_what_they_are() -> None:
-    kinds = {
-        (document.name, block.language.split()[0] if block.language else "")
-        for document in DOCUMENTS
-        for block in blocks(document)
-    }
+    kinds = {(page.name, (block.language.split() or [""])[0]) for page in DOCUMENTS for block in blocks(page)}
     assert not [(name, kind) for name, kind in kinds if kind not in LANGUAGES]

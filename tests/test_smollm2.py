@@ -39,9 +39,8 @@ def smollm2(
             small = {"batch_size": 2, "sequence_length": 256, "prefill_chunk_size": 32}
             sizes = SMOLLM2_SIZES[dtype] if target == "cpu" else small
             config = NeuronConfig(**sizes, target=target, dtype=dtype)
-            path = export_model(
-                smollm2_gguf, tmp_path_factory.mktemp("smollm2") / target, config=config, dequantize=True
-            )
+            folder = tmp_path_factory.mktemp("smollm2") / target
+            path = export_model(smollm2_gguf, folder, config=config, dequantize=True)
             made[target, dtype] = NeuronModelForCausalLM.from_pretrained(path)
         return made[target, dtype]
 
@@ -66,7 +65,9 @@ def test_cpu_equals_eager_and_transformers_token_for_token_and_seed_for_seed_in_
     assert "Paris" in tokenizer.decode(tokens[0], skip_special_tokens=True)
     assert torch.equal(tokens, eager.generate(**batch, **options))
     reference = AutoModelForCausalLM.from_config(cpu.config, dtype=torch.float32).eval()
-    reference.load_state_dict({name.removeprefix("model."): t for name, t in _parameters(eager).items()}, strict=False)
+    reference.load_state_dict(
+        {name.removeprefix("model."): t for name, t in weights_of(eager.artifact).items()}, strict=False
+    )
     assert torch.equal(tokens, reference.generate(**batch, **options))
     assert eager.config.architectures == ["LlamaForCausalLM"]  # of a GGUF file
     sampled = []
@@ -79,22 +80,12 @@ def test_cpu_equals_eager_and_transformers_token_for_token_and_seed_for_seed_in_
 
 def test_bfloat16_logits_are_as_close_to_float32_as_the_type_allows(smollm2: Any) -> None:
     _, batch = questions(smollm2("cpu", "bfloat16"))
-    prompts = [
-        row[mask.bool()].numpy().astype(np.int32)
-        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
     logits = {}
     for dtype in ("float32", "bfloat16"):
-        runner = smollm2("cpu", dtype).runner
-        rows = []
-        for prompt in prompts:
+        runner, rows = smollm2("cpu", dtype).runner, []
+        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
             runner.reset_slots()
-            rows.append(prefill_prompts(runner, [prompt])[1])
+            rows.append(prefill_prompts(runner, [row[mask.bool()].numpy().astype(np.int32)])[1])
         logits[dtype] = np.concatenate(rows)
     rms = np.sqrt(np.square(logits["bfloat16"] - logits["float32"]).mean())
     assert 0 < rms < BFLOAT16_RMS
-
-
-def _parameters(model: Any) -> dict[str, torch.Tensor]:
-
-    return weights_of(model.artifact)

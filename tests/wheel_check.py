@@ -19,14 +19,9 @@ from optimum_neuron.targets.cpu.native_library import load_kernels
 
 
 CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=300,
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=300,
     max_position_embeddings=64,
-)
+)  # fmt: skip
 SIZES = NeuronConfig(batch_size=1, sequence_length=64, prefill_chunk_size=8, dtype="float32", target="cpu")
 
 
@@ -34,15 +29,13 @@ def check(folder: Path) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).eval()
     model.save_pretrained(folder / "checkpoint")
-    prompt = torch.arange(11)[None]
-    expected = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    asked = {"inputs": torch.arange(11)[None], "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**asked)
     export_model(folder / "checkpoint", folder / "artifact", config=SIZES)
     for each in list_instruction_sets():
         os.environ[CPU_VARIABLE] = each.name
         load_kernels.cache_clear()
-        found = NeuronModelForCausalLM.from_pretrained(folder / "artifact").generate(
-            prompt, max_new_tokens=8, do_sample=False
-        )
+        found = NeuronModelForCausalLM.from_pretrained(folder / "artifact").generate(**asked)
         if not torch.equal(found, expected):
             raise SystemExit(f"{each.name}: {found.tolist()} instead of {expected.tolist()}")
 

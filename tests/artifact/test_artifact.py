@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import artifact_runner, export_tiny, tiny_config, weights_of
+from tampering import flipped
 from writing import MANIFEST, edit_manifest
 
 from optimum_neuron import NeuronModelForCausalLM
-from optimum_neuron.artifact.artifact import FORMAT_VERSION, MANIFEST_NAME, WEIGHTS_NAME, Artifact, ArtifactError
+from optimum_neuron.artifact.artifact import MANIFEST_NAME, WEIGHTS_NAME, Artifact, ArtifactError
 from optimum_neuron.artifact.weights import allocate_states, write_weights
 from optimum_neuron.artifact.writer import write_artifact
 from optimum_neuron.step.model_spec import ModelSpec
@@ -49,9 +50,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def flip(file: Path, offset: int = -1) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1
-    file.write_bytes(data)
+    file.write_bytes(flipped(file.read_bytes(), offset))
 
 
 def test_an_artifact_reads_back_as_it_was_written(artifact: Path) -> None:
@@ -65,51 +64,51 @@ def test_an_artifact_reads_back_as_it_was_written(artifact: Path) -> None:
     assert opened.tied_weights == {"model.alias": "model.a"}
     assert tensors.keys() == {*TENSORS, "model.alias"}
     assert all(
-        torch.equal(tensors[name], value) and tensors[name].dtype == value.dtype for name, value in TENSORS.items()
+        torch.equal(tensors[name], each) and tensors[name].dtype == each.dtype for name, each in TENSORS.items()
     )
     assert tensors["model.alias"].data_ptr() == tensors["model.a"].data_ptr()
 
 
 def test_states_are_zeroed_views_of_one_block(artifact: Path) -> None:
     states = allocate_states(Artifact.open(artifact).states())
-    assert {name: tuple(state.shape) for name, state in states.items()} == {
-        "kv_cache.key_0": (4, 2, 64, 16),
-        "kv_cache.value_0": (4, 2, 64, 16),
-    }
+    assert {name: state.shape for name, state in states.items()} == dict.fromkeys(
+        ("kv_cache.key_0", "kv_cache.value_0"), (4, 2, 64, 16)
+    )
     assert not any(state.any() for state in states.values())
     assert len({id(state.base) for state in states.values()}) == 1
     states["kv_cache.key_0"].fill(1)
     assert not states["kv_cache.value_0"].any()
 
 
-MANIFEST_CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no format": (lambda m: m.pop("format"), r"has format None, .* made by another program"),
-    "other format": (lambda m: m.update(format="other"), r"has format 'other', not"),
-    "newer version": (
-        lambda m: m.update(format_version=FORMAT_VERSION + 1),
-        r"format_version 7, this program reads 1 to 6; .*install the version",
-    ),
-    "unknown option": (
-        lambda m: m["config"].update(batchsize=3),
-        r"unknown option 'batchsize' = 3; did you mean 'batch_size'",
-    ),
-    "impossible option": (
-        lambda m: m["config"].update(tensor_parallel_size=0),
-        r"tensor_parallel_size=0 must be at least 1",
-    ),
-    "other graphs": (lambda m: m["graphs"].clear(), r"lists the graphs \[\], but its config asks for"),
-    "no digest": (lambda m: m["files"][GRAPH].pop("sha256"), r"files\[.*\] lacks sha256"),
-    "tied to nothing": (
-        lambda m: m.update(tied_weights={"model.alias": "model.gone"}),
-        r"lacks model\.gone, which the manifest ties weights to",
-    ),
-} | {
-    f"path {name}": (
-        lambda m, name=name: m["files"].update({name: m["files"].pop("config.json")}),
-        r"names .*, which is no path inside the artifact: do not use",
-    )
-    for name in ("../x", "graphs/../x", "/etc/passwd", "graphs\\x", "c:x", "a/b/c", "./x", "", "a//b", "..")
-}
+MANIFEST_CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = (
+    {
+        "no format": (lambda m: m.pop("format"), r"has format None, .* made by another program"),
+        "other format": (lambda m: m.update(format="other"), r"has format 'other', not"),
+        "newer version": (
+            lambda m: m.update(format_version=7),
+            r"format_version 7, this program reads 1 to 6; .*install",
+        ),
+        "unknown option": (lambda m: m["config"].update(batchsize=3), r"'batchsize' = 3; did you mean 'batch_size'"),
+        "impossible option": (lambda m: m["config"].update(batch_size=0), r"batch_size=0 must be at least 1"),
+        "other graphs": (lambda m: m["graphs"].clear(), r"lists the graphs \[\], but its config asks for"),
+        "no digest": (lambda m: m["files"][GRAPH].pop("sha256"), r"files\[.*\] lacks sha256"),
+        "tied to nothing": (
+            lambda m: m.update(tied_weights={"model.alias": "model.gone"}),
+            r"lacks model\.gone, which the",
+        ),
+    }
+    | {
+        f"no {key}": (lambda m, key=key: m.pop(key), rf"lacks {key}; export the model again")
+        for key in ("config", "model", "target", "task", "versions", "graphs", "tied_weights", "target_data", "files")
+    }
+    | {
+        f"path {name}": (
+            lambda m, name=name: m["files"].update({name: m["files"].pop("config.json")}),
+            r"names .*, which is no path inside the artifact: do not use",
+        )
+        for name in ("../x", "graphs/../x", "/etc/passwd", "graphs\\x", "c:x", "a/b/c", "./x", "", "a//b", "..")
+    }
+)
 FILE_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped weights": (lambda path: flip(path / WEIGHTS_NAME), r"model.safetensors was changed after the export"),
     "flipped header length": (lambda path: flip(path / WEIGHTS_NAME, 6), r"model.safetensors was changed"),
@@ -127,10 +126,7 @@ FILE_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no json": (lambda path: (path / MANIFEST_NAME).write_text("{"), r"neuron_config.json is not valid JSON"),
     "no text": (lambda path: (path / MANIFEST_NAME).write_bytes(b"\xff\xfe"), r"neuron_config.json is not valid JSON"),
-    "no object": (
-        lambda path: (path / MANIFEST_NAME).write_text("[]"),
-        r"not valid JSON \(it is a list, not an object\)",
-    ),
+    "no object": (lambda path: (path / MANIFEST_NAME).write_text("[]"), r"JSON \(it is a list, not an object\)"),
 }
 DAMAGES = FILE_CHANGES | {
     name: (partial(edit_manifest, change=change), words) for name, (change, words) in MANIFEST_CHANGES.items()
@@ -159,15 +155,6 @@ def test_a_manifest_of_another_shape_is_refused(artifact: Path, key: str, value:
     edit_manifest(artifact, lambda manifest: manifest.update({key: value}))
     with pytest.raises(ArtifactError, match=MANIFEST_NAME):
         load(artifact)
-
-
-@pytest.mark.parametrize(
-    "key", ["config", "model", "target", "task", "versions", "graphs", "tied_weights", "target_data", "files"]
-)
-def test_a_manifest_without_one_of_its_keys_is_refused(artifact: Path, key: str) -> None:
-    edit_manifest(artifact, lambda manifest: manifest.pop(key))
-    with pytest.raises(ArtifactError, match=rf"lacks {key}; export the model again"):
-        Artifact.open(artifact)
 
 
 @pytest.mark.parametrize(
@@ -209,13 +196,8 @@ def test_an_eager_artifact_verifies_its_config_before_it_builds_a_model(tiny_che
     path = export_tiny(tiny_checkpoint, tmp_path / "artifact")
     artifact_runner(path)
     config = (path / "config.json").read_text(encoding="utf-8")
-    (path / "config.json").write_text(
-        config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-01'), encoding="utf-8"
-    )
-    with pytest.raises(ArtifactError, match=r"config.json was changed after the export"):
-        artifact_runner(path)
-    with pytest.raises(ArtifactError, match=r"config.json was changed after the export"):
-        NeuronModelForCausalLM.from_pretrained(path)
-    flip(path / "config.json", 0)
-    with pytest.raises(ArtifactError, match=r"config.json was changed after the export"):
-        NeuronModelForCausalLM.from_pretrained(path)
+    for changed in (config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-01'), config.replace("{", "[", 1)):
+        (path / "config.json").write_text(changed, encoding="utf-8")
+        for load_from in (artifact_runner, NeuronModelForCausalLM.from_pretrained):
+            with pytest.raises(ArtifactError, match=r"config.json was changed after the export"):
+                load_from(path)

@@ -13,15 +13,18 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import weights_of
+from tampering import flipped
+from writing import write_tensors
 
 from optimum_neuron.artifact import filesystem, user_cache, weights
 from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact, ArtifactError
 from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
-from optimum_neuron.artifact.weights import read_weights, write_weights
+from optimum_neuron.artifact.weights import read_weights
 
 
 SETTLED_NS = 20_000_000  # in place of seconds, and above the tick of the system's clock
@@ -53,17 +56,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def artifact(tmp_path: Path, cache: Path) -> Artifact:
-    return make_artifact(tmp_path / "artifact")
-
-
-def make_artifact(folder: Path) -> Artifact:
-    """As much of an artifact as weights need, settled."""
-    path = folder / WEIGHTS_NAME
-    path.parent.mkdir(parents=True)
-    tied = write_weights(TENSORS, folder)
-    entry = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "size": path.stat().st_size}
+    made = write_tensors(tmp_path / "artifact", TENSORS)
     settle()
-    return Artifact(folder, {"files": {WEIGHTS_NAME: entry}, "tied_weights": tied})
+    return made
 
 
 def settle() -> None:
@@ -77,21 +72,8 @@ def check(artifact: Artifact) -> None:
     assert all(torch.equal(found[name], value) for name, value in TENSORS.items())
 
 
-def record_of(cache: Path) -> Path:
-    (record,) = cache.iterdir()
-    return record
-
-
-def flipped(path: Path) -> bytes:
-    data = bytearray(path.read_bytes())
-    data[-9] ^= 1
-    return bytes(data)
-
-
 def write_in_place(path: Path) -> None:
-    data = flipped(path)
-    with path.open("r+b") as file:
-        file.write(data)
+    path.write_bytes(flipped(path.read_bytes()))
 
 
 def write_and_restore_times(path: Path) -> None:
@@ -102,15 +84,14 @@ def write_and_restore_times(path: Path) -> None:
 
 def replace_by_a_copy(path: Path) -> None:
     copy = path.with_name("copy")
-    copy.write_bytes(flipped(path))
+    copy.write_bytes(flipped(path.read_bytes()))
     shutil.copystat(path, copy)
     copy.rename(path)
 
 
 def write_through_a_mapping(path: Path) -> None:
-    data = flipped(path)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-        memory[:] = data
+        memory[:] = flipped(memory[:])
         memory.flush()
 
 
@@ -125,7 +106,8 @@ def test_a_file_is_hashed_once(
     for _ in range(3):
         check(artifact)
     assert hashed == [(artifact.path / WEIGHTS_NAME).stat().st_size]
-    assert record_of(cache).stat().st_mode & 0o777 == 0o600
+    (record,) = cache.iterdir()
+    assert record.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -164,40 +146,26 @@ def test_a_file_that_was_just_written_is_hashed_again(
     assert not any(cache.iterdir())
 
 
-def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(
-    artifact: Artifact, cache: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_changes_while_it_or_its_record_is_read_is_hashed_again(
+    artifact: Artifact, hashed: list[int], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sha256(content: mmap.mmap) -> object:
-        os.utime(artifact.path / WEIGHTS_NAME)
-        return hashlib.sha256(content)
+    def change_before(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (os.utime(artifact.path / WEIGHTS_NAME), function(*given))[1]
 
-    monkeypatch.setattr(user_cache, "hashlib", types.SimpleNamespace(sha256=sha256))
+    with monkeypatch.context() as patch:
+        patch.setattr(user_cache, "hashlib", types.SimpleNamespace(sha256=change_before(user_cache.hashlib.sha256)))
+        check(artifact)
+        assert not any(cache.iterdir())
+    settle()
     check(artifact)
-    assert not any(cache.iterdir())
-
-
-def test_a_record_counts_for_a_file_that_did_not_change_while_it_was_read(
-    artifact: Artifact, hashed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.setattr(user_cache, "_has_record", change_before(user_cache._has_record))
     check(artifact)
-    has = user_cache._has_record
-
-    def look_and_change(status: os.stat_result, record: dict[str, int | str]) -> bool:
-        os.utime(artifact.path / WEIGHTS_NAME)
-        return has(status, record)
-
-    monkeypatch.setattr(user_cache, "_has_record", look_and_change)
-    check(artifact)
-    assert len(hashed) == 2
+    assert len(hashed) == 3
 
 
 def link(record: Path) -> None:
     record.rename(record.parent.parent / "elsewhere")
     record.symlink_to(record.parent.parent / "elsewhere")
-
-
-def with_another_size(record: Path) -> None:
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"size": 3}))
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -206,7 +174,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a list": lambda record: record.write_text("[]"),
     "no text": lambda record: record.write_bytes(b"\xff\xfe"),
     "nested": lambda record: record.write_text("[" * 100_000),
-    "another size": with_another_size,
+    "another size": lambda record: record.write_text(json.dumps(json.loads(record.read_text()) | {"size": 3})),
     "writable by others": lambda record: record.chmod(0o622),
     "a link": link,
 } | ({"of another user": lambda record: os.chown(record, 12345, 0)} if os.geteuid() == 0 else {})
@@ -217,7 +185,7 @@ def test_a_record_that_is_broken_or_foreign_is_made_again(
     artifact: Artifact, hashed: list[int], cache: Path, damage: str
 ) -> None:
     check(artifact)
-    DAMAGES[damage](record_of(cache))
+    DAMAGES[damage](next(cache.iterdir()))
     check(artifact)
     check(artifact)
     assert len(hashed) == 2
@@ -257,7 +225,8 @@ def test_the_oldest_records_make_room(
     cache.mkdir(parents=True, mode=0o700)
     (cache / "unfinished").touch()
     os.utime(cache / "unfinished", (0, 0))
-    artifacts = [make_artifact(tmp_path / str(number)) for number in range(5)]
+    artifacts = [write_tensors(tmp_path / str(number), TENSORS) for number in range(5)]
+    settle()
     for artifact in artifacts:
         check(artifact)
     assert len(hashed) == 5

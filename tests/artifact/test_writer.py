@@ -8,9 +8,8 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers import folder_bytes
@@ -24,43 +23,34 @@ from optimum_neuron.artifact.writer import check_output, copy_artifact, write_ar
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize("moment", ["work", "last"])
 def test_files_that_appear_in_an_output_folder_during_an_export_stay(
-    output: Path, overwrite: bool, existing: bool
+    output: Path, overwrite: bool, existing: bool, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def appear(*_: object, **__: object) -> None:
+        output.mkdir(exist_ok=True)
+        (output / "thesis.txt").write_text("x", encoding="utf-8")
+
     if existing:
         output.mkdir(parents=True)
-    with (
-        pytest.raises(FileExistsError, match=r"is not empty and holds no artifact; name another folder"),
-        write_artifact(output, overwrite=overwrite) as writing,
-    ):
+    words = {
+        "work": "is not empty and holds no artifact; name another folder",
+        "last": "was filled by another process",
+    }
+    with pytest.raises(FileExistsError, match=words[moment]), write_artifact(output, overwrite=overwrite) as writing:
         fill(writing, "new")
-        output.mkdir(exist_ok=True)
-        (output / "thesis.txt").write_text("x", encoding="utf-8")
-        writing.commit(MANIFEST)
-    assert folder_bytes(output) == {"thesis.txt": b"x"} and names(output.parent) == ["artifact"]
-
-
-def test_files_that_appear_at_the_very_last_moment_stay(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(folder: Path, *, overwrite: bool) -> None:
-        output.mkdir(exist_ok=True)
-        (output / "thesis.txt").write_text("x", encoding="utf-8")
-
-    with (
-        pytest.raises(FileExistsError, match=r"was filled by another process while its artifact was made"),
-        write_artifact(output) as writing,
-    ):
-        fill(writing, "new")
-        monkeypatch.setattr(writer, "_check_taken", check)
+        if moment == "work":
+            appear()
+        else:
+            monkeypatch.setattr(writer, "_check_taken", appear)
         writing.commit(MANIFEST)
     assert folder_bytes(output) == {"thesis.txt": b"x"} and names(output.parent) == ["artifact"]
 
 
 def test_an_artifact_that_appears_during_an_export_is_not_replaced(output: Path, tmp_path: Path) -> None:
     write(tmp_path / "other", "other")
-    with (
-        pytest.raises(FileExistsError, match=r"already holds an artifact; pass --overwrite"),
-        write_artifact(output) as writing,
-    ):
+    words = r"already holds an artifact; pass --overwrite"
+    with pytest.raises(FileExistsError, match=words), write_artifact(output) as writing:
         fill(writing, "new")
         shutil.copytree(tmp_path / "other", output)
         writing.commit(MANIFEST)
@@ -107,17 +97,14 @@ def test_the_old_artifact_stays_where_the_new_one_cannot_take_its_place(
     write(output, "old")
     rename = Path.rename
 
-    def refuse(self: Path, target: Path) -> Path:
-        if target == output and self.name == "new":
+    def refuse(left: Path, right: Path) -> Path:
+        if right == output and left.name == "new":
             raise PermissionError("not allowed")
-        return rename(self, target)
-
-    def refuse_exchange(left: Path, right: Path) -> bool:
-        raise PermissionError("not allowed")
+        return rename(left, right)
 
     monkeypatch.setattr(Path, "rename", refuse)
     if protocol:
-        monkeypatch.setattr(writer, "exchange", refuse_exchange)
+        monkeypatch.setattr(writer, "exchange", Mock(side_effect=PermissionError))
     with pytest.raises(PermissionError):
         write(output, "new", overwrite=True)
     assert read(output) == "old" and names(output.parent) == ["artifact"]
@@ -137,19 +124,13 @@ def test_folders_are_swapped_in_one_step_or_left_as_they_are(tmp_path: Path, mon
     assert not filesystem.exchange(tmp_path / "left", tmp_path / "right")
 
 
-@contextmanager
-def umask(mask: int) -> Iterator[None]:
-    before = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
 def test_a_new_folder_follows_the_umask(output: Path, mask: int) -> None:
-    with umask(mask):
+    before = os.umask(mask)
+    try:
         write(output, "new")
+    finally:
+        os.umask(before)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in (output, output / "weights")}
     assert modes == {0o777 & ~mask}
     assert {stat.S_IMODE(path.stat().st_mode) for path in output.rglob("*") if path.is_file()} == {0o666 & ~mask}
@@ -183,10 +164,7 @@ def test_a_mount_point_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     folder = tmp_path / "a b"
     folder.mkdir()
     mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        f"36 35 98:0 / / rw\n40 36 98:0 /x {tmp_path}/a\\040b rw,noatime master:1 - ext3 /dev/root rw\n",
-        encoding="ascii",
-    )
+    mounts.write_text(f"36 35 98:0 / / rw\n40 36 98:0 /x {tmp_path}/a\\040b rw,noatime - ext3 /dev/root rw\n", "ascii")
     monkeypatch.setattr(filesystem, "_MOUNTS", mounts)
     with pytest.raises(FileExistsError, match=words):
         check_output(folder, overwrite=False)
@@ -222,12 +200,8 @@ def test_what_killed_exports_to_other_names_left_is_removed(output: Path) -> Non
 
 
 def test_a_full_disk_is_one_sentence(output: Path) -> None:
-    with (
-        pytest.raises(
-            OSError, match=r"^no space is left on the disk of .*out; free some, or name an output"
-        ) as caught,
-        write_artifact(output),
-    ):
+    words = r"^no space is left on the disk of .*out; free some, or name an output"
+    with pytest.raises(OSError, match=words) as caught, write_artifact(output):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
     assert caught.value.errno is None and names(output.parent) == []
 
@@ -236,9 +210,7 @@ def test_a_copy_of_an_artifact_that_was_replaced_meanwhile_is_refused(output: Pa
     write(output, "old")
     artifact = Artifact.open(output)
     write(output, "new", overwrite=True)
-    with (
-        pytest.raises(ArtifactError, match=r"config\.json was changed after the export"),
-        write_artifact(tmp_path / "copy") as writing,
-    ):
+    words = r"config\.json was changed after the export"
+    with pytest.raises(ArtifactError, match=words), write_artifact(tmp_path / "copy") as writing:
         copy_artifact(artifact, writing.path)
     assert names(tmp_path) == ["out"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from writing import MANIFEST, fill, in_child, names, read, write
+from writing import MANIFEST, fill, fork, in_child, names, read, write
 
 from optimum_neuron.artifact import partial, writer
 from optimum_neuron.artifact.partial import partial_folder
@@ -38,10 +38,14 @@ def kill_everywhere(prepare: Callable[[], None], action: Callable[[], object]) -
         yield step
 
 
+def write_old(output: Path) -> None:
+    shutil.rmtree(output.parent, ignore_errors=True)
+    write(output, "old")
+
+
 def test_a_kill_at_any_step_of_a_replacement_loses_nothing(quick: None, output: Path, protocol: bool) -> None:
     def prepare() -> None:
-        shutil.rmtree(output.parent, ignore_errors=True)
-        write(output, "old")
+        write_old(output)
         (output / "notes.txt").write_text("mine", encoding="utf-8")
 
     found = set()
@@ -73,8 +77,7 @@ def test_a_kill_while_a_killed_replacement_is_settled_loses_nothing(
     work = output.with_name(".artifact.partial")
 
     def prepare() -> None:
-        shutil.rmtree(output.parent, ignore_errors=True)
-        write(output, "old")
+        write_old(output)
         with write_artifact(output, overwrite=True) as writing:
             fill(writing, "new")
             shutil.copytree(work, output.with_name("kept"))
@@ -88,12 +91,7 @@ def test_a_kill_while_a_killed_replacement_is_settled_loses_nothing(
 
 def test_what_is_put_back_is_whole_though_its_removal_was_killed(quick: None, output: Path) -> None:
     """Its successor was removed by hand after the kill."""
-
-    def prepare() -> None:
-        shutil.rmtree(output.parent, ignore_errors=True)
-        write(output, "old")
-
-    for _ in kill_everywhere(prepare, lambda: write(output, "new", overwrite=True)):
+    for _ in kill_everywhere(lambda: write_old(output), lambda: write(output, "new", overwrite=True)):
         shutil.rmtree(output)
         check_output(output, overwrite=True)
         assert not output.exists() or read(output) in ("old", "new")
@@ -101,10 +99,9 @@ def test_what_is_put_back_is_whole_though_its_removal_was_killed(quick: None, ou
 
 def test_an_output_has_one_writer_at_a_time(output: Path) -> None:
     with write_artifact(output) as writing:
+        words = r"another process is writing an artifact to .*artifact; wait for it, or name"
         for overwrite in (False, True):
-            with pytest.raises(
-                FileExistsError, match=r"another process is writing an artifact to .*artifact; wait for it, or name"
-            ):
+            with pytest.raises(FileExistsError, match=words):
                 write(output, "second", overwrite=overwrite)
         assert in_child(lambda: write(output, "from another process")) != 0
         write(output.with_name("other"), "other")
@@ -131,17 +128,7 @@ def test_of_writers_that_start_together_one_wins_and_the_others_are_told(
             outcome = str(error)
         (tmp_path / f"{number}.txt").write_text(outcome, encoding="utf-8")
 
-    children = []
-    for number in range(count):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                compete(number)
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(pid)
+    children = [fork(lambda number=number: compete(number)) for number in range(count)]
     os.close(gate)
     os.close(start)
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * count
@@ -157,11 +144,7 @@ def test_a_fork_of_a_writer_does_not_keep_its_output_locked(output: Path) -> Non
     """A child shares the lock with its parent, whose death alone frees nothing; the end of its work does."""
     with write_artifact(output) as writing:
         gate, start = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(start)
-            os.read(gate, 1)
-            os._exit(0)
+        pid = fork(lambda: (os.close(start), os.read(gate, 1)))
         fill(writing, "first")
         writing.commit(MANIFEST)
     write(output, "second", overwrite=True)

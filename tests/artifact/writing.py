@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from helpers import tiny_config
+from torch import Tensor
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, WEIGHTS_NAME, Artifact
+from optimum_neuron.artifact.weights import write_weights
 from optimum_neuron.artifact.writer import ArtifactWriter, write_artifact
 from optimum_neuron.step.attention.state import KeyValueState
 from optimum_neuron.step.model_spec import ModelSpec
@@ -56,6 +59,18 @@ def read(output: Path) -> str:
     return text
 
 
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> Artifact:
+    """As much of an artifact as weights need."""
+    (folder / WEIGHTS_NAME).parent.mkdir(parents=True)
+    return as_artifact(folder, write_weights(tensors, folder))
+
+
+def as_artifact(folder: Path, tied: dict[str, str] | None = None) -> Artifact:
+    data = (folder / WEIGHTS_NAME).read_bytes()
+    entry = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    return Artifact(folder, {"files": {WEIGHTS_NAME: entry}, "tied_weights": tied or {}})
+
+
 def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     manifest = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
     change(manifest)
@@ -66,8 +81,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def in_child(action: Callable[[], object], kill_at: int = 0) -> int:
-    """Runs a function in a forked process that kills itself at one of STEPS; returns the status as waitpid has it."""
+def fork(action: Callable[[], object], kill_at: int = 0) -> int:
+    """Runs a function in a forked process, which kills itself at one of STEPS; returns the process's number."""
     pid = os.fork()
     if pid == 0:
         steps = iter(range(1, sys.maxsize))
@@ -83,4 +98,9 @@ def in_child(action: Callable[[], object], kill_at: int = 0) -> int:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    return os.waitpid(pid, 0)[1]
+    return pid
+
+
+def in_child(action: Callable[[], object], kill_at: int = 0) -> int:
+    """As `fork`; returns the status of the ended process as waitpid has it."""
+    return os.waitpid(fork(action, kill_at), 0)[1]

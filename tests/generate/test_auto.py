@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import export_tiny
+from helpers import export_tiny, python_process
 from transformers import AutoModelForCausalLM, pipeline
 
 from optimum_neuron import NeuronModelForCausalLM
@@ -35,12 +33,8 @@ def test_a_checkpoint_stays_transformers_own(tiny_checkpoint: Path) -> None:
 
 
 def test_without_this_package_the_error_says_what_to_call(artifact: Path) -> None:
-    program = (
-        "import sys\nfrom transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained(sys.argv[1])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(artifact)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 1
-    error = done.stderr.splitlines()[-1]
+    program = f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({str(artifact)!r})"
+    process = python_process(program)
+    error = process.communicate(timeout=300)[1].splitlines()[-1]
+    assert process.returncode == 1
     assert "this is an artifact - load it by optimum_neuron.NeuronModelForCausalLM.from_pretrained" in error

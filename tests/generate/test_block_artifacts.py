@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from helpers import VOCAB, artifact_runner, export_tiny, random_tokens
 from invariants import check_cache
-from tampering import MANIFEST, read_json
+from tampering import MANIFEST, read_json, write
 from transformers import GenerationConfig
 
 from optimum_neuron import NeuronModelForCausalLM
@@ -33,12 +32,9 @@ GREEDY = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
 def folders(
     request: pytest.FixtureRequest, sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp(request.param)
+    folder, checkpoint = tmp_path_factory.mktemp(request.param), sharp_checkpoints["llama"]
     sizes = {"slots": SIZES, "blocks": BLOCKS}
-    return {
-        name: export_tiny(sharp_checkpoints["llama"], folder / name, **sizes[name], target=request.param)
-        for name in sizes
-    }
+    return {name: export_tiny(checkpoint, folder / name, **sizes[name], target=request.param) for name in sizes}
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +45,6 @@ def slots(folders: dict[str, Path]) -> Any:
 @pytest.fixture(scope="module")
 def blocks(folders: dict[str, Path]) -> Any:
     return NeuronModelForCausalLM.from_pretrained(folders["blocks"])
-
-
-@pytest.fixture
-def alone(slots: Any) -> Callable[[Request], list[int]]:
-    """What slots give a request that nobody is served beside."""
-
-    def answer(request: Request) -> list[int]:
-        with slots.serve() as service:
-            return list(service.submit(request))
-
-    return answer
 
 
 def ids(count: int, seed: int = 0) -> torch.Tensor:
@@ -134,9 +119,7 @@ def test_an_end_token_in_the_middle_of_a_block_frees_it(slots: Any, blocks: Any)
     check_free(blocks)
 
 
-def test_cancellations_under_load_lose_no_block_and_no_token(
-    blocks: Any, alone: Callable[[Request], list[int]]
-) -> None:
+def test_cancellations_under_load_lose_no_block_and_no_token(slots: Any, blocks: Any) -> None:
     """Every third request is cancelled: waiting, in its prompt, decoding, and while others give blocks back."""
     rng = np.random.default_rng(0)
     shared = random_tokens(60, seed=3).tolist()
@@ -146,9 +129,8 @@ def test_cancellations_under_load_lose_no_block_and_no_token(
     ]
 
     def read(service: Any, each: Request) -> list[int]:
-        stream = service.submit(each)
+        stream, tokens = service.submit(each), []
         cut = int(each.request_id) % 3 == 0
-        tokens = []
         if cut and int(each.request_id) % 2:
             stream.abort()
         for token in stream:
@@ -162,20 +144,19 @@ def test_cancellations_under_load_lose_no_block_and_no_token(
         found = list(pool.map(lambda each: read(service, each), requests))
         assert service.engine.statistics.preemptions
     for each, tokens in zip(requests, found, strict=True):
-        whole = alone(each)
+        with slots.serve() as service:
+            whole = list(service.submit(each))
         assert tokens == (whole[: len(tokens)] if int(each.request_id) % 3 == 0 else whole)
     check_free(blocks)
 
 
 @pytest.mark.parametrize("value", [48, 2**40, "64"])
 @pytest.mark.parametrize("name", ["kv_block_size", "kv_cache_tokens"])
-def test_a_changed_cache_is_refused_in_a_sentence(
-    folders: dict[str, Path], tmp_path: Path, name: str, value: Any
-) -> None:
+def test_a_changed_cache_is_refused_in_a_sentence(folders: dict, tmp_path: Path, name: str, value: Any) -> None:
     path = Path(shutil.copytree(folders["blocks"], tmp_path / "artifact"))
     manifest = read_json(path / MANIFEST)
     manifest["config"][name] = value
-    (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    write(path, MANIFEST, json.dumps(manifest).encode())
     with pytest.raises(ValueError, match=MANIFEST) as caught:
         artifact_runner(path)
     assert "\n" not in str(caught.value)

@@ -70,23 +70,14 @@ def test_every_row_shows_what_transformers_shows(
     criteria: bool,
     kept: bool,
 ) -> None:
-    eos = ends if options["eos"] else None
-    asked = {"do_sample": False, "pad_token_id": None} | {key: value for key, value in options.items() if key != "eos"}
+    given: dict[str, Any] = {"do_sample": False, "pad_token_id": None} | options
+    given["eos_token_id"] = ends if given.pop("eos") else None
+    given |= {"return_dict_in_generate": True, "output_scores": kept, "output_logits": kept}
     results = []
     for model in pair:
         torch.manual_seed(3)
-        results.append(
-            model.generate(
-                **batch,
-                **asked,
-                max_new_tokens=NEW_TOKENS,
-                eos_token_id=eos,
-                stopping_criteria=[AfterTokens()] if criteria else None,
-                return_dict_in_generate=True,
-                output_scores=kept,
-                output_logits=kept,
-            )
-        )
+        own = [AfterTokens()] if criteria else None
+        results.append(model.generate(**batch, **given, max_new_tokens=NEW_TOKENS, stopping_criteria=own))
     ours, theirs = results
     assert torch.equal(ours.sequences, theirs.sequences)
     for name in ("scores", "logits") if kept else ():
@@ -100,10 +91,9 @@ def test_rows_that_may_end_need_a_token_to_pad_with(pair: tuple[Any, Any], batch
         def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
             return input_ids[:, -1] == self.eos_token_id
 
+    options = {"max_new_tokens": 3, "eos_token_id": None, "pad_token_id": None, "stopping_criteria": [EndToken()]}
     with pytest.raises(ValueError, match="no token to pad them with; set pad_token_id"):
-        pair[0].generate(
-            **batch, max_new_tokens=3, eos_token_id=None, pad_token_id=None, stopping_criteria=[EndToken()]
-        )
+        pair[0].generate(**batch, **options)
 
 
 @pytest.mark.parametrize("count", [1, 5, None])

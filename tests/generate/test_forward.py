@@ -34,9 +34,8 @@ def models(sharp_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPath
         if (name, target) not in made:
             checkpoint, folder = sharp_checkpoints[name], tmp_path_factory.mktemp("scores") / "artifact"
             path = export_tiny(checkpoint, folder, target=target, prompt_logits=True)
-            reference = AutoModelForCausalLM.from_pretrained(
-                checkpoint, dtype=torch.float32, attn_implementation="eager"
-            )
+            theirs = {"dtype": torch.float32, "attn_implementation": "eager"}
+            reference = AutoModelForCausalLM.from_pretrained(checkpoint, **theirs)
             made[name, target] = NeuronModelForCausalLM.from_pretrained(path), reference.requires_grad_(False)
         return made[name, target]
 
@@ -65,18 +64,13 @@ def test_logits_of_all_tokens_are_those_of_transformers(models: Models, name: st
 
 
 @pytest.mark.parametrize("target", ["eager", "cpu"])
-def test_neighbours_and_rows_of_a_step_change_no_bit(models: Models, target: str) -> None:
+def test_neighbours_and_where_a_prompt_is_cut_change_no_bit(models: Models, target: str) -> None:
     model, _ = models(target=target)
     given = batch("left")
     together = model(**given).logits
     for row, mask in enumerate(given["attention_mask"].bool()):
         alone = model(given["input_ids"][row][mask][None]).logits
         assert torch.equal(alone[0], together[row][mask])
-
-
-@pytest.mark.parametrize("target", ["eager", "cpu"])
-def test_where_a_prompt_is_cut_changes_no_bit(models: Models, target: str) -> None:
-    model, _ = models(target=target)
     prompt, runner = random_tokens(WIDTH), model.runner
     whole = model(torch.from_numpy(prompt).long()[None]).logits[0]
     for cuts in ((8, 8, 8, 5), (3, 16, 1, 9), (13, 16)):
@@ -196,11 +190,8 @@ def test_artifacts_that_return_the_last_logits_only_say_how_to_get_all(
     model, ids = NeuronModelForCausalLM.from_pretrained(path), batch("left")["input_ids"]
     assert model(ids, logits_to_keep=1).logits.shape == (3, 1, 300)
     remedy = r"no graph of this artifact returns them; export it with --prompt-logits \(prompt_logits=True\)"
-    for change, words in (
-        ({}, "logits_to_keep=0 asks for"),
-        ({"logits_to_keep": 3}, "logits_to_keep=3 asks for"),
-        ({"labels": ids}, "labels need"),
-    ):
+    changes: list[dict[str, Any]] = [{}, {"logits_to_keep": 3}, {"labels": ids}]
+    for change, words in zip(changes, ("keep=0 asks for", "keep=3 asks for", "labels need"), strict=True):
         with pytest.raises(ValueError, match=f"{words} logits of more than each prompt's last token, and {remedy}"):
             model(ids, **change)
 

@@ -49,10 +49,8 @@ def test_a_quantized_weight_counts_as_the_plain_one_and_takes_what_its_codes_tak
 ) -> None:
     """Of packed codes, a tied table, and experts."""
     path = export_tiny(tiny_checkpoints[name], tmp_path / "artifact", quantization=form)
-    ours, theirs = (
-        NeuronModelForCausalLM.from_pretrained(path),
-        AutoModelForCausalLM.from_pretrained(tiny_checkpoints[name]),
-    )
+    ours = NeuronModelForCausalLM.from_pretrained(path)
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_checkpoints[name])
     for without in (True, False):
         assert ours.num_parameters(exclude_embeddings=without) == theirs.num_parameters(exclude_embeddings=without)
     assert ours.get_memory_footprint() == sum(each.nbytes for each in load_file(path / WEIGHTS_NAME).values())
@@ -101,18 +99,12 @@ def test_keywords_of_transformers_that_change_nothing_are_taken_and_logged_once(
     pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = pair[0].artifact.path
+    inert = {"device_map": "auto", "low_cpu_mem_usage": True, "attn_implementation": "sdpa", "use_safetensors": True}
     warn_once.cache_clear()
     for _ in range(2):
-        NeuronModelForCausalLM.from_pretrained(
-            path,
-            device_map="auto",
-            low_cpu_mem_usage=True,
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            max_memory=None,
-        )
-    told = ("device_map='auto'", "low_cpu_mem_usage=True", "attn_implementation='sdpa'", "use_safetensors=True")
-    assert sorted(message.split(" has no effect: ")[0] for message in caplog.messages) == sorted(told)
+        NeuronModelForCausalLM.from_pretrained(path, **inert, max_memory=None)
+    told = sorted(f"{name}={value!r}" for name, value in inert.items())
+    assert sorted(message.split(" has no effect: ")[0] for message in caplog.messages) == told
     for dtype in (torch.float32, "float32", "torch.float32", "fp32", "FP32", "float", "auto", None):
         for name in ("dtype", "torch_dtype"):
             NeuronModelForCausalLM.from_pretrained(path, **{name: dtype})
@@ -147,10 +139,9 @@ def test_keywords_of_other_libraries_are_refused_with_what_does_the_same(
 
 
 def test_an_export_understands_a_type_in_any_spelling(tiny_checkpoint: Path) -> None:
-    options = {"sequence_length": 32, "prefill_chunk_size": 8, "target": "eager"}
-    model = NeuronModelForCausalLM.from_pretrained(
-        tiny_checkpoint, export=True, torch_dtype=torch.bfloat16, device_map="cpu", **options
-    )
+    sizes = {"sequence_length": 32, "prefill_chunk_size": 8, "target": "eager"}
+    options = {"export": True, "torch_dtype": torch.bfloat16, "device_map": "cpu"} | sizes
+    model = NeuronModelForCausalLM.from_pretrained(tiny_checkpoint, **options)
     assert model.dtype == torch.bfloat16 and model.device == torch.device("cpu")
     assert NeuronConfig(dtype="half").dtype == NeuronConfig(dtype=torch.float16).dtype == "float16"  # type: ignore[arg-type]
     assert json.loads(json.dumps(NeuronExportConfig("out", dtype=torch.float16).to_dict()))["dtype"] == "float16"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import struct
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import tampering
 import torch
 from command_lines import CONFIGS, MISFITS, NO_OBJECT, TOKENIZERS
 from gguf_files import close_writer
@@ -33,7 +33,13 @@ class Files:
 
     def __init__(self, root: Path, checkpoint: Path, artifact: Path) -> None:
         self.root, self.checkpoint, self.artifact = root, checkpoint, artifact
-        self._made: dict[str, Path] = {}
+        self._made = {"checkpoint": checkpoint, "artifact": artifact}
+        self._made |= {name: root / name for name in ("empty_folder", "full_folder", "text_file", "link_circle")}
+        self._made["empty_folder"].mkdir()
+        self._made["full_folder"].mkdir()
+        (root / "full_folder" / "own.txt").write_text("mine", encoding="utf-8")
+        self._made["text_file"].write_text("words", encoding="utf-8")
+        self._made["link_circle"].symlink_to(root / "link_circle")
 
     def path(self, name: str) -> Path:
         if name not in self._made:
@@ -42,31 +48,8 @@ class Files:
             self._made[name] = make(*rest)
         return self._made[name]
 
-    def _checkpoint(self) -> Path:
-        return self.checkpoint
-
-    def _artifact(self) -> Path:
-        return self.artifact
-
     def _folder(self, copied: Path) -> Path:
         return Path(shutil.copytree(copied, self.root / str(len(list(self.root.iterdir()))) / "named"))
-
-    def _empty_folder(self) -> Path:
-        (self.root / "empty").mkdir()
-        return self.root / "empty"
-
-    def _full_folder(self) -> Path:
-        (self.root / "full").mkdir()
-        (self.root / "full" / "own.txt").write_text("mine", encoding="utf-8")
-        return self.root / "full"
-
-    def _text_file(self) -> Path:
-        (self.root / "text.txt").write_text("words", encoding="utf-8")
-        return self.root / "text.txt"
-
-    def _link_circle(self) -> Path:
-        (self.root / "circle").symlink_to(self.root / "circle")
-        return self.root / "circle"
 
     def _config(self, name: str) -> Path:
         folder = self._folder(self.checkpoint)
@@ -82,7 +65,7 @@ class Files:
 
     def _tokenizer(self, file: str, number: str) -> Path:
         folder = self._folder(self.checkpoint)
-        (folder / file).write_bytes(list(TOKENIZERS[file])[int(number)])
+        (folder / file).write_bytes(TOKENIZERS[file][int(number)])
         return folder
 
     def _weights(self, kind: str) -> Path:
@@ -110,8 +93,8 @@ class Files:
     def _adapter(self, kind: str) -> Path:
         folder = self.root / f"adapter_{kind}"
         model = AutoModelForCausalLM.from_pretrained(self.checkpoint)
-        lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        get_peft_model(model, lora).save_pretrained(folder)
+        adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        get_peft_model(model, adapter).save_pretrained(folder)
         config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
         document = json.loads(config.read_text(encoding="utf-8"))
         if kind == "no_config":
@@ -121,13 +104,11 @@ class Files:
         elif kind == "truncated":
             weights.write_bytes(weights.read_bytes()[:-8])
         elif kind != "good":
-            changes = {
-                "rank": document | {"r": 2**40},
-                "kind": document | {"peft_type": "zzz"},
-                "list": [],
+            changed = {
+                "rank": document | {"r": 2**40}, "kind": document | {"peft_type": "zzz"}, "list": [],
                 "empty_object": {},
-            }
-            config.write_text(json.dumps(changes[kind]), encoding="utf-8")
+            }  # fmt: skip
+            config.write_text(json.dumps(changed[kind]), encoding="utf-8")
         return folder
 
     def _gguf(self, kind: str) -> Path:
@@ -145,9 +126,8 @@ class Files:
 
     def _manifest(self, kind: str) -> Path:
         folder = self._folder(self.artifact)
-        if kind == "missing":
-            (folder / "neuron_config.json").unlink()
-        else:
+        (folder / "neuron_config.json").unlink()
+        if kind != "missing":
             (folder / "neuron_config.json").write_bytes(MANIFESTS[kind])
         return folder
 
@@ -162,14 +142,13 @@ class Files:
     def _changed_artifact(self, file: str, content: bytes | None) -> Path:
         """An artifact with another file, as if it had been exported with it."""
         folder = self._folder(self.artifact)
-        manifest = json.loads((folder / "neuron_config.json").read_text(encoding="utf-8"))
-        if content is None:
-            (folder / file).unlink()
-            del manifest["files"][file]
-        else:
-            (folder / file).write_bytes(content)
-            manifest["files"][file] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        (folder / "neuron_config.json").write_text(json.dumps(manifest), encoding="utf-8")
+        if content is not None:
+            tampering.write(folder, file, content)
+            return folder
+        (folder / file).unlink()
+        manifest = tampering.read_json(folder / "neuron_config.json")
+        del manifest["files"][file]
+        tampering.write(folder, "neuron_config.json", json.dumps(manifest).encode())
         return folder
 
 
@@ -177,11 +156,14 @@ def write_tiny_gguf(
     path: Path, *, tensors: bool = True, block_count: int = 1, head_count: int | None = 2, embedding_length: int = 64
 ) -> None:
     writer = gguf.GGUFWriter(path, "llama")
-    sizes = {"block_count": block_count, "embedding_length": embedding_length, "context_length": 64, "vocab_size": 300}
-    for name, value in (sizes | {"layer_norm_rms_eps": 1e-5, "feed_forward_length": 64}).items():
-        getattr(writer, f"add_{name}")(value)
+    writer.add_block_count(block_count)
+    writer.add_context_length(64)
+    writer.add_embedding_length(embedding_length)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_feed_forward_length(64)
     if head_count is not None:
         writer.add_head_count(head_count)
+    writer.add_vocab_size(300)
     if tensors:
         writer.add_tensor("token_embd.weight", np.zeros((300, 64), dtype=np.float32))
     close_writer(writer)

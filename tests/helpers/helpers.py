@@ -68,15 +68,10 @@ SIZES: dict[str, Any] = {
 }
 # Compiled SmolLM2s, each of one size in all tests: float32 with room for prompts above 2,048 tokens, bfloat16 as in the demo.
 SMOLLM2_SIZES: dict[str, dict[str, Any]] = {
-    "float32": {
-        "batch_size": 4,
-        "sequence_length": 2304,
-        "prefill_chunk_size": 128,
-        "output_logits": True,
-        "activations": "none",
-    },
+    "float32": {"batch_size": 4, "sequence_length": 2304, "prefill_chunk_size": 128},
     "bfloat16": {"batch_size": 1, "sequence_length": 1024, "prefill_chunk_size": 64},
 }
+SMOLLM2_SIZES["float32"] |= {"output_logits": True, "activations": "none"}
 TRASH_ROW = SIZES["batch_size"]
 # From an architecture and a target to a runner with free slots: see conftest.py.
 Opener = Callable[..., GraphRunner]
@@ -155,13 +150,8 @@ def eager_runner(
     cache = KVCache(state_specs(config, model_spec))
     graphs = graph_specs(config)
     steps = {spec.name: StepModule(model, cache, spec, ops).eval() for spec in graphs}
-    return GraphRunner(
-        EagerExecutable(steps, cache, allocate_places(config, model_spec)),
-        config,
-        graphs,
-        model_spec,
-        deterministic=deterministic,
-    )
+    executable = EagerExecutable(steps, cache, allocate_places(config, model_spec))
+    return GraphRunner(executable, config, graphs, model_spec, deterministic=deterministic)
 
 
 def export_tiny(
@@ -180,11 +170,9 @@ def export_tiny(
         described = checkpoint if checkpoint.is_file() else checkpoint / "config.json"
         what = hashlib.sha256(described.read_bytes() + repr(config).encode()).hexdigest()
         lock = FileLock(f"{os.environ[CACHE_VARIABLE]}-{what[:16]}.lock")
+    options = {"overwrite": overwrite, "certify": certify_export if certificate else None, "dequantize": dequantize}
     with lock:
-        certify = certify_export if certificate else None
-        return export_model(
-            checkpoint, output, config=config, overwrite=overwrite, certify=certify, dequantize=dequantize
-        )
+        return export_model(checkpoint, output, config=config, **options)
 
 
 def artifact_runner(path: Path, *, trust_native_code: bool = True) -> GraphRunner:
@@ -208,10 +196,7 @@ def prefill_pieces(runner: GraphRunner, slot: int, prompt: np.ndarray, pieces: S
 
 
 def decode_rows(
-    runner: GraphRunner,
-    tokens: dict[int, int],
-    sampling: SamplingParams = GREEDY,
-    uniform: float = 0.0,
+    runner: GraphRunner, tokens: dict[int, int], sampling: SamplingParams = GREEDY, uniform: float = 0.0
 ) -> DecodeRows:
     """Decode rows of one step: slot to the token that it processes."""
     slots = runner.config.batch_size
@@ -223,10 +208,7 @@ def decode_rows(
 
 
 def decode_tokens(
-    runner: GraphRunner,
-    tokens: dict[int, int],
-    sampling: SamplingParams = GREEDY,
-    uniform: float = 0.0,
+    runner: GraphRunner, tokens: dict[int, int], sampling: SamplingParams = GREEDY, uniform: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Advances the named slots by one token each; returns the tokens and logits of all slots."""
     output = runner.run_step((), DecodeRows(*decode_rows(runner, tokens, sampling, uniform)))
@@ -272,11 +254,8 @@ def fill_rows(runner: GraphRunner, model: ModelSpec, rows: Sequence[int], value:
 
 def same_states(left: dict[str, Tensor], right: dict[str, Tensor], rows: Sequence[int], stop: int = LENGTH) -> bool:
     """Whether two snapshots hold the same bits in some rows' first `stop` columns; NaN equals NaN."""
-    bits = torch.int32
-    return all(
-        torch.equal(left[name][list(rows), :, :stop].view(bits), right[name][list(rows), :, :stop].view(bits))
-        for name in left
-    )
+    parts = [{name: each[name][list(rows), :, :stop].view(torch.int32) for name in left} for each in (left, right)]
+    return all(torch.equal(parts[0][name], parts[1][name]) for name in left)
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:

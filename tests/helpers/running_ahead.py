@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from helpers import as_tensor
@@ -16,10 +17,7 @@ from optimum_neuron.step.spec import GraphSpec
 from optimum_neuron.targets import Executable
 
 
-VOCAB_OUTPUT = ".logits"
-
-
-class AheadOf(Executable):
+class AheadOf:
     """An executable that runs ahead of the one that it plays.
 
     Attributes:
@@ -36,9 +34,7 @@ class AheadOf(Executable):
         self.log: list[str] = []
         self.transfers: list[list[str]] = []
 
-    def start(
-        self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool
-    ) -> Callable[[], Sequence[np.ndarray | None]]:
+    def start(self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool) -> Callable[[], Sequence[Any]]:
         spec, number = self._specs[graph], len(self.transfers)
         given = {each.name: as_tensor(array) for each, array in zip(spec.inputs(), inputs, strict=True)}
         if spec.has_decode:
@@ -51,9 +47,9 @@ class AheadOf(Executable):
                 self._chosen.keep_tokens(to_torch(found[names.index(f"{group}.tokens")]), slots)
         self.log.append(f"start {number}")
         self.transfers.append([])
-        wanted = [logits or not name.endswith(VOCAB_OUTPUT) for name in names]
+        wanted = [logits or not name.endswith(".logits") for name in names]
 
-        def read() -> Sequence[np.ndarray | None]:
+        def read() -> Sequence[Any]:
             self.transfers[number] = [name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted]
             self.log.append(f"read {number}")
             return [array if is_wanted else None for array, is_wanted in zip(found, wanted, strict=True)]
@@ -63,20 +59,8 @@ class AheadOf(Executable):
     def run(self, graph: str, inputs: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         return [np.empty(0) if each is None else each for each in self.start(graph, inputs, logits=True)()]
 
-    def copy_slot(self, source: int, destination: int, length: int) -> None:
-        self._executable.copy_slot(source, destination, length)
-
-    def keep_state(self, slot: int, snapshot: int) -> None:
-        self._executable.keep_state(slot, snapshot)
-
-    def restore_state(self, snapshot: int, slot: int) -> None:
-        self._executable.restore_state(snapshot, slot)
-
-    def read_state(self, name: str) -> np.ndarray:
-        return self._executable.read_state(name)
-
-    def write_state(self, name: str, array: np.ndarray) -> None:
-        self._executable.write_state(name, array)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executable, name)
 
 
 def ahead_of(runner: GraphRunner, model: ModelSpec | None = None) -> tuple[GraphRunner, AheadOf]:

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ REMEDY = re.compile(r"; (.*again|remove it|give it its old name back|restore .*|
 
 
 def answer(path: Path) -> list[int]:
-    """What an artifact's model says."""
     import torch
 
     from optimum_neuron import NeuronModelForCausalLM
@@ -42,6 +40,7 @@ def answer(path: Path) -> list[int]:
 def outcome(path: Path) -> dict[str, Any]:
     """Loads and runs an artifact in a process of its own."""
     reader, writer = os.pipe()
+
     child = os.fork()
     if child == 0:
         signal.alarm(HANG)
@@ -56,7 +55,8 @@ def outcome(path: Path) -> dict[str, Any]:
     with os.fdopen(reader) as file:
         text = file.read()
     _, status = os.waitpid(child, 0)
-    return json.loads(text) if text and status == 0 else {"crash": os.waitstatus_to_exitcode(status)}
+    found: dict[str, Any] = json.loads(text) if text and status == 0 else {"crash": os.waitstatus_to_exitcode(status)}
+    return found
 
 
 def verdict(found: dict[str, Any], expected: list[int], path: Path) -> str:
@@ -71,32 +71,19 @@ def verdict(found: dict[str, Any], expected: list[int], path: Path) -> str:
     return "refused" if found["error"] in ERRORS and named and one_sentence else "no sentence"
 
 
-def try_all(artifact: Path, every: int = 1) -> Iterator[dict[str, Any]]:
-    """The outcome of each `every`-th change, with its name and verdict."""
-    expected = outcome(artifact)["tokens"]
-    with tempfile.TemporaryDirectory() as scratch:
-        for index, change in enumerate(changes(artifact)[::every]):
-            path = Path(shutil.copytree(artifact, Path(scratch, str(index))))
-            change.apply(path)
-            found = outcome(path)
-            yield {"change": change.name, "verdict": verdict(found, expected, path), **found}
-            for left in Path(scratch).iterdir():
-                left.unlink() if left.is_symlink() or left.is_file() else shutil.rmtree(left)
-
-
 def failures(artifact: Path, every: int) -> list[dict[str, Any]]:
     """What `main` found other than a refusal or the same tokens."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, __file__, str(artifact), str(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
-    outcomes = [*map(json.loads, done.stdout.splitlines())]
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     assert outcomes
     return [found for found in outcomes if found["verdict"] not in ("same", "refused")]
 
 
-def main() -> None:
-    """ARTIFACT [EVERY]: prints each outcome."""
+def main(artifact: Path, every: int = 1) -> None:
+    """Print the outcome of each `every`-th change, with its name and verdict."""
     import torch
     import transformers
 
@@ -110,10 +97,16 @@ def main() -> None:
     compiler._compile_graph = refuse
     torch.set_num_threads(1)  # a process that computes with several cannot be forked
     transformers.utils.logging.set_verbosity_error()
-    for found in try_all(Path(sys.argv[1]), *map(int, sys.argv[2:])):
-        sys.stdout.write(json.dumps(found) + "\n")
-        sys.stdout.flush()
+    expected = outcome(artifact)["tokens"]
+    for change in changes(artifact)[::every]:
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(shutil.copytree(artifact, Path(scratch, "artifact")))
+            change.apply(path)
+            found = outcome(path)
+            told = {"change": change.name, "verdict": verdict(found, expected, path), **found}
+            sys.stdout.write(json.dumps(told) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

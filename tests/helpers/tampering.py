@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -33,13 +34,16 @@ class Change(NamedTuple):
 def changes(artifact: Path) -> list[Change]:
     """All changes of an artifact, in a fixed order."""
     manifest = read_json(artifact / MANIFEST)
+    config = read_json(artifact / "config.json")
+    descriptions = [name for name in manifest["files"] if name.startswith("graphs/") and name.endswith(".json")]
     return [
         *_values(MANIFEST, manifest),
-        *_manifest_texts(manifest),
+        *_texts(MANIFEST, json.dumps(manifest)),
         *_files(manifest),
         *_headers(artifact),
-        *_model_configs(artifact),
-        *_descriptions(artifact, manifest),
+        *_values("config.json", config, [(size,) for size in CONFIG_SIZES if size in config]),
+        *_texts("config.json", json.dumps(config)),
+        *(change for name in descriptions[:2] for change in _values(name, read_json(artifact / name))),
     ]
 
 
@@ -56,11 +60,19 @@ def write(path: Path, name: str, data: bytes, *, vouched: bool = True) -> None:
         (path / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
-def _values(name: str, document: Any, places: Iterable[tuple[str | int, ...]] | None = None) -> Iterator[Change]:
-    """Every place of a JSON file, with values of every kind; the text is made for those that are tried."""
+def with_header(text: bytes, tail: bytes, claimed: int | None = None) -> bytes:
+    """A file in safetensors' form, whose header is as long as `claimed`, or as it is."""
+    return (len(text) if claimed is None else claimed).to_bytes(8, "little") + text + tail
+
+
+def _values(
+    name: str, document: Any, places: Iterable[tuple[str | int, ...]] | None = None, tail: bytes | None = None
+) -> Iterator[Change]:
+    """Every place of a JSON file, or of the header before a `tail`, with values of every kind."""
 
     def edit(path: Path, **how: Any) -> None:
-        write(path, name, json.dumps(_replaced(document, **how)).encode())
+        text = json.dumps(_replaced(document, **how)).encode()
+        write(path, name, text if tail is None else with_header(text, tail))
 
     for place in _places(document) if places is None else places:
         own, label = _at(document, place), ".".join(map(str, place))
@@ -109,53 +121,15 @@ def _replaced(document: Any, place: tuple[str | int, ...], value: Any, *, remove
     return changed
 
 
-def _manifest_texts(manifest: dict[str, Any]) -> Iterator[Change]:
-    """What is no proper JSON object, and what several fields say together."""
-    text = json.dumps(manifest)
+def _texts(name: str, text: str) -> Iterator[Change]:
+    """What is no proper JSON object."""
     texts = {
-        "cut": text[: len(text) // 2],
-        "empty": "",
-        "a list": f"[{text}]",
-        "nested": "[" * 100_000,
-        "a name twice": text[:-1] + ', "target": "eager"}',
-        "NaN": text.replace('"task"', '"x": NaN, "task"'),
-        "a long number": text.replace('"batch_size": 3', '"batch_size": ' + "3" * 5000),
-        "no text": "\udcff",
-    }
+        "cut": text[: len(text) // 2], "empty": "", "a list": f"[{text}]", "nested": "[" * 100_000, "no text": "\udcff",
+        "a name twice": text[:-1] + ', "target": "eager", "target": "cpu"}', "NaN": text[:-1] + ', "x": NaN}',
+        "a long number": text[:-1] + ', "x": ' + "3" * 5000 + "}",
+    }  # fmt: skip
     for label, changed in texts.items():
-        data = changed.encode("utf-8", errors="surrogateescape")
-        yield Change(f"{MANIFEST}: {label}", lambda path, data=data: write(path, MANIFEST, data))
-    ties = {"an alias of an alias": {"model.a": "model.b", "model.b": "model.c"}, "itself": {"model.a": "model.a"}}
-    ties["a stored one"] = {"model.lm_head.weight": "model.model.embed_tokens.weight"}
-    for label, tied in ties.items():
-        data = json.dumps(manifest | {"tied_weights": tied}).encode()
-        yield Change(f"{MANIFEST}: tied to {label}", lambda path, data=data: write(path, MANIFEST, data))
-    for label, sizes in {
-        "batch": {"batch_size": 4},
-        "length": {"sequence_length": 128, "context_buckets": [128]},
-        "type": {"dtype": "bfloat16"},
-        "memory": {"sequence_length": 2**30, "context_buckets": [2**30]},
-    }.items():
-        data = json.dumps(_with_graphs(manifest, sizes)).encode()
-        yield Change(f"{MANIFEST}: another {label}, graphs told", lambda path, data=data: write(path, MANIFEST, data))
-    for size in ("kv_heads", "key_dim", "value_dim", "layer_idx"):
-        for factor in (2, 3, HUGE // 16):
-            model = copy.deepcopy(manifest["model"])
-            for layer in model["layers"]:
-                layer[size] = layer[size] * factor + (size == "layer_idx")
-            data = json.dumps(manifest | {"model": model}).encode()
-            yield Change(f"{MANIFEST}: {size} times {factor}", lambda path, data=data: write(path, MANIFEST, data))
-
-
-def _with_graphs(manifest: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """A manifest with another config, whose graphs are recorded as the config asks for them."""
-    from optimum_neuron.artifact.manifest import config_of, describe_graph
-    from optimum_neuron.step.model_spec import ModelSpec
-    from optimum_neuron.step.spec import graph_specs
-
-    changed = manifest | {"config": manifest["config"] | sizes}
-    model = ModelSpec.from_dict(manifest["model"])
-    return changed | {"graphs": {spec.name: describe_graph(spec, model) for spec in graph_specs(config_of(changed))}}
+        yield Change(f"{name}: {label}", partial(write, name=name, data=changed.encode(errors="surrogateescape")))
 
 
 def _files(manifest: dict[str, Any]) -> Iterator[Change]:
@@ -168,9 +142,9 @@ def _files(manifest: dict[str, Any]) -> Iterator[Change]:
         "cut by a byte": lambda data: data[:-1],
         "longer": lambda data: data + b"\0" * 4096,
         "zeros": lambda data: bytes(len(data)),
-        "flipped at the start": lambda data: _flipped(data, 1),
-        "flipped in the middle": lambda data: _flipped(data, len(data) // 2),
-        "flipped at the end": lambda data: _flipped(data, len(data) - 20),
+        "flipped at the start": lambda data: flipped(data, 1),
+        "flipped in the middle": lambda data: flipped(data, len(data) // 2),
+        "flipped at the end": lambda data: flipped(data, len(data) - 20),
     }
     moves: dict[str, Callable[[Path, str], object]] = {
         "gone": lambda path, name: (path / name).unlink(),
@@ -193,19 +167,19 @@ def _files(manifest: dict[str, Any]) -> Iterator[Change]:
                 yield Change(f"{name} {label}{', vouched' * vouched}", change)
         for label, move in moves.items():
             yield Change(f"{name} {label}", partial(move, name=name))
-    for name, other in zip(code, code[1:] + code[:1], strict=True):
-        for vouched in (False, True):
+        for vouched, other in itertools.product(
+            (False, True), [each for each in code[:2] if name in code and each != name]
+        ):
             change = partial(damage, name=name, how=bytes, vouched=vouched, other=other)
             yield Change(f"{name} is {other}{', vouched' * vouched}", change)
     for folder in ("graphs", "weights") if code else ("weights",):
         yield Change(f"{folder} linked elsewhere", partial(_link, name=folder))
-    foreign = ("kernels.so", "foreign.json", "token_generation_context64.safetensors")
-    for name in (*(f"graphs/{each}" for each in foreign), "weights/tp0.safetensors"):
+    for name in ("graphs/kernels.so", "graphs/foreign.json", "weights/tp0.safetensors"):
         if name not in names:
             yield Change(f"{name} added", partial(_add, name=name))
 
 
-def _flipped(data: bytes, offset: int) -> bytes:
+def flipped(data: bytes, offset: int = -1) -> bytes:
     changed = bytearray(data)
     changed[offset] ^= 16
     return bytes(changed)
@@ -237,63 +211,22 @@ def _headers(artifact: Path) -> Iterator[Change]:
     header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
     name, *others = header
     other = next(each for each in others if header[each]["shape"] != header[name]["shape"])
-
-    def change(label: str, text: str | dict[str, Any], tail: bytes = body, claimed: int | None = None) -> Change:
-        encoded = (json.dumps(text) if isinstance(text, dict) else text).encode()
-        head = (len(encoded) if claimed is None else claimed).to_bytes(8, "little")
-        return Change(f"{WEIGHTS} header: {label}", lambda path: write(path, WEIGHTS, head + encoded + tail))
-
-    for place in _places({name: header[name]}):
-        for value in (*WRONG, *_near(_at(header, place))):
-            if json.dumps(value) == json.dumps(_at(header, place)):
-                continue
-            label = f"{'.'.join(map(str, place))} = {json.dumps(value)[:40]}"
-            yield change(label, _replaced(header, place, value))
-        yield change(f"without {'.'.join(map(str, place))}", _replaced(header, place, None, remove=True))
     start, stop = header[name]["data_offsets"]
-    for label, offsets in {
-        "negative": [-8, stop - start - 8],
-        "beyond": [HUGE, HUGE + stop - start],
-        "reversed": [stop, start],
-    }.items():
-        yield change(f"offsets {label}", header | {name: header[name] | {"data_offsets": offsets}})
-    yield change("overlapping", header | {name: header[other]})
-    yield change("flattened", header | {name: header[name] | {"shape": [(stop - start) // 4]}})
-    yield change("another type of its size", header | {name: header[name] | {"dtype": "I32"}})
-    yield change("transposed", header | {name: header[name] | {"shape": header[name]["shape"][::-1]}})
-    yield change("names swapped", header | {name: header[other], other: header[name]})
-    yield change("a tensor more", header | {"model.more": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}})
-    yield change("a name twice", json.dumps(header)[:-1] + f', "{name}": {json.dumps(header[other])}}}')
-    yield change("metadata of another type", header | {"__metadata__": {"x": 3}})
-    yield change("trailing bytes", header, body + b"\0" * 64)
-    yield change("bytes missing", header, body[:-64])
-    for label, claimed in {
-        "0": 0,
-        "2**63": 2**63,
-        "2**40": HUGE,
-        "one more": length + 1,
-        "one fewer": length - 1,
-    }.items():
-        yield change(f"claims {label}", json.dumps(header, separators=(",", ":")), claimed=claimed)
-    for label, text in {"no JSON": "x", "a list": "[]", "nested": "[" * 100_000, "empty": "{}"}.items():
-        yield change(label, text)
-
-
-def _model_configs(artifact: Path) -> Iterator[Change]:
-    """Sizes in config.json that weights and manifest contradict; vouched for by the manifest."""
-    config = read_json(artifact / "config.json")
-    yield from _values("config.json", config, [(size,) for size in CONFIG_SIZES if size in config])
-    for label, text in {
-        "no JSON": "{",
-        "a list": "[]",
-        "another model": '{"model_type": "gpt2"}',
-        "no model": '{"model_type": "x"}',
-    }.items():
-        yield Change(f"config.json: {label}", lambda path, text=text: write(path, "config.json", text.encode()))
-
-
-def _descriptions(artifact: Path, manifest: dict[str, Any]) -> Iterator[Change]:
-    """What stands beside graphs in HLO; vouched for by the manifest."""
-    names = [name for name in manifest["files"] if name.startswith("graphs/") and name.endswith(".json")]
-    for name in names[:2]:
-        yield from _values(name, read_json(artifact / name))
+    places = [(name, *place) for place in [(), *_places(header[name])]]
+    yield from _values(WEIGHTS, header, places, body)
+    for label, text, tail in (
+        *((f"offsets {each}", header | {name: header[name] | {"data_offsets": each}}, body)
+          for each in ([-8, stop - start - 8], [HUGE, HUGE + stop - start], [stop, start])),
+        ("overlapping", header | {name: header[other]}, body),
+        ("flattened", header | {name: header[name] | {"shape": [(stop - start) // 4]}}, body),
+        ("names swapped", header | {name: header[other], other: header[name]}, body),
+        ("a tensor more", header | {"model.more": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}, body),
+        ("metadata of another type", header | {"__metadata__": {"x": 3}}, body),
+        ("trailing bytes", header, body + b"\0" * 64),
+        ("bytes missing", header, body[:-64]),
+    ):  # fmt: skip
+        changed = with_header(json.dumps(text).encode(), tail)
+        yield Change(f"{WEIGHTS} header: {label}", partial(write, name=WEIGHTS, data=changed))
+    for claimed in (0, 2**63, HUGE, length + 1, length - 1):
+        changed = with_header(data[8 : 8 + length], body, claimed)
+        yield Change(f"{WEIGHTS} header claims {claimed}", partial(write, name=WEIGHTS, data=changed))

@@ -35,18 +35,15 @@ PIECES = ([32] * 4 + [20], [64, 64, 20], [1, 30, 60, 40, 17])
 PROMPT = random_tokens(148)
 
 
-def answer(runner: GraphRunner, slot: int, pieces: Sequence[int], neighbor: int | None = None) -> list[Tensor]:
+def answer(
+    runner: GraphRunner, slot: int, pieces: Sequence[int], neighbor: int | None = None, prompt: np.ndarray = PROMPT
+) -> list[Tensor]:
     """Logits after a prompt and after each of 50 more tokens, which reach into another block."""
-    logits = [prefill_pieces(runner, slot, PROMPT, pieces)]
+    logits = [prefill_pieces(runner, slot, prompt, pieces)]
     for index in range(50):
         tokens = {slot: 3 + index} | ({} if neighbor is None else {neighbor: 5 + index})
         logits.append(decode_tokens(runner, tokens)[1][slot])
     return logits
-
-
-def slot_answer(runner: GraphRunner) -> list[Tensor]:
-    runner.reset_slots()
-    return answer(runner, 1, PIECES[0])
 
 
 def block_answer(
@@ -95,7 +92,8 @@ MODELS = ("llama", "gpt_oss", "lfm2", pytest.param("deepseek_v3", marks=pytest.m
 
 
 def check_pair(pair: Pair) -> None:
-    expected = slot_answer(pair.slots)
+    pair.slots.reset_slots()
+    expected = answer(pair.slots, 1, PIECES[0])
     for row, own, pieces in CASES:
         assert same(block_answer(pair.blocks, pair.spec, row, own, pieces), expected)
 
@@ -113,14 +111,6 @@ def test_blocks_give_the_bits_of_slots_on_the_cpu_target(exported: Callable[[str
     check_pair(exported(model))
 
 
-def resumed(runner: GraphRunner, start: int) -> list[Tensor]:
-    """As `answer`, of row 2, whose first tokens are in its blocks."""
-    logits = [prefill_pieces(runner, 2, PROMPT[start:], [len(PROMPT) - start])]
-    for index in range(50):
-        logits.append(decode_tokens(runner, {2: 3 + index})[1][2])
-    return logits
-
-
 def test_rows_read_a_whole_block_together_and_part_of_it_as_a_copy(
     tiny_models: dict[str, nn.Module], tiny_specs: dict[str, ModelSpec]
 ) -> None:
@@ -134,7 +124,7 @@ def test_rows_read_a_whole_block_together_and_part_of_it_as_a_copy(
         if held < 128:
             runner.copy_block(6, 2, 30)
         runner.resume_slot(2, held)
-        assert same(resumed(runner, held), expected)
+        assert same(answer(runner, 2, [len(PROMPT) - held], prompt=PROMPT[held:]), expected)
 
 
 @pytest.mark.parametrize(

@@ -36,27 +36,18 @@ class OneMemory:
     def __init__(self, executable: Executable) -> None:
         self._executable = executable
         self._memory = np.empty(1 << 20, np.uint8)
-        self._returned: dict[str, tuple[np.ndarray, ...]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executable, name)
 
     def run(self, graph: str, inputs: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         self._memory.fill(0xFF)  # NaN, and no token
-        outputs = self._executable.run(graph, inputs)
-        if graph not in self._returned:
-            self._returned[graph] = tuple(self._places(outputs))
-        for own, output in zip(self._returned[graph], outputs, strict=True):
-            own[...] = output
-        return self._returned[graph]
-
-    def _places(self, outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         start, places = 0, []
-        for output in outputs:
-            end = start + output.nbytes
-            places.append(self._memory[start:end].view(output.dtype).reshape(output.shape))
-            start = -(-end // 64) * 64
-        return places
+        for output in self._executable.run(graph, inputs):
+            places.append(self._memory[start : start + output.nbytes].view(output.dtype).reshape(output.shape))
+            places[-1][...] = output
+            start += -(-output.nbytes // 64) * 64
+        return tuple(places)
 
 
 class Keeper(LogitsProcessor):
@@ -84,35 +75,24 @@ def on_device(runner: GraphRunner) -> list[Any]:
     return [loop(runner, OnDeviceChoice(SAMPLED))]
 
 
-def on_host(runner: GraphRunner) -> list[Any]:
-    keeper = Keeper()
-    choice = HostChoice(LogitsProcessorList([keeper]), True, [], [])
+def on_host(runner: GraphRunner, *keepers: Keeper) -> list[Any]:
+    choice = HostChoice(LogitsProcessorList(keepers), bool(keepers), [], [])
     sequences = loop(runner, choice)
     assert choice.scores is not None and choice.logits is not None
-    return [sequences, *choice.scores, *choice.logits, *keeper.kept]
+    return [sequences, *choice.scores, *choice.logits, *(each for keeper in keepers for each in keeper.kept)]
 
 
-def kept_without_processors(runner: GraphRunner) -> list[Any]:
-    choice = HostChoice(LogitsProcessorList(), False, [], [])
-    sequences = loop(runner, choice)
-    assert choice.scores is not None and choice.logits is not None
-    return [sequences, *choice.scores, *choice.logits]
+def with_processors(runner: GraphRunner) -> list[Any]:
+    return on_host(runner, Keeper())
 
 
 def by_engine(runner: GraphRunner) -> list[Any]:
     engine = Engine(runner, vocab_size=VOCAB, seed=3)
     for number, length in enumerate((5, 21, 9, 17)):
-        host = LogitsProcessorList([Keeper()]) if number == 3 else None
-        engine.add_request(
-            Request(
-                request_id=str(number),
-                prompt_token_ids=random_tokens(length, seed=length),
-                max_new_tokens=NEW,
-                sampling=SAMPLED if number % 2 else SamplingParams(),
-                processors=host,
-                logprobs=number == 2,
-            )
-        )
+        options: dict[str, Any] = {"sampling": SAMPLED if number % 2 else SamplingParams(), "logprobs": number == 2}
+        options["processors"] = LogitsProcessorList([Keeper()]) if number == 3 else None
+        prompt = random_tokens(length, seed=length)
+        engine.add_request(Request(request_id=str(number), prompt_token_ids=prompt, max_new_tokens=NEW, **options))
     return [event._replace(started=None) for event in engine.run_requests()]
 
 
@@ -127,7 +107,7 @@ def replayed(runner: GraphRunner) -> list[Any]:
     return [each for step in replay(runner, random_tokens(21), NEW) for each in step]
 
 
-READERS = [on_device, on_host, kept_without_processors, by_engine, forward, replayed]
+READERS = [on_device, on_host, with_processors, by_engine, forward, replayed]
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_trace_has_every_run_and_step_and_no_token_is_another(artifact: Path, 
     assert [path.name for path in (tmp_path / "new" / "profile").iterdir()] == [TRACE_NAME]
 
 
-def test_steps_tell_their_slots_rows_and_tokens(eager_artifact: Path, tmp_path: Path) -> None:
+def test_steps_tell_their_slots_rows_and_tokens_and_states_pass_through(eager_artifact: Path, tmp_path: Path) -> None:
     with Profile(tmp_path / "profile") as profile:
         model = NeuronModelForCausalLM.from_pretrained(eager_artifact, profile=profile)
         model.generate(torch.tensor([PROMPTS[1]] * 2), max_new_tokens=3, do_sample=False)
@@ -80,6 +81,11 @@ def test_steps_tell_their_slots_rows_and_tokens(eager_artifact: Path, tmp_path: 
     assert {slot for each in chunks for slot in each["chunk_slots"]} == {0, 1}
     assert decodes == [{"decode_slots": [0, 1], "chunk_slots": [], "rows": 2, "tokens": 2}] * 2
     assert [event["args"] for event in told.counters][-1] == {"decode": 2, "chunk": 0}
+    executable = model.runner.executable
+    assert isinstance(executable, TracedExecutable)
+    state = torch.full_like(read_state(executable, "kv_cache.key_0"), 3.0)
+    write_state(executable, "kv_cache.key_0", state)
+    assert torch.equal(read_state(executable, "kv_cache.key_0"), state)
 
 
 def test_the_first_runs_of_a_plan_are_told_by_operator(
@@ -107,37 +113,17 @@ def test_a_model_that_is_not_profiled_has_nothing_of_it(
         assert type(runner) is GraphRunner and type(runner.executable) is kind
 
 
-def test_what_ran_before_a_failure_is_told(
+def test_what_ran_before_a_failure_is_told_and_nothing_leaves_nothing(
     eager_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "profile"
-    run, left = EagerExecutable.run, [3]
-
-    def fail_later(*arguments: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise RuntimeError("the device is gone")
-        return run(*arguments)
-
-    monkeypatch.setattr(EagerExecutable, "run", fail_later)
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        profiled(eager_artifact, folder)
-    assert len(read_trace(folder).names("graphs")) == 3
-
-
-def test_a_profile_of_nothing_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyError), Profile(tmp_path / "profile"):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
-
-
-def test_states_pass_through(eager_artifact: Path, tmp_path: Path) -> None:
-    with Profile(tmp_path / "profile") as profile:
-        executable = NeuronModelForCausalLM.from_pretrained(eager_artifact, profile=profile).runner.executable
-    assert isinstance(executable, TracedExecutable)
-    state = torch.full_like(read_state(executable, "kv_cache.key_0"), 3.0)
-    write_state(executable, "kv_cache.key_0", state)
-    assert torch.equal(read_state(executable, "kv_cache.key_0"), state)
+    runs, failure = iter([EagerExecutable.run] * 3), Mock(side_effect=RuntimeError("the device is gone"))
+    monkeypatch.setattr(EagerExecutable, "run", lambda *arguments: next(runs, failure)(*arguments))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        profiled(eager_artifact, tmp_path / "profile")
+    assert len(read_trace(tmp_path / "profile").names("graphs")) == 3
 
 
 def generate(artifact: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +142,7 @@ def test_the_command_writes_a_profile(
 
 @pytest.mark.parametrize("place", ["folder", "file", "link", "file/profile", "locked/profile"])
 def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(
-    place: str,
-    eager_artifact: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    place: str, eager_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()

@@ -57,9 +57,7 @@ def graph_named(kind: str, **changes: int) -> GraphSpec:
 
 
 def decode(runner: GraphRunner, slots: Sequence[int]) -> None:
-    active = np.isin(np.arange(runner.config.batch_size), slots)
-    rows = np.tile(np.asarray(SAMPLED, dtype=np.float32), (len(active), 1))
-    runner.run_step((), DecodeRows(np.arange(len(active)), active, rows, np.full(len(active), 0.25, dtype=np.float32)))
+    runner.run_step((), DecodeRows(*decode_rows(runner, dict.fromkeys(slots, 5), SAMPLED, 0.25)))
 
 
 def take(*pieces: tuple[int, int], decodes: int | None = None, **options: Any) -> Callable[[GraphRunner], object]:
@@ -88,26 +86,14 @@ def take(*pieces: tuple[int, int], decodes: int | None = None, **options: Any) -
         (lambda runner: runner.resume_slot(1, 65), "slot 1 has room for 64 tokens: 65 of them cannot be resumed"),
         (lambda runner: runner.copy_block(0, 1, 65), "65 tokens of block 0 cannot be copied to block 1"),
         (lambda runner: runner.assign_blocks(1, 0, [0]), "slot 1 is given blocks"),
-        (
-            take((1, 2), graph=graph_named("token_generation")),
-            r"the graph token_generation_context64 does not hold a step of prompt chunks of \[2\] tokens at a context of 2",
-        ),
-        (
-            take(decodes=0, graph=graph_named("chunked_prefill")),
-            r"the graph chunked_prefill_chunk8_context64 does not hold .* at a context of 62 with decode rows",
-        ),
-        (
-            take((1, 9), graph=graph_named("mixed", ctx_batch_size=1)),
-            r"does not hold a step of prompt chunks of \[9\] tokens",
-        ),
-        (
-            take(decodes=0, graph=graph_named("mixed", context_length=61)),
-            "context61 does not hold .* at a context of 62",
-        ),
+        (take((1, 2), graph=graph_named("token_generation")), r"the graph token_generation_context64 does not hold a step"),
+        (take(decodes=0, graph=graph_named("chunked_prefill")), r"not hold .* at a context of 62 with decode rows"),
+        (take((1, 9), graph=graph_named("mixed", ctx_batch_size=1)), r"a step of prompt chunks of \[9\] tokens"),
+        (take(decodes=0, graph=graph_named("mixed", context_length=61)), "context61 does not hold .* at a context of 62"),
         # It is another artifact's.
         (take((1, 2), graph=graph_named("mixed", on_device_sampling=False)), "mixed_chunk8_context64 does not hold"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused_before_anything_is_written(
     llama: nn.Module, action: Callable[[GraphRunner], object], words: str
 ) -> None:
@@ -131,9 +117,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
         ([5, 5, 5, 5], r"4 rows .* do not fit batch_size=3"),
     ],
 )
-def test_prefill_checks_every_prompt_before_it_writes_the_first(
-    llama: nn.Module, lengths: list[int], words: str
-) -> None:
+def test_prefill_checks_every_prompt_before_it_writes(llama: nn.Module, lengths: list[int], words: str) -> None:
     runner = eager_runner(llama, tiny_config())
     with pytest.raises(ValueError, match=words):
         prefill_prompts(runner, [random_tokens(length) for length in lengths])
@@ -166,9 +150,8 @@ def test_a_decode_step_runs_in_the_smallest_graph_of_its_active_slots(lengths: l
     runner.lengths[:] = lengths
     decode(runner, list(slots))
     longest = max((lengths[slot] for slot in slots), default=0) + 1
-    assert dict(runner.graph_calls) == {
-        f"token_generation_context{min(size for size in CONTEXTS if size >= longest)}": 1
-    }
+    context = min(size for size in CONTEXTS if size >= longest)
+    assert dict(runner.graph_calls) == {f"token_generation_context{context}": 1}
     positions = recorder.runs[0][1]["position_ids"][:, 0].tolist()
     assert positions == [lengths[slot] if slot in slots else -1 for slot in range(3)]
     assert runner.lengths.tolist() == [lengths[slot] + (slot in slots) for slot in range(3)]
@@ -177,9 +160,8 @@ def test_a_decode_step_runs_in_the_smallest_graph_of_its_active_slots(lengths: l
 def test_a_step_sends_tokens_positions_slots_and_sampling_of_every_row() -> None:
     runner, recorder = recorded_runner()
     runner.lengths[:] = [0, 5, 7]
-    runner.run_step(
-        [PromptPiece(2, np.array([11, 12, 13]), SAMPLED, 0.5), PromptPiece(1, np.array([21]), uniform=0.75)]
-    )
+    pieces = [PromptPiece(2, np.array([11, 12, 13]), SAMPLED, 0.5), PromptPiece(1, np.array([21]), uniform=0.75)]
+    runner.run_step(pieces)
     spec, inputs = recorder.runs[0]
     assert spec.name == "chunked_prefill_chunk4_context16"
     assert inputs["input_ids"].tolist() == [[11, 12, 13, 13], [21, 21, 21, 21]]
@@ -205,25 +187,16 @@ def test_a_row_left_over_from_the_step_before_is_idle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_device_sampling", "output_logits", "decode_outputs", "chunk_outputs"),
-    [
-        (True, True, (True, True), (True, True)),
-        (True, False, (True, False), (True, True)),
-        (False, False, (False, True), (False, True)),
-    ],
-)
-def test_outputs_that_no_graph_returns_are_none(
-    on_device_sampling: bool, output_logits: bool, decode_outputs: tuple[bool, bool], chunk_outputs: tuple[bool, bool]
-) -> None:
-    runner, _ = recorded_runner(on_device_sampling=on_device_sampling, output_logits=output_logits)
+    ("sampling", "logits", "chosen", "scored"), [(True, True, True, True), (True, False, True, False), (False, False, False, True)],
+)  # fmt: skip
+def test_outputs_that_no_graph_returns_are_none(sampling: bool, logits: bool, chosen: bool, scored: bool) -> None:
+    """A chunk's logits are always returned."""
+    runner, _ = recorded_runner(on_device_sampling=sampling, output_logits=logits)
     chunk = runner.run_step([PromptPiece(0, random_tokens(3))])
-    step = runner.run_step(
-        (), DecodeRows(np.zeros(3, np.int32), np.array([True, False, False]), np.zeros((3, 4)), np.zeros(3))
-    )
-    assert (chunk.chunk_tokens is not None, chunk.chunk_logits is not None) == chunk_outputs
-    assert (step.decode_tokens is not None, step.decode_logits is not None) == decode_outputs
-    assert chunk.decode_tokens is None and chunk.decode_logits is None
-    assert step.chunk_tokens is None and step.chunk_logits is None
+    step = runner.run_step((), DecodeRows(*decode_rows(runner, {0: 5})))
+    assert (chunk.chunk_tokens is not None, chunk.chunk_logits is not None) == (chosen, True)
+    assert (step.decode_tokens is not None, step.decode_logits is not None) == (chosen, scored)
+    assert chunk.decode_tokens is chunk.decode_logits is step.chunk_tokens is step.chunk_logits is None
 
 
 def test_prefill_takes_the_fewest_steps_and_keeps_the_order_of_the_prompts(llama: nn.Module) -> None:

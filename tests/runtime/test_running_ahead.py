@@ -9,16 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import Opener, Recorder, random_tokens, tiny_config
+from helpers import Opener, Recorder, decode_rows, random_tokens, tiny_config
 from running_ahead import AheadOf, ahead_of
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from optimum_neuron.core import PromptPiece
@@ -56,7 +50,7 @@ def run(
     sampling: SamplingParams = GREEDY,
     ends: set[int] | None = None,
     streamer: BaseStreamer | None = None,
-    criteria: tuple[StoppingCriteria, ...] = (),
+    criteria: tuple[Any, ...] = (),
     lengths: tuple[int, ...] = LENGTHS,
 ) -> Tensor:
     """generate() of prompts that are padded on the left."""
@@ -97,7 +91,7 @@ def steps_of(executable: AheadOf, runner: GraphRunner) -> list[int]:
     return list(range(len(executable.transfers) - decodes, len(executable.transfers)))
 
 
-def test_each_step_is_started_before_the_one_ahead_of_it_is_read(open_runner: Opener) -> None:
+def test_each_step_is_started_before_the_numbers_of_the_one_ahead_of_it_are_read(open_runner: Opener) -> None:
     runner, executable = ahead_of(open_runner("llama"))
     streamer = Streamer(lambda: len(executable.transfers))
     run(runner, streamer=streamer)
@@ -111,11 +105,7 @@ def test_each_step_is_started_before_the_one_ahead_of_it_is_read(open_runner: Op
     before = first
     assert streamer.started == [before, *(before + 2 + step for step in range(NEW - 2)), before + NEW - 1]
 
-
-def test_one_read_of_a_number_per_row_and_token_and_no_logits(open_runner: Opener) -> None:
-    runner, executable = ahead_of(open_runner("llama"))
-    run(runner)
-    decodes = steps_of(executable, runner)
+    decodes = [first, *others]
     assert [executable.transfers[number] for number in decodes] == [["decode.tokens"]] * len(decodes)
     prompts = executable.transfers[: decodes[0]]
     assert all(names in ([], ["chunk.tokens"]) for names in prompts)
@@ -133,20 +123,12 @@ def test_the_end_costs_one_step_that_nobody_reads(open_runner: Opener) -> None:
     assert [bool(executable.transfers[number]) for number in decodes] == [True] * steps + [False]
 
 
-class Unknown(StoppingCriteria):
-    """Looks at what it likes."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
 def test_who_may_look_at_more_than_tokens_gets_each_at_once(open_runner: Opener) -> None:
     runner, executable = ahead_of(open_runner("llama"))
-    assert torch.equal(run(runner, criteria=(Unknown(),)), run(open_runner("llama")))
+    assert torch.equal(run(runner, criteria=(lambda ids, scores: False,)), run(open_runner("llama")))
     decodes = steps_of(executable, runner)
-    assert executable.log[-2 * len(decodes) :] == [
-        f"{what} {number}" for number in decodes for what in ("start", "read")
-    ]
+    expected = [f"{what} {number}" for number in decodes for what in ("start", "read")]
+    assert executable.log[-len(expected) :] == expected
 
 
 def test_a_host_that_chooses_reads_logits_and_feeds_its_tokens(open_runner: Opener) -> None:
@@ -185,17 +167,12 @@ def test_a_mixed_step_takes_slots_own_tokens_beside_a_prompt_in_several_rows(ope
     both = []
     plain = open_runner("llama")
     ahead, _ = ahead_of(plain)
-    slots = plain.config.batch_size
     for runner in (plain, ahead):
         runner.reset_slots()
         prompt = random_tokens(13, seed=3)
         first = runner.run_step([PromptPiece(1, prompt)]).chunk_tokens  # two rows of one slot
         assert first is not None
-        tokens = np.zeros(slots, np.int32)
-        tokens[1] = FROM_SLOT if runner is ahead else int(first[0])
-        rows = DecodeRows(
-            tokens, np.arange(slots) == 1, np.tile(np.float32(GREEDY), (slots, 1)), np.zeros(slots, np.float32)
-        )
+        rows = DecodeRows(*decode_rows(runner, {1: FROM_SLOT if runner is ahead else int(first[0])}))
         output = runner.run_step([PromptPiece(0, random_tokens(11, seed=4))], rows)
         assert output.decode_tokens is not None and output.chunk_tokens is not None
         both.append((int(output.decode_tokens[1]), output.chunk_tokens.tolist()))

@@ -64,11 +64,11 @@ def test_a_forked_process_can_compute_with_a_model_of_its_own() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP is Linux's")
 def test_an_openmp_that_cannot_end_workers_is_left_alone() -> None:
-    old = "import ctypes; ctypes.CDLL = lambda path: object(); "
-    script = (
-        f"{old}from optimum_neuron.runtime import process; process.end_idle_workers(); print(process._libraries())"
+    old = (
+        "import torch; import ctypes; ctypes.CDLL = lambda path: object(); from optimum_neuron.runtime import process"
     )
-    output, errors = python_process(f"import torch; {script}").communicate(timeout=120)
+    script = f"{old}; process.end_idle_workers(); print(process._libraries())"
+    output, errors = python_process(script).communicate(timeout=120)
     assert output.strip() == "()", errors
 
 

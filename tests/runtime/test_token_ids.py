@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,11 @@ def test_generate_and_forward_refuse_an_id_before_anything_runs(model: Any, toke
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16, torch.float16])
-def test_ids_of_another_type_are_refused_and_not_cut_off(model: Any, dtype: torch.dtype) -> None:
+def test_ids_of_another_type_are_refused_and_both_widths_give_the_same_tokens(model: Any, dtype: torch.dtype) -> None:
     for attempt in (lambda ids: model.generate(ids, max_new_tokens=2), model):
         with pytest.raises(TypeError, match=rf"input_ids hold {dtype}; give a tensor of torch.int64"):
             attempt(torch.tensor([GOOD]).to(dtype))
 
-
-def test_both_widths_of_ids_give_the_same_tokens(model: Any) -> None:
     ids = torch.tensor([GOOD])
     narrow, wide = (model.generate(each, max_new_tokens=6, do_sample=False) for each in (ids.int(), ids))
     assert narrow.dtype == wide.dtype and torch.equal(narrow, wide)
@@ -146,13 +145,10 @@ def test_where_logits_are_wider_than_the_embedding_decodes_are_checked_too() -> 
     for known, is_refused in ((VOCAB, False), (VOCAB - 1, True)):
         runner = GraphRunner(Recorder(graphs), config, graphs, ModelSpec(VOCAB, (), num_embeddings=known))
         runner.run_step([PromptPiece(0, random_tokens(5))])
-        rows = decode_rows(runner, {0: VOCAB - 1})
-        if is_refused:
-            with pytest.raises(ValueError, match=r"has the token id 299, and the model's are 0 to 298"):
-                runner.run_step((), DecodeRows(*rows))
-            assert runner.lengths.tolist() == [5, 0, 0]
-        else:
-            runner.run_step((), DecodeRows(*rows))
+        words = r"has the token id 299, and the model's are 0 to 298"
+        with pytest.raises(ValueError, match=words) if is_refused else nullcontext():
+            runner.run_step((), DecodeRows(*decode_rows(runner, {0: VOCAB - 1})))
+        assert runner.lengths.tolist() == [5 if is_refused else 6, 0, 0]
 
 
 def test_a_request_whose_token_cannot_be_read_back_fails_alone(open_runner: Opener) -> None:
@@ -160,16 +156,15 @@ def test_a_request_whose_token_cannot_be_read_back_fails_alone(open_runner: Open
     prompts = {name: random_tokens(count, seed=count) % 100 for name, count in (("a", 3), ("b", 7))}
 
     def serve(known: int) -> dict[str, list[Event]]:
-        model = ModelSpec(VOCAB, (), num_embeddings=known)
-        engine = Engine(
-            GraphRunner(shared.executable, shared.config, graph_specs(shared.config), model), vocab_size=VOCAB
-        )
+        model, graphs = ModelSpec(VOCAB, (), num_embeddings=known), graph_specs(shared.config)
+        engine = Engine(GraphRunner(shared.executable, shared.config, graphs, model), vocab_size=VOCAB)
         for name, prompt in prompts.items():
             engine.add_request(Request(request_id=name, prompt_token_ids=prompt, max_new_tokens=6))
-        events = [
-            event._replace(started=None) if isinstance(event, TokenEvent) else event for event in engine.run_requests()
-        ]
-        return {name: [event for event in events if event.request_id == name] for name in prompts}
+        found: dict[str, list[Event]] = {name: [] for name in prompts}
+        for event in engine.run_requests():
+            told = event._replace(started=None) if isinstance(event, TokenEvent) else event
+            found[event.request_id].append(told)
+        return found
 
     largest = {name: max(event.token_id for event in events) for name, events in serve(VOCAB).items()}
     known = max(largest.values())
@@ -180,15 +175,11 @@ def test_a_request_whose_token_cannot_be_read_back_fails_alone(open_runner: Open
     assert f"cannot continue after token {known}" in str(found[fails][-1].error)
 
 
-class _SumOfTables(nn.Module):
+class _SumOfTables(nn.ModuleList):
     """As models with embeddings per layer: a second table of the same tokens."""
 
-    def __init__(self, first: nn.Embedding, rows: int) -> None:
-        super().__init__()
-        self.first, self.second = first, nn.Embedding(rows, first.embedding_dim)
-
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.first(input_ids) + self.second(input_ids)
+        return self[0](input_ids) + self[1](input_ids)
 
 
 def test_the_ids_that_a_model_takes_are_those_of_its_smallest_table(tiny_checkpoint: Path) -> None:
@@ -198,19 +189,13 @@ def test_the_ids_that_a_model_takes_are_those_of_its_smallest_table(tiny_checkpo
     spec = inspect_model(model)
     assert (spec.vocab_size, spec.num_embeddings) == (VOCAB, VOCAB + 8)
     for rows in (VOCAB - 20, VOCAB + 20):
-        model.model.embed_tokens = _SumOfTables(table, rows)
+        model.model.embed_tokens = _SumOfTables([table, nn.Embedding(rows, table.embedding_dim)])
         assert inspect_model(model).num_embeddings == min(rows, VOCAB)
 
 
 def test_a_table_of_positions_bounds_no_ids(tmp_path: Path) -> None:
-    sizes = {
-        "hidden_size": 32,
-        "ffn_dim": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "word_embed_proj_dim": 32,
-    }
-    config = OPTConfig(**sizes, vocab_size=VOCAB, max_position_embeddings=64)
+    sizes = dict.fromkeys(("hidden_size", "ffn_dim", "word_embed_proj_dim"), 32) | {"num_attention_heads": 2}
+    config = OPTConfig(**sizes, num_hidden_layers=1, vocab_size=VOCAB, max_position_embeddings=64)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     assert inspect_model(load_model(tmp_path)).num_embeddings == VOCAB
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from characters import WORDS, byte_level
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from optimum_neuron.core import FinishReason
@@ -20,12 +22,6 @@ from optimum_neuron.text.stream import UNREADABLE, Detokenizer, StopStrings, Tok
 from optimum_neuron.tools.serve.answer import AnswerChoice, Piece
 
 
-WORDS = [
-    "Größe und Maß, naïve café.",
-    "東京は日本の首都です。",
-    "two  spaces, a tab\tand 👩‍👩‍👧 families",
-    "कुत्ता और बिल्ली",
-]
 TEXTS = st.one_of(st.sampled_from(WORDS), st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 KINDS = ("bytes", "merged bytes", "byte fallback")
 
@@ -34,24 +30,14 @@ KINDS = ("bytes", "merged bytes", "byte fallback")
 def tokenizer_of(kind: str) -> Any:
     """As GPT-2's: a token per byte, or merges that end within characters; as Llama's: pieces, and bytes for what has none."""
     if kind != "byte fallback":
-        model = Tokenizer(models.BPE())
-        model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=320 if kind == "merged bytes" else 0,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            special_tokens=["<pad>", "<s>", "</s>"],
-            show_progress=False,
-        )
-        model.train_from_iterator(WORDS * 3, trainer)
+        model = byte_level(320 if kind == "merged bytes" else 0, "<pad>", "<s>", "</s>")
         return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghij", "本", "é"]
-    model = Tokenizer(
-        models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
-    )
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    model = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    model.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=model)
 
 
@@ -84,9 +70,8 @@ def test_bytes_that_make_no_characters_add_up_to_what_the_tokenizer_reads(kind: 
     tokenizer = tokenizer_of(kind)
     names = pre_tokenizers.ByteLevel.alphabet()
     assert len(names) == 256
-    by_byte = {
-        TokenTexts(tokenizer).token_bytes(token)[0]: token for token in tokenizer.convert_tokens_to_ids(sorted(names))
-    }  # type: ignore[index]
+    texts, tokens = TokenTexts(tokenizer), tokenizer.convert_tokens_to_ids(sorted(names))
+    by_byte = {texts.token_bytes(token)[0]: token for token in tokens}  # type: ignore[index]
     ids = [by_byte[byte] for byte in b"".join(data)]
     assert "".join(pieces_of(tokenizer, ids)) == read(tokenizer, ids)
 
@@ -101,20 +86,13 @@ def test_a_character_comes_with_its_last_byte_and_a_letter_at_once() -> None:
 def test_unreadable_bytes_hold_up_nothing_for_long_and_few_tokens_are_read_again() -> None:
     tokenizer = tokenizer_of("bytes")
     broken = tokenizer.convert_tokens_to_ids("ÿ")  # the byte 0xff
-    detokenizer, out, longest = Detokenizer(tokenizer), 0, 0
-    decode = tokenizer.decode
-
-    class Counting:
-        def decode(self, ids: list[int], **options: Any) -> str:
-            nonlocal longest
-            longest = max(longest, len(ids))
-            return decode(ids, **options)
-
-    detokenizer = Detokenizer(Counting())
+    counting = Mock(wraps=tokenizer)
+    detokenizer, out = Detokenizer(counting), 0
     for count in range(1, 200):
         out += len(detokenizer.push_token(broken))
         assert count - out <= 3
-    assert out + len(detokenizer.take_rest()) == 199 and longest < 20
+    assert out + len(detokenizer.take_rest()) == 199
+    assert max(len(call.args[0]) for call in counting.decode.call_args_list) < 20
 
 
 def test_special_tokens_and_ids_without_a_token_have_no_text() -> None:

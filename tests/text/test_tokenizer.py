@@ -9,24 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from characters import WORDS, byte_level
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import TemplateError
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerFast
 
 from optimum_neuron.artifact.artifact import ArtifactError
 from optimum_neuron.text.tokenizer import RECORD_NAME, TextTokenizer, open_tokenizer, write_record
 
 
-WORDS = [
-    "Größe und Maß, naïve café.",
-    "東京は日本の首都です。",
-    "two  spaces, a tab\tand 👩‍👩‍👧 families",
-    "<s> </s> <|x|>",
-]
-TEXTS = st.one_of(st.sampled_from(WORDS), st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+TEXTS = st.one_of(
+    st.sampled_from([*WORDS, "<s> </s> <|x|>"]), st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+)
 MARKED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 TEMPLATES = {
     "marks": MARKED,
@@ -44,24 +41,22 @@ TURNS = [
 ]
 
 
-def byte_level() -> Tokenizer:
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-        show_progress=False,
-    )
-    plain.train_from_iterator(WORDS * 3, trainer)
+def marked(template: Any = None, made: Any = PreTrainedTokenizerFast, **changes: Any) -> Any:
+    """A tokenizer of bytes that begins each text with <s>; `changes` are those of its plain tokenizer."""
+    plain = byte_level(330, "<s>", "</s>")
     plain.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return plain
+    if changes:
+        plain.enable_truncation(**changes)
+        plain.enable_padding()
+    tokenizer = made(tokenizer_object=plain, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
-def word_pieces() -> Tokenizer:
+def word_pieces() -> Any:
     plain = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, ".": 3}, unk_token="[UNK]"))
     plain.pre_tokenizer, plain.normalizer = pre_tokenizers.Whitespace(), normalizers.Lowercase()
-    return plain
+    return PreTrainedTokenizerFast(tokenizer_object=plain, clean_up_tokenization_spaces=True)
 
 
 def save(tokenizer: Any, folder: Path) -> tuple[Any, TextTokenizer | None]:
@@ -75,16 +70,11 @@ def save(tokenizer: Any, folder: Path) -> tuple[Any, TextTokenizer | None]:
 @pytest.fixture(scope="module", params=["bytes", "llama", "truncated"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, TextTokenizer]:
     if request.param == "llama":  # transformers builds its parts anew from the vocabulary
-        vocab = {
-            piece: number for number, piece in enumerate(["<unk>", "<s>", "</s>", "▁", *"abcdefghijé本", "▁a", "ab"])
-        }
+        pieces = ["<unk>", "<s>", "</s>", "▁", *"abcdefghijé本", "▁a", "ab"]
+        vocab = {piece: number for number, piece in enumerate(pieces)}
         made: Any = LlamaTokenizerFast(vocab=vocab, merges=[("▁", "a"), ("a", "b")])
     else:
-        plain = byte_level()
-        if request.param == "truncated":
-            plain.enable_truncation(4)
-            plain.enable_padding()
-        made = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>")
+        made = marked(**{"max_length": 4} if request.param == "truncated" else {})
     made.chat_template = {**TEMPLATES, "default": MARKED, "tool_use": TEMPLATES["tools"]}
     theirs, ours = save(made, tmp_path_factory.mktemp(request.param))
     assert ours is not None
@@ -110,9 +100,7 @@ def test_names_of_tokens_are_those_of_transformers(both: tuple[Any, TextTokenize
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_conversations_are_rendered_as_by_transformers(tmp_path: Path, name: str, count: int) -> None:
-    made = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>")
-    made.chat_template = TEMPLATES[name]
-    theirs, ours = save(made, tmp_path)
+    theirs, ours = save(marked(TEMPLATES[name]), tmp_path)
     assert ours is not None
     for options in (
         {"add_generation_prompt": True},
@@ -122,16 +110,12 @@ def test_conversations_are_rendered_as_by_transformers(tmp_path: Path, name: str
     ):
         text = ours.apply_chat_template(TURNS[:count], tokenize=False, **options)
         assert text == theirs.apply_chat_template(TURNS[:count], tokenize=False, **options)
-        assert (
-            ours.apply_chat_template(TURNS[:count], **options)["input_ids"]
-            == theirs(text, add_special_tokens=False)["input_ids"]
-        )
+        ids = ours.apply_chat_template(TURNS[:count], **options)["input_ids"]
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"]
 
 
 def test_a_template_may_use_any_name(tmp_path: Path) -> None:
-    made = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>")
-    made.chat_template = "{{ source }} {{ values }} {{ continues_last }}"
-    theirs, ours = save(made, tmp_path)
+    theirs, ours = save(marked("{{ source }} {{ values }} {{ continues_last }}"), tmp_path)
     asked: dict[str, Any] = {"tokenize": False, "source": "a", "values": "b", "continues_last": "c"}
     assert ours is not None
     assert ours.apply_chat_template(TURNS, **asked) == theirs.apply_chat_template(TURNS, **asked) == "a b c"
@@ -159,15 +143,14 @@ def test_one_of_several_templates_is_for_tools(both: tuple[Any, TextTokenizer]) 
 def test_a_conversation_without_text_says_why(
     tmp_path: Path, template: str | None, messages: Any, options: dict[str, Any], reason: str
 ) -> None:
-    made = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>")
-    made.chat_template = template
-    _, ours = save(made, tmp_path)
+    _, ours = save(marked(template), tmp_path)
     assert ours is not None
     with pytest.raises((ValueError, TemplateError), match=reason):
         ours.apply_chat_template(messages, **options)
 
 
-def _changed(tokenizer: Any) -> Any:
+def splitting() -> Any:
+    tokenizer = marked()
     tokenizer.split_special_tokens = True
     return tokenizer
 
@@ -180,13 +163,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: PreTrainedTokenizerFast(tokenizer_object=word_pieces(), clean_up_tokenization_spaces=True),
-        lambda: _changed(PreTrainedTokenizerFast(tokenizer_object=byte_level())),
-        lambda: OwnTokenizer(tokenizer_object=byte_level()),
-    ],
-    ids=["cleans up", "splits special tokens", "own code"],
+    "make", [word_pieces, splitting, lambda: marked(made=OwnTokenizer)], ids=["cleans up", "splits", "own code"]
 )
 def test_what_only_transformers_does_has_no_record(tmp_path: Path, make: Callable[[], Any]) -> None:
     write_record(make(), tmp_path)
@@ -202,7 +179,7 @@ def test_what_only_transformers_does_has_no_record(tmp_path: Path, make: Callabl
     ids=str,
 )  # fmt: skip
 def test_a_record_of_another_form_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    save(PreTrainedTokenizerFast(tokenizer_object=byte_level()), tmp_path)
+    save(marked(), tmp_path)
     path = tmp_path / RECORD_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ArtifactError, match="export the model again"):
