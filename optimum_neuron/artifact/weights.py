@@ -140,7 +140,7 @@ def check_memory(specs: Sequence[TensorSpec]) -> None:
     if needed > memory:
         raise ValueError(
             f"the artifact's KV cache takes {needed / 1e9:,.1f} GB, and this machine has {memory / 1e9:,.1f} GB of memory; export "
-            f"with a smaller batch_size, sequence_length or kv_cache_tokens, or fewer copies of its state"
+            f"with a smaller batch_size, sequence_length, kv_cache_tokens or state_snapshots"
         )
 
 

@@ -150,8 +150,10 @@ class Target:
     def check(self, config: NeuronConfig) -> None:
         """Raise before anything is written where this machine, by default one device, cannot compile `config` for this target."""
         if config.tensor_parallel_size != 1:
-            asked = f"tensor_parallel_size={config.tensor_parallel_size} needs as many devices"
-            raise ValueError(f"{asked}, and target={config.target!r} is one; use tensor_parallel_size=1")
+            raise ValueError(
+                f"tensor_parallel_size={config.tensor_parallel_size} needs as many devices, and target={config.target!r} is one; "
+                f"use tensor_parallel_size=1"
+            )
 
     def rounds_activations(self) -> bool:
         """Return whether codes meet activations of int8 faster than plain ones here, so that an export rounds them by default."""
