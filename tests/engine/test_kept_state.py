@@ -15,6 +15,7 @@ import pytest
 import selecting
 import torch
 from engine_requests import serve, serve_alone
+from feature_models import cached
 from helpers import (
     VOCAB,
     eager_runner,
@@ -58,7 +59,7 @@ def open_steps(
     @cache
     def make(kind: str) -> Any:
         if kind == "deepseek_v4":
-            return compressing.cached()
+            return cached(compressing.reference)
         if kind in selecting.CONFIGS:
             return load_model(selecting.make_checkpoint(kind, tmp_path_factory.mktemp(kind)))
         return tiny_models[kind] if kind == "llama" else model(kind)

@@ -110,6 +110,7 @@ def test_no_descriptor_is_left(tmp_path: Path) -> None:
     def descriptors() -> int:
         return len(os.listdir("/dev/fd"))
 
+    gc.collect()  # what earlier tests left
     before = descriptors()
     TiedProcess(["true"]).end()
     with pytest.raises(FileNotFoundError):

@@ -29,7 +29,7 @@ class Slow(launch.Replica):
     def __init__(self, *arguments):
         from optimum_neuron.engine.engine import Engine
         step = Engine.step
-        Engine.step = lambda engine: time.sleep(0.025) or step(engine)
+        Engine.step = lambda engine: time.sleep(0.05) or step(engine)
         super().__init__(*arguments)
 launch.Replica = Slow
 main()
