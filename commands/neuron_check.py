@@ -36,7 +36,7 @@ golden       teacher-forced, the tokens and logits that the exporting host recor
 chunks       a prompt gives the same logits whatever its chunk boundaries, to the bit inside one graph
 neighbours   a request gives the same bits with all neighbours
 slot copy    a prefix copied on the device is the prefix
-state copy   a slot gets back the state that was kept of it
+snapshots    a slot gets back the state that was kept of it
 token ids    those at the edges of the vocabulary make finite logits, and others are refused
 latency      the time of one run of each graph, all rows at work and at the end of its context
 memory       what the device has in use, by neuron-monitor

@@ -88,6 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", _EXPERTS),
     "llama4": ("llama4_text", {"num_local_experts": 4, "intermediate_size_mlp": 96}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "deepseek_v2": ("deepseek_v2", _LATENT),
     "deepseek_v3": ("deepseek_v3", {**_LATENT, "head_dim": 8}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "conv_bias": True}),
     "qwen3_next": ("qwen3_next", _RECURRENT),

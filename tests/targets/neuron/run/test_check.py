@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import sys
@@ -93,7 +94,7 @@ def test_an_artifact_that_works_passes_and_can_be_profiled(
     captured = {path.name.partition("_vnc")[0] for path in folder.glob("device/*/*.ntff")}
     assert captured == (graphs if package else set()) and (folder / "device").exists() == bool(package)
     assert check(artifact, "--profile", folder) == 1
-    assert "which exists; name a new folder" in capsys.readouterr().err
+    assert "(File exists); name a new folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -103,7 +104,7 @@ def test_signals_leave_no_half_of_a_profile(
 ) -> None:
     """One ends the checks in their third run of a graph; where it comes again, the trace of the others is being written."""
     folder, report = tmp_path / "profile", tmp_path / "check.json"
-    run, write, left = HloExecutable.run, Path.write_text, [2]
+    run, replace, left = HloExecutable.run, os.replace, [2]
 
     def interrupted_run(*arguments: Any) -> Sequence[np.ndarray]:
         left[0] -= 1
@@ -111,14 +112,13 @@ def test_signals_leave_no_half_of_a_profile(
             signal.raise_signal(number)
         return run(*arguments)
 
-    def interrupted_write(path: Path, text: str, **options: str) -> int:
+    def interrupted_replace(unfinished: str, path: Path) -> None:
         if again:
-            write(path, text[: len(text) // 2], **options)
             signal.raise_signal(number)
-        return write(path, text, **options)
+        replace(unfinished, path)
 
     monkeypatch.setattr(HloExecutable, "run", interrupted_run)
-    monkeypatch.setattr(Path, "write_text", interrupted_write)
+    monkeypatch.setattr(os, "replace", interrupted_replace)
     ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
         assert check(artifact, "--profile", folder, "--json", report) == code
