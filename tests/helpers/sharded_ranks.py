@@ -178,9 +178,14 @@ def sample_own(model: nn.Module, plan: ShardPlan, logits: Tensor, params: Tensor
     return tokens
 
 
+# A model is built with its type as the default one of the whole process.
+_BUILDING = threading.Lock()
+
+
 def load_rank(folder: Path, plan: ShardPlan, rank: int, dtype: str) -> tuple[PreTrainedModel, StepOps]:
     """One rank's model and operators, from its own file: no process sees the whole model."""
-    model: Any = empty_model(folder, dtype, trust_remote_code=False)
+    with _BUILDING:
+        model: Any = empty_model(folder, dtype, trust_remote_code=False)
     apply_plan(model, plan)
     tensors = load_file(folder / rank_weights_name(rank, plan.world_size))
     tied = json.loads((folder / "tied.json").read_text())
