@@ -116,13 +116,12 @@ class Prefix(NamedTuple):
 
     def shorten(self, length: int, block_length: int) -> Prefix:
         """Return the part with the first `length` tokens."""
-        full, rest = divmod(length, block_length)
-        source, ends = self.source, self.ends
+        full, source, ends = length // block_length, self.source, self.ends
         if full < len(self.blocks):
             source, ends = self.blocks[full], False
-        return self._replace(
-            length=length, blocks=self.blocks[:full], source=source if rest else None, ends=ends and rest > 0
-        )
+        blocks = self.blocks[:full]
+        rest = length - len(blocks) * block_length  # a whole block where `source` is full
+        return self._replace(length=length, blocks=blocks, source=source if rest else None, ends=ends and rest > 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,3 +151,13 @@ def test_a_prompt_that_is_cut_passes_one_that_has_begun_and_no_other() -> None:
         order.append(counts(next_step(scheduler)))
         advance(scheduler)
     assert order == [{"b": 20}, {"b": 2}, {"long": 32}]
+
+
+def test_a_prefix_that_ends_with_a_full_block_which_is_copied_keeps_it() -> None:
+    """Where a step writes to a full block, a row copies an equal one."""
+    copied = Prefix(6, (7,), 3, ends=True)
+    assert copied.shorten(5, 4) == Prefix(5, (7,), 3, ends=True) and copied.shorten(4, 4) == Prefix(4, (7,))
+    assert copied.shorten(2, 4) == Prefix(2, (), 7)
+    assert Prefix(4, (), 3).shorten(4, 4) == Prefix(4, (), 3) and Prefix(8, (7,), 3).shorten(8, 4) == Prefix(
+        8, (7,), 3
+    )
