@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .runtime.profile import Profile as Profile
     from .step.spec import SamplingParams as SamplingParams
 
+from .errors import check_system
 from .version import __version__ as __version__
 
 
@@ -40,6 +41,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_system()
     return getattr(importlib.import_module(_PUBLIC[name], __name__), name)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .errors import explain_error
+from .errors import check_system, explain_error
 
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def reported_errors(on_interrupt: str = "interrupted") -> Iterator[None]:
         sys.stdout.reconfigure(errors="backslashreplace")  # an answer may have characters that stdout's encoding lacks
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
+        check_system()
         yield
     except KeyboardInterrupt:
         sys.stderr.write(f"{on_interrupt}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
 
 
 # States of a path by the number of an error, and the remedies.
@@ -30,6 +31,14 @@ _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) byt
 
 class UnsupportedModelError(ValueError):
     """A model that step graphs cannot compute; the message completes "<model> cannot be exported: "."""
+
+
+def check_system() -> None:
+    """Raise ImportError on Windows, where Python lacks the locks of files and the kinds of processes that this package uses."""
+    if sys.platform == "win32":
+        raise ImportError(
+            "optimum-neuron-runtime runs on Linux and macOS, and this system is Windows; run it in WSL 2 or in a container"
+        )
 
 
 def explain_error(error: BaseException) -> str:

@@ -107,6 +107,20 @@ def test_help_imports_no_torch() -> None:
     assert python_process(program).communicate(timeout=60)[1] == "set()"
 
 
+def test_on_windows_helps_are_shown_and_the_rest_is_refused_in_a_sentence() -> None:
+    program = (
+        "import sys\nsys.modules |= dict.fromkeys(('fcntl', 'resource'))\nsys.platform = 'win32'\nimport optimum_neuron\n"
+        "from optimum.commands.optimum_cli import main\n"
+        "for words in (['export', 'neuron', '--help'], ['neuron', 'chat', 'x']):\n"
+        "    sys.argv[1:] = words\n    try:\n        main()\n    except SystemExit:\n        pass\n"
+        "optimum_neuron.NeuronModelForCausalLM"
+    )
+    printed, errors = python_process(program).communicate(timeout=60)
+    sentence = "runs on Linux and macOS, and this system is Windows; run it in WSL 2 or in a container"
+    assert "--sequence-length" in printed and errors.startswith("error: ")
+    assert errors.count(sentence) == 2 and f"ImportError: optimum-neuron-runtime {sentence}" in errors
+
+
 def test_every_option_reaches_the_export_in_both_spellings(
     captured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from sphinx.application import Sphinx
 
 
 # Captions and pages in the order in which they are read. Pages of docs/ that stand nowhere else are tasks.
-START = ("quickstart", "concepts")
+START = ("install", "quickstart", "concepts")
 TASKS = ("export", "chat", "serving", "deploy", "inspect", "bench", "hub", "neuron")
 REFERENCE = ("reference/cli", "reference/api", "troubleshooting", "migration", "/MODELS", "/NEURON")
 BACKGROUND = (

@@ -36,6 +36,8 @@ from optimum_neuron.artifact.user_cache import CACHE_VARIABLE
 # tests/test_readme.py.
 NOT_RUN = {
     "pip install": "would change the environment of this test; the extras are compared with pyproject.toml, and CI installs them",
+    "pipx install": "makes an environment from package indexes",
+    "uv tool": "makes an environment from package indexes",
     "make ": "targets are compared with the Makefile; CI runs demo and test, which run this",
     "vllm serve": "vLLM has an environment of its own; tests/vllm/test_surface.py has its parser take it, and other files start its server",
     "--target trn2": "lowering needs torch-xla, which has an environment of its own; tests/targets/neuron exports and lints",

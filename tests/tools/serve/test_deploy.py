@@ -22,9 +22,11 @@ ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text(encoding="utf-8"))
 SERVICES: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))["services"]
-# The Dockerfile's stages, by their names.
-_PARTS = re.split(r"^FROM (\S+) AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
+# The Dockerfile's stages, by their names, and their images.
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+_PARTS = re.split(r"^FROM (\S+) AS (\w+)$", DOCKERFILE, flags=re.MULTILINE)[1:]
 STAGES = dict(zip(_PARTS[1::3], _PARTS[2::3], strict=True))
+IMAGES = dict(zip(_PARTS[1::3], _PARTS[::3], strict=True))
 
 
 def read(name: str) -> Any:
@@ -59,16 +61,36 @@ def test_services_mount_files_that_exist_and_start_the_server_with_options_that_
     assert len(mounts) == 3 and all((DEPLOY / mount.partition(":")[0]).exists() for mount in mounts)
     build = SERVICES["server"]["build"]
     context = (DEPLOY / build["context"]).resolve()
-    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (context / build["dockerfile"]).read_text(), re.MULTILINE)
-    assert context == ROOT and copied and all((ROOT / name).exists() for line in copied for name in line.split())
+    assert context == ROOT and context / build["dockerfile"] == DEPLOY / "Dockerfile"
+    copied = " ".join(re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)).split()
+    assert copied and all((ROOT / name).exists() for name in copied)
+    assert {f"!{name}" for name in copied} < {*(ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()}
     server = SERVICES["server"]
     args = parsed([*entry(server["build"]["target"]), *server["command"]])
     assert list(STAGES)[-1] == "server" and f"EXPOSE {args.port}" in STAGES["server"]
     (job,) = read("prometheus.yaml")["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"server:{args.port}"]}]
     assert server["ports"] == [f"127.0.0.1:{args.port}:{args.port}"]
-    assert f":{args.port}/health" in str(server["healthcheck"])
     assert server["volumes"][0].endswith(f":{args.model}:ro") and list(server["environment"]) == [KEY_VARIABLE]
+
+
+def test_an_image_is_pinned_asks_its_server_for_health_and_is_no_root(app: App) -> None:
+    pins = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
+    tested = dict(re.findall(r"^(\w+) \?= (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert re.fullmatch(r"3\.\d+\.\d+", pins.pop("PYTHON")) and pins == {name: tested[name] for name in pins}
+    assert {each for each in IMAGES.values() if each not in STAGES} == {
+        "python:${PYTHON}-bookworm", "python:${PYTHON}-slim-bookworm",
+    }  # fmt: skip
+    installs = re.findall(r"^RUN pip install (.*)$", STAGES["base"], re.MULTILINE)
+    assert [line.count('"torch==${TORCH}"') for line in installs] == [1, 1]
+    assert installs[0].endswith("--index-url https://download.pytorch.org/whl/cpu")
+    assert '"transformers==${TRANSFORMERS}"' in installs[1]
+    (user,) = re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE)
+    assert f"--uid {user} " in STAGES["base"] and int(user) > 0
+    for stage, base in IMAGES.items():
+        asked = re.findall(r"http://127\.0\.0\.1:(\d+)(/\w+)", re.sub(r"(?s).*HEALTHCHECK", "", STAGES[stage]))
+        assert len(asked) == (base == "base"), stage
+        assert all(f"EXPOSE {port}\n" in STAGES[stage] and path in routes(app) for port, path in asked)
 
 
 def test_the_dashboard_shows_what_the_server_has_and_nothing_else(app: App) -> None:

@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +38,9 @@ Engine.step = lambda engine: time.sleep(0.02) or step(engine)
 main()
 """
 SLOTS = 3
+# How the image of deploy/Dockerfile asks for its server's health.
+DOCKERFILE = Path(__file__).resolve().parents[3] / "deploy" / "Dockerfile"
+HEALTH_CHECK = r"^  CMD (\[.*/health.*\])$"
 # The same with little patience, and with sockets that keep little of what a client does not read.
 IMPATIENT = f"""
 import socket
@@ -67,6 +72,16 @@ def serving(artifact: Path, *options: str, script: str = START, **variables: str
         process.communicate(PATIENCE)
 
 
+def container_health(server: ServerProcess) -> int:
+    """Return the exit code of the image's health check; 0 is healthy."""
+    (line,) = re.findall(HEALTH_CHECK, DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)
+    python, *words = (word.replace("http://127.0.0.1:8000", server.url) for word in json.loads(line))
+    assert python == "python" and server.url in words[-1]
+    return subprocess.run(
+        [sys.executable, *words], stderr=subprocess.DEVNULL, timeout=PATIENCE, check=False
+    ).returncode
+
+
 def sockets(server: ServerProcess) -> int:
     """Return how many sockets the process has."""
     count = 0
@@ -84,6 +99,7 @@ def cpu(cpu_artifact: Artifacts) -> Path:
 def test_a_process_notices_who_left_and_ends_when_all_have_their_answers(cpu: Path) -> None:
     with serving(cpu, "--max-queue", "0", OPTIMUM_NEURON_API_KEY="none") as server:
         assert httpx2.get(f"{server.url}/v1/models").status_code == 401
+        assert container_health(server) == 0
         streams = [server.ask(stream=True) for _ in range(SLOTS)]
         with pytest.raises(openai.RateLimitError) as caught:
             server.ask()
@@ -101,6 +117,7 @@ def test_a_process_notices_who_left_and_ends_when_all_have_their_answers(cpu: Pa
         pieces = [next(stream).choices[0].text]
         server.process.send_signal(signal.SIGTERM)
         server.wait(lambda: not server.health())
+        assert container_health(server) == 1
         with pytest.raises(openai.InternalServerError) as refused:
             server.ask()
         assert refused.value.status_code == 503 and refused.value.code == "draining"
