@@ -31,6 +31,7 @@ root_doc = "docs/index"
 include_patterns = [
     "docs/**.md",
     "benchmark/README.md",
+    "examples/README.md",
     "optimum_neuron/**/README.md",
     *(
         f"{name}.md"

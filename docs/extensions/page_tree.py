@@ -8,10 +8,12 @@ from sphinx.application import Sphinx
 
 # Captions and pages in the order in which they are read. Pages of docs/ that stand nowhere else are tasks.
 START = ("install", "quickstart", "concepts")
-TASKS = ("export", "chat", "serving", "deploy", "inspect", "bench", "hub", "neuron")
-REFERENCE = ("reference/cli", "reference/api", "troubleshooting", "migration", "/MODELS", "/NEURON")
+TASKS = ("export", "options", "chat", "serving", "deploy", "inspect", "bench", "hub", "neuron", "device")
+REFERENCE = ("reference/cli", "reference/api", "troubleshooting", "faq", "migration", "/MODELS", "/NEURON")
 BACKGROUND = (
     "guarantees",
+    "limits",
+    "comparison",
     "results",
     "/benchmark/README",
     "/SECURITY",

@@ -10,6 +10,7 @@ import importlib
 import io
 import json
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -51,6 +52,8 @@ NOT_RUN = {
     "kubectl": "there is no cluster here; tests/tools/serve/test_deploy.py reads the files",
     "python -m tests.records": "compares what moves of code leave; tests/records does with small models",
     "python3.12 -m venv": "makes an environment for a device's runtime",
+    "neuron-ls": "lists a device's cores",
+    "export OPTIMUM_NEURON_RANK_PYTHON": "is of a device's runtime",
     "export LD_LIBRARY_PATH": "is of a device's runtime",
 }
 SMOLLM2, LLAMA, GGUF = "HuggingFaceTB/SmolLM2-135M-Instruct", "meta-llama/Llama-3.1-8B", "model.Q4_1.gguf"
@@ -61,6 +64,8 @@ LLAMA_CONFIG = {
 }  # fmt: skip
 # The artifact that a page without an export takes for granted: as README and docs/export.md make it.
 READY = NeuronConfig(batch_size=4, sequence_length=2048)
+# tests/tools/serve/test_serve_process.py runs the one that asks a server.
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem != "ask_server"]
 # Exit codes that tell something else than an error: a lookup finds nothing compiled.
 CODES = {("neuron", "cache", "lookup"): (0, 3)}
 
@@ -219,6 +224,24 @@ def test_what_a_page_shows_runs(document: Path, reader: Reader, capsys: pytest.C
     for block in blocks(document):
         reader.read(block.language, block.text)
     assert reader.ran
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_on_an_artifact(
+    example: Path, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifact = models.artifact
+    if "--prompt-logits" in example.read_text(encoding="utf-8"):
+        sizes = NeuronConfig(batch_size=1, sequence_length=64, prompt_logits=True)
+        artifact = export_model(models.paths[SMOLLM2], tmp_path / "artifact", config=sizes)
+    monkeypatch.setattr(sys, "argv", [str(example), str(artifact)])
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_page_of_examples_names_each() -> None:
+    named = re.findall(r"^\| `(\w+)\.py`", (ROOT / "examples" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(["ask_server", *(path.stem for path in EXAMPLES)])
 
 
 def test_what_is_not_run_is_there() -> None:

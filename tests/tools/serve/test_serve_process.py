@@ -39,7 +39,8 @@ main()
 """
 SLOTS = 3
 # How the image of deploy/Dockerfile asks for its server's health.
-DOCKERFILE = Path(__file__).resolve().parents[3] / "deploy" / "Dockerfile"
+ROOT = Path(__file__).resolve().parents[3]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 HEALTH_CHECK = r"^  CMD (\[.*/health.*\])$"
 # The same with little patience, and with sockets that keep little of what a client does not read.
 IMPATIENT = f"""
@@ -111,6 +112,9 @@ def test_a_process_notices_who_left_and_ends_when_all_have_their_answers(cpu: Pa
             next(stream)
             stream.close()
         server.wait(lambda: server.metric("request_success_total", finished_reason="abort") == SLOTS)
+        example = [sys.executable, ROOT / "examples" / "ask_server.py", server.url]
+        done = subprocess.run(example, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.stdout and not done.returncode, done.stderr
         whole = server.ask().choices[0].text
         # The end: one is answered, one is refused.
         stream = server.ask(stream=True)
