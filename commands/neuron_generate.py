@@ -66,7 +66,7 @@ class NeuronGenerateCommand(BaseOptimumCLICommand):
         from optimum_neuron.runtime.profile import Profile
 
         # Before torch is imported: wrong options and folders are reported at once.
-        options = {"max_new_tokens": args.max_new_tokens, **Settings.from_args(args).generate_keywords()}
+        options = Settings.from_args(args).generate_keywords()
         if args.prompt is None and sys.stdin.isatty():
             raise ValueError(
                 f"there is no prompt; give one with --prompt or on stdin, or chat: optimum-cli neuron chat {args.model}"
@@ -83,12 +83,14 @@ def _answer(path: Path, args: Namespace, options: dict[str, Any], profile: Profi
 
     start = time.perf_counter()
     with TextModel.from_pretrained(path, **run_options(args), profile=profile) as model:
+        # Imports transformers where it has to apply an option: loading, and no part of the first token.
+        model.make_requests(options)
         loaded = time.perf_counter()
         if args.warm_up:
             model.runner.warm_up()
         prompt = _read_prompt(args, has_template=model.tokenizer.chat_template is not None)
         began = time.perf_counter()
-        answer = model.answer(prompt, seed=args.seed, **options)
+        answer = model.answer(prompt, max_new_tokens=args.max_new_tokens, seed=args.seed, **options)
         for piece in answer:
             print(piece, end="", flush=True)
         print()
