@@ -33,7 +33,7 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "precisions": (list(PRECISIONS), ["bfloat16"]),
     "prompts": ([128, 512, 2048], [128, 512]),
     "batches": ([1, 4, 8, 32], [1, 8]),
-    "requests": (32, 12),
+    "requests": ([12, 32], [12]),
     "rounds": (5, 2),
 }
 EXAMPLES = f"""
@@ -70,7 +70,9 @@ def parse_arguments() -> Namespace:
     several: dict[str, Any] = {"type": positive, "nargs": "+"}
     add_option(size, "--prompts", **several, metavar="TOKENS", default=defaults["prompts"], help="prefill of each")
     add_option(size, "--batches", **several, metavar="ROWS", default=defaults["batches"], help="a decode step of each")
-    add_option(size, "--requests", **one, metavar="COUNT", default=defaults["requests"], help="of the mixed load")
+    add_option(
+        size, "--requests", **several, metavar="COUNT", default=defaults["requests"], help="of a mixed load each"
+    )
     add_option(size, "--rounds", **one, metavar="ROUNDS", default=defaults["rounds"], help="of all in turn")
     cores = len(os.sched_getaffinity(0))
     add_option(size, "--threads", **one, metavar="THREADS", default=cores, help="of every runtime")

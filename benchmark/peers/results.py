@@ -58,11 +58,11 @@ class Case:
         return answer["tokens"] / answer["seconds"]
 
 
-def cases(prompts: Sequence[int], batches: Sequence[int], requests: int) -> list[Case]:
+def cases(prompts: Sequence[int], batches: Sequence[int], requests: Sequence[int]) -> list[Case]:
     """Return all cases of a run."""
     prefill = [Case("prefill", 1, prompt, 1) for prompt in prompts]
     decode = [Case("decode", rows, DECODE_CONTEXT - DECODE_STEPS, DECODE_STEPS) for rows in batches]
-    return [*prefill, *decode, Case("serve", requests)]
+    return [*prefill, *decode, *(Case("serve", count) for count in requests)]
 
 
 def longest_row(prompts: Sequence[int], batches: Sequence[int]) -> int:

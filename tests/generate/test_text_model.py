@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -121,8 +124,20 @@ def test_what_cannot_be_answered_says_why(model: TextModel, artifact: Path, tmp_
         TextModel.from_pretrained(tmp_path / "nothing")
 
 
-def test_the_command_answers_without_torch(artifact: Path, model: TextModel) -> None:
-    process = python_process(COMMAND, "generate", artifact, "--prompt", ASKED[0]["content"])
+def test_commands_answer_without_torch(artifact: Path, model: TextModel) -> None:
+    question, expected = ASKED[0]["content"], "".join(model.answer(ASKED))
+    process = python_process(COMMAND, "generate", artifact, "--prompt", question)
     output, errors = process.communicate(timeout=100)
-    assert output == "".join(model.answer(ASKED)) + "\n", errors
-    assert process.returncode == 0 and "TTFT, ms" in errors, errors
+    assert (output, process.returncode) == (expected + "\n", 0) and "TTFT, ms" in errors, errors
+    process = python_process(COMMAND, "chat", artifact)
+    output, errors = process.communicate(question + "\n", timeout=100)
+    assert expected in output and process.returncode == 0, errors
+    process = python_process(COMMAND, "serve", artifact, "--port", "0", "--backend", "engine")
+    assert process.stderr is not None
+    while not (found := re.search(r"at (http://\S+/v1):", line := process.stderr.readline())):
+        assert line, process.wait()
+    body = {"model": str(artifact), "messages": ASKED}
+    answer = httpx2.post(f"{found[1]}/chat/completions", json=body, timeout=100).json()
+    process.send_signal(signal.SIGTERM)
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert process.wait(100) == 0, process.stderr.read()

@@ -290,7 +290,8 @@ def python_process(script: str, *arguments: str | Path, **variables: str) -> sub
     """Starts a script in a process of its own, the package importable; `variables` change its environment."""
     environment = os.environ | {"PYTHONPATH": str(Path(optimum_neuron.__file__).parents[1])} | variables
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, **pipes, text=True, env=environment)
 
 
 def reuse_prefix(runner: GraphRunner, slot: int, source: int, length: int, snapshot: int | None = None) -> None:

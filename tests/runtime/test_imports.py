@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from helpers import Opener, generate, python_process
 
 
@@ -53,8 +54,32 @@ def test_a_request_runs_to_its_end_without_torch(cpu_artifact: Callable[[str], P
     assert tokens["greedy"] == generate(open_runner("llama"), prompt, 5)[0] and len(tokens["drawn"]) == 5
 
 
-def test_rooms_that_run_are_imported_without_torch() -> None:
-    rooms = ("core", "targets.cpu", "generate.text_model", "tools.chat.session", "tools.serve.server")
-    modules = ["optimum_neuron", *(f"optimum_neuron.{room}" for room in rooms)]
-    output, errors = python_process(f"{WATCH}import {', '.join(modules)}\nprint('done')").communicate(timeout=60)
+# Of each module, the packages of others that it may import, and the most modules in all. numpy has 160.
+BUDGETS = {
+    "optimum_neuron": ((), 10),
+    "optimum_neuron.generate.text_model": (("jinja2", "markupsafe", "numpy", "tokenizers"), 350),
+    "optimum_neuron.tools.chat.session": (("numpy",), 300),
+    "optimum_neuron.targets.cpu.loader": (("huggingface_hub", "ml_dtypes", "numpy"), 350),
+}
+COUNT = """
+there = {*sys.modules}
+importlib.import_module(sys.argv[1])
+new = {*sys.modules} - there
+others = {name.partition(".")[0] for name in new} - sys.stdlib_module_names - {"optimum_neuron"}
+print(json.dumps([sorted(others), len(new)]))
+"""
+
+
+@pytest.mark.parametrize("module", BUDGETS)
+def test_what_runs_imports_few_packages_and_modules(module: str) -> None:
+    output, errors = python_process(f"import importlib\n{WATCH}{COUNT}", module).communicate(timeout=60)
+    assert output, errors
+    (allowed, most), (others, count) = BUDGETS[module], json.loads(output)
+    assert {*others} <= {*allowed} and count <= most, (others, count)
+
+
+def test_the_server_is_imported_without_torch() -> None:
+    output, errors = python_process(f"{WATCH}import optimum_neuron.tools.serve.server\nprint('done')").communicate(
+        timeout=60
+    )
     assert output == "done\n", errors

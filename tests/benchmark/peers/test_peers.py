@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from benchmark.machine import Limits
 from benchmark.peers import __main__ as peers
 from benchmark.peers.checkpoints import write_gguf
 from benchmark.peers.measure import Runner
-from benchmark.peers.names import FLOATS, OURS, Environment, Peer
+from benchmark.peers.names import FLOATS, OURS, PEERS, Environment, Peer
 from benchmark.peers.prepare import INSTALLED, UnavailableError, python_of
 from benchmark.peers.process import Place, Worker, WorkerError
 from benchmark.peers.report import SECTION, cell
@@ -94,7 +95,7 @@ def test_every_row_of_every_case_fits() -> None:
     for prompts, batches in (([16], [1]), ([2048], [1, 32]), ([128], [200])):
         longest = longest_row(prompts, batches)
         assert longest % 256 == 0
-        for case in cases(prompts, batches, 4):
+        for case in cases(prompts, batches, [4]):
             assert case.prompt + case.new_tokens + spare_steps(case.rows) * (case.kind == "decode") <= longest
 
 
@@ -193,6 +194,26 @@ def test_a_decode_step_is_held_to_the_rate_of_memory_right_before_it(tmp_path: P
     bytes_read = SHAPE.weights * 4 + 2 * (8 + 1.5) * 2 * 2 * 8 * 2 * 4
     # Of two equal ones and a lower one; by the best rate it would be a fourth.
     assert group.share(DECODE.figure, "good", limits, SHAPE) == pytest.approx(bytes_read / 2e9 / 0.01)
+
+
+@pytest.mark.slow
+def test_this_project_is_measured_without_torch_and_gives_the_tokens_of_transformers(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    own = {"checkpoint": str(tiny_checkpoint), "folder": str(tmp_path / "exports")}
+    place = Place(PEERS[OURS], Path(sys.executable), LOADING | own, tmp_path / "log")
+    place.convert()
+    prompts = [[5, 6, 7], [8, 9, 10]]
+    with closing(place.start()) as worker:
+        worker.ask("load", **place.loading)
+        found = [worker.ask("generate", prompts=rows, new_tokens=4)["tokens"] for rows in (prompts[:1], prompts)]
+        assert worker.ask("serve", requests=[[[5], 4], [[8, 9], 3], [[1, 2, 3], 2]])["tokens"] == 9
+        assert "libtorch" not in Path(f"/proc/{worker._process.pid}/maps").read_text()
+    model = LlamaForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+    expected = model.generate(torch.tensor(prompts), max_new_tokens=4, do_sample=False, eos_token_id=None)[
+        :, 3:
+    ].tolist()
+    assert found == [expected[:1], expected]
 
 
 class Steps(SteppingRuntime):
