@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -19,6 +21,7 @@ from optimum_neuron.kernels.plan import Plan
 from optimum_neuron.step.spec import SamplingParams
 from optimum_neuron.targets import get_target, resolve_target
 from optimum_neuron.targets.cpu import compiler, loader
+from optimum_neuron.targets.cpu.executable import CpuExecutable
 
 
 pytestmark = pytest.mark.slow
@@ -120,6 +123,20 @@ def test_weights_and_states_are_one_copy_for_all_graphs(
     bound["model.lm_head.weight"] *= 2
     _, doubled = generate(runner, PROMPT, 2)
     assert torch.equal(doubled, logits * 2)  # the first row is of the chunk graph, the second of the decode graph
+
+
+def test_a_runner_that_is_dropped_gives_its_memory_back_at_once(cpu_artifact: Callable[[str], Path]) -> None:
+    runner = artifact_runner(cpu_artifact("llama"))
+    generate(runner, PROMPT, 2)
+    executable = runner.executable
+    assert isinstance(executable, CpuExecutable)
+    plans = [weakref.ref(plan) for plan, _ in executable._plans.values()]
+    gc.disable()  # what only the collector frees may be there for long, twice the weights of a next artifact
+    try:
+        del runner, executable
+        assert [plan() for plan in plans] == [None] * len(plans)
+    finally:
+        gc.enable()
 
 
 def test_a_graph_that_does_not_compile_is_named(

@@ -55,13 +55,13 @@ class BoundPlan:
             else:
                 words += encode_step(step, plan.buffers, short_scales)
                 self._calls.append(None)
-        self._segments = list(self._group_calls(self._calls))
-        self._state_steps = count_state_steps(plan)
-        self._state_segments = list(self._group_calls(self._calls[: self._state_steps]))
         array = np.array(words, dtype=np.int64)
         self._handle = library.step_plan(array.ctypes.data, len(words))
         if not self._handle:
             raise PlanError("its steps cannot be read")
+        self._segments = list(self._group_calls(self._calls))
+        self._state_steps = count_state_steps(plan)
+        self._state_segments = list(self._group_calls(self._calls[: self._state_steps]))
         if plan.once:
             from .torch_call import call_once
 
@@ -87,10 +87,11 @@ class BoundPlan:
             yield self._bind_kernels(begin, end)
 
     def _bind_kernels(self, begin: int, end: int) -> _Run:
-        addresses = self._memory.addresses
+        # It does not hold the plan, which holds it: memory is free once the last user is gone, and waits for no collector.
+        library, handle, addresses, threads = self._library, self._handle, self._memory.addresses, self._threads
 
         def run_kernels(live: int) -> None:
-            if self._library.step_run(self._handle, begin, end, addresses, live, self._threads()) >= 0:
+            if library.step_run(handle, begin, end, addresses, live, threads()) >= 0:
                 raise IndexError("it takes a token, position or slot that the graph does not have")
 
         return run_kernels

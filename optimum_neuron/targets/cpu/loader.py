@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ import numpy as np
 
 from ...artifact.artifact import GRAPHS_FOLDER, Artifact, ArtifactError
 from ...artifact.tensor_file import read_tensors
-from ...artifact.weights import allocate_states, read_weights
+from ...artifact.weights import allocate_states, read_layout, read_weights
 from ...kernels.plan import OldPlanError, Plan
-from ...kernels.run.memory import allocate_arena
+from ...kernels.run.memory import TensorForm, allocate_arena
 from ...kernels.run.short_scales import find_short_scales
 from .. import CompileJob
 from ..host_states import allocate_places
@@ -59,13 +60,15 @@ def load_executable(artifact: Artifact, *, trusted: bool, trust_remote_code: boo
 def _bind_plans(artifact: Artifact, find: Callable[[str], Path]) -> CpuExecutable:
     """Bind graphs to weights and states; `find` returns the path of a graph's file by its name."""
     states = allocate_states(artifact.states())
-    shared = read_weights(artifact) | states
-    plans: dict[str, Plan] = {}
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_weights, artifact)  # the system copies them while Python reads plans
+        try:
+            plans = _read_plans(artifact, find, {**read_layout(artifact), **states})
+        finally:
+            shared = reading.result() | states  # where weights are wrong, that is the error
     tensors: dict[str, dict[str, np.ndarray]] = {}
     for spec in artifact.graphs:
-        path, facts = find(spec.name + PLAN_SUFFIX), PlanFacts(spec, artifact.model, artifact.config.dtype)
-        with _name_file(path):
-            plan = plans[spec.name] = Plan.load(path, shared, facts.check)
+        path, plan = find(spec.name + PLAN_SUFFIX), plans[spec.name]
         tensors[spec.name] = shared
         if any(buffer.kind == "constant" for buffer in plan.buffers):
             with _name_file(file := find(spec.name + CONSTANTS_SUFFIX)):
@@ -84,6 +87,16 @@ def _bind_plans(artifact: Artifact, find: Callable[[str], Path]) -> CpuExecutabl
         with _name_file(find(spec.name + PLAN_SUFFIX)):
             bound[spec.name] = plans[spec.name].bind(tensors[spec.name], *forms, arena, **options), LiveTokens(spec)
     return CpuExecutable(bound, states, allocate_places(artifact.config, artifact.model))
+
+
+def _read_plans(artifact: Artifact, find: Callable[[str], Path], forms: Mapping[str, TensorForm]) -> dict[str, Plan]:
+    """Return the plans of all graphs, which are still to be checked; `forms` describes weights and states."""
+    plans = {}
+    for spec in artifact.graphs:
+        path, facts = find(spec.name + PLAN_SUFFIX), PlanFacts(spec, artifact.model, artifact.config.dtype)
+        with _name_file(path):
+            plans[spec.name] = Plan.load(path, forms, facts.check)
+    return plans
 
 
 @contextmanager
