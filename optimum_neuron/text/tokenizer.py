@@ -105,6 +105,10 @@ class TextTokenizer:
         self.chat_template = noted.chat_template
         self.special_tokens_map = noted.special_tokens
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TextTokenizer:
+        """Return itself: no method changes anything, so all threads may use one vocabulary."""
+        return self
+
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Return the token ids of a text as `input_ids`."""
         return {"input_ids": self._backend.encode(text, add_special_tokens=add_special_tokens).ids}

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,15 @@ def test_texts_have_the_tokens_of_transformers(both: tuple[Any, TextTokenizer], 
     assert ids == theirs(text, add_special_tokens=special)["input_ids"]
     for skips in (False, True):
         assert ours.decode(ids, skip_special_tokens=skips) == theirs.decode(ids, skip_special_tokens=skips)
+
+
+def test_threads_share_one_vocabulary(both: tuple[Any, TextTokenizer]) -> None:
+    own, texts = both[1], [f"{number} {WORDS[number % len(WORDS)]}" for number in range(100)]
+    alone = [own(text) for text in texts]
+    copies = [copy.deepcopy(own) for _ in texts]
+    assert {*map(id, copies)} == {id(own)}
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda each, text: each(text), copies, texts)) == alone
 
 
 def test_names_of_tokens_are_those_of_transformers(both: tuple[Any, TextTokenizer]) -> None:

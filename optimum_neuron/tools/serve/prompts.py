@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Lane:
-    """A thread that works in order, with a tokenizer of its own: a tokenizer that works on a text refuses other threads."""
+    """A thread that works in order, with a tokenizer of its own: one of transformers that works on a text refuses other threads."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._shared = tokenizer
