@@ -11,8 +11,10 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
 from optimum.commands.register.neuron_options import add_declared, add_graph_options, read_declared
 
+from optimum_neuron import progress
 from optimum_neuron.cli import console, explain, graph_table, reported_errors
 from optimum_neuron.config import ExportOptions, NeuronConfig
+from optimum_neuron.targets import get_target, resolve_target
 
 
 DESCRIPTION = """\
@@ -63,11 +65,13 @@ class NeuronExportCommand(BaseOptimumCLICommand):
         args = self.args
         # Before torch is imported: a wrong size is reported at once.
         config = NeuronConfig.from_dict(read_declared(args, NeuronConfig))
-        from optimum_neuron.artifact.artifact import Artifact
-        from optimum_neuron.export.recipe import export_model
-        from optimum_neuron.tools.certify import certify_export
-
         start = time.perf_counter()
+        with progress.importing():
+            get_target(resolve_target(config.target)).prepare()
+            from optimum_neuron.artifact.artifact import Artifact
+            from optimum_neuron.export.recipe import export_model
+            from optimum_neuron.tools.certify import certify_export
+
         path = export_model(
             args.model,
             args.output,

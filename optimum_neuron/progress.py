@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of long stages on a terminal, and one log line per finished stage. It does not know the stages."""
+"""Progress of long stages on a terminal, and one log line per finished stage. It knows one of them, the imports before all others."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# rich allows one live display at a time: an inner stage becomes a further line of the outer one's.
+# rich allows one live display at a time: a further stage, in this thread or another, becomes a further line of it.
 _display: Progress | None = None
+_lock = threading.Lock()
+_stages = 0
 
 
 class Advance(Protocol):
@@ -57,21 +61,50 @@ def _show_task(display: Progress | None, title: str, total: float | None) -> Ite
 
 
 @contextmanager
+def importing() -> Iterator[None]:
+    """Show that torch and transformers are imported, which takes seconds; a collection later leaves out what their modules made."""
+    with stage("Importing torch and transformers"), hold_collector():
+        yield
+        gc.freeze()
+
+
+@contextmanager
+def hold_collector() -> Iterator[None]:
+    """Hold Python's garbage collector: it would walk many new objects again and again to free none."""
+    resume = gc.enable if gc.isenabled() else gc.disable
+    gc.disable()
+    try:
+        yield
+    finally:
+        resume()
+
+
+@contextmanager
 def _shared_display() -> Iterator[Progress | None]:
-    global _display
-    if _display is not None or not _is_shown():
+    """Yield the display, which appears with the first of the stages that run, and goes with the last."""
+    global _display, _stages
+    with _lock:
+        if _stages == 0 and _is_shown():
+            _display = _make_display()
+            _display.start()
+        _stages += 1
+    try:
         yield _display
-        return
+    finally:
+        with _lock:
+            _stages -= 1
+            if _stages == 0 and _display is not None:
+                _display.stop()
+                _display = None
+
+
+def _make_display() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     text, times = TextColumn("{task.description}", markup=False), (TimeElapsedColumn(), TimeRemainingColumn())
     columns = (SpinnerColumn(), text, BarColumn(bar_width=24), *times)
-    with Progress(*columns, console=Console(stderr=True), transient=True) as _display:
-        try:
-            yield _display
-        finally:
-            _display = None
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _is_shown() -> bool:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,14 +17,14 @@ from transformers.quantizers import AutoQuantizationConfig
 from ..parity.nonfinite import describe_nonfinite
 from ..step.interface import ATTENTION_NAME, set_implementation
 from .checkpoint_config import CheckpointConfig
-from .files import StoredWeights, check_weight_files
+from .files import StoredWeights, check_weight_files, shapes_by_file
 from .formats import DEQUANTIZE, DEQUANTIZED, KEEP, open_quantized, quantization_of
 from .formats.format import CheckpointFormat
 from .gguf.weights import GgufFile
 from .kept import keep_codes, read_dequantized
 from .language_model import take_text_part
 from .left_over import check_unique, make_reader, renamed_by_wrappers
-from .mapped import NAMED
+from .mapped import DTYPES, NAMED
 from .read import ReadModel, cast_model, read_model
 
 
@@ -30,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 # Weights that the files lack may be filled in by transformers (tied ones), and are then looked for by name.
 _TIMES_STORED = 2
+# Without scales.
+_BYTES_OF_A_CODE = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}
+# transformers joins the weights of experts that a checkpoint has one by one.
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Checkpoint(CheckpointConfig):
@@ -73,6 +79,25 @@ class Checkpoint(CheckpointConfig):
             all_of_them = self.codes == KEEP or self.gguf_file is None
             keep_codes(model, self._form, self.source, all_of_them=all_of_them, without=frozenset(read.unexpected))
         return model.eval().requires_grad_(False)
+
+    def least_bytes(self, dtype: str, quantization: str | None) -> int:
+        """Return how many bytes of a disk an export takes at least, from the headers of the files; 0 where these do not say it.
+
+        That is the artifact, and weights that lie in files meanwhile: cast ones, joined experts and codes. Raise as `load_model`.
+        """
+        if not self.is_plain:
+            return 0
+        wanted, written, meanwhile = self.resolve_dtype(self.load_config(), dtype), 0.0, 0.0
+        for shapes in shapes_by_file(self.folder, self.source).values():
+            for name, (shape, stored) in shapes.items():
+                own, count = DTYPES.get(stored), math.prod(shape)
+                if own is None or not own.is_floating_point:
+                    continue
+                made = own if wanted is None else NAMED[wanted]
+                codes = count * _BYTES_OF_A_CODE.get(quantization or "", 0) if len(shape) > 1 else 0
+                written += codes or count * made.itemsize
+                meanwhile += codes + (count * made.itemsize if made != own or _ONE_EXPERT.search(name) else 0)
+        return int(written + meanwhile)
 
     def _read(self, stored: StoredWeights, dtype: str | None, *, exact: bool) -> ReadModel:
         """Read the whole model; with `exact`, its weights as they are or wider."""

@@ -197,9 +197,11 @@ def _module_path(name: str, modules: Mapping[str, nn.Module], *, needed: bool = 
 
 def _compare_weight(source: str, name: str, weight: QuantizedWeight, plain: Tensor) -> QuantizedWeight:
     """Return the weight; raise ValueError where it stands for other numbers than the model loaded, but for their rounding."""
-    values = weight.dequantize()
     near = torch.finfo(plain.dtype).eps if plain.dtype != torch.float32 else 0.0
-    if values.shape != plain.shape or not torch.allclose(values, plain.float(), rtol=near, atol=0):
+    is_same = (*weight.codes.shape[:-1], weight.inputs) == tuple(plain.shape) and all(
+        torch.allclose(part.dequantize(), plain[place].float(), rtol=near, atol=0) for place, part in weight.parts()
+    )
+    if not is_same:
         raise ValueError(
             f"{source}: the codes of {name} stand for other numbers than transformers loads; pass --dequantize to export its weights as "
             f"plain numbers, and report it"

@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from .. import progress
 from ..artifact.artifact import MANIFEST_NAME, Artifact, ArtifactError
 from ..artifact.find import find_artifact
 from ..artifact.partial import locked_folder
 from ..artifact.user_cache import cache_folder
 from ..checkpoints.origin import read_origin
 from ..config import ExportOptions, NeuronConfig
+from ..targets import resolve_target
 from ..version import __version__
 
 
@@ -101,9 +103,9 @@ def export_once(
     `notify` gets one line before an export, and one before a wait. Raises ValueError where the checkpoint cannot be exported,
     FileNotFoundError where there is none, and PermissionError where the cache is not to be trusted.
     """
-    from ..checkpoints.find import find_checkpoint
-    from ..targets import resolve_target
-    from .recipe import export_model
+    with progress.importing():
+        from ..checkpoints.find import find_checkpoint
+        from .recipe import export_model
 
     checkpoint = find_checkpoint(model, trust_remote_code=reading.trust_remote_code, **reading.hub)
     config = choose_config(checkpoint)

@@ -88,10 +88,12 @@ def export_model(
     output = Path(output).expanduser().absolute()
     check_output(output, overwrite=overwrite)
     checkpoint, adapters = _find_sources(model, reading, config)
-    config = _fit_config(checkpoint, adapters, config)
-    text = reading.quantization_calibration
-    calibration = None if text is None else read_calibration(text, checkpoint, config)
+    with progress.stage("Reading the config and the tokenizer"):
+        config = _fit_config(checkpoint, adapters, config)
+        text = reading.quantization_calibration
+        calibration = None if text is None else read_calibration(text, checkpoint, config)
     folder = next(parent for parent in output.parents if parent.is_dir())
+    check_disk(folder, checkpoint.least_bytes(config.dtype, config.quantization))
     with scratch_folder(folder), explained_full_disk(folder, "name an output folder on another disk"):
         loaded, config = _load_model(checkpoint, adapters, config)
         with tensors_in_files():
@@ -102,12 +104,12 @@ def export_model(
         round_activations(loaded, config)
         check_disk(folder, sum(each.nbytes for each in untie(named_tensors(loaded))[0].values()))
         with write_artifact(output, overwrite=overwrite) as writer:
-            write_verbatim(checkpoint, loaded, writer.path, [each.folder for each in adapters])
-            fit_tokenizer(writer.path, config.sequence_length)
-            _note_tokenizer(writer.path)
-            write_formats(weight_formats(loaded), writer.path)
-            write_signpost(writer.path)
-            with progress.stage("Writing weights"):
+            with progress.stage("Writing the tokenizer and the weights"):
+                write_verbatim(checkpoint, loaded, writer.path, [each.folder for each in adapters])
+                fit_tokenizer(writer.path, config.sequence_length)
+                _note_tokenizer(writer.path)
+                write_formats(weight_formats(loaded), writer.path)
+                write_signpost(writer.path)
                 tied = target.write_model(loaded, config, writer.path)
             job = CompileJob(writer.path, config, spec, graph_specs(config), tied, checkpoint.trust_remote_code)
             target_data = target.compile(job)

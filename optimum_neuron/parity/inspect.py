@@ -20,6 +20,8 @@ from ..errors import UnsupportedModelError, first_line
 from ..step.attention.masks import CausalMask
 from ..step.attention.state import KeyValueState
 from ..step.cache_needs import CacheNeeds
+from ..step.features.codes.modules import multiplying
+from ..step.features.codes.weight import QuantizedWeight
 from ..step.features.experts.experts import no_experts, routing
 from ..step.features.own_code.own_scores import BiasMask
 from ..step.interface import accepts_keyword
@@ -72,8 +74,9 @@ class _NoProducts(TorchFunctionMode):
         return _make_zeros(*args, **kwargs or {}) if func is nn.functional.linear else func(*args, **kwargs or {})
 
 
-def _make_zeros(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return input.new_zeros((*input.shape[:-1], weight.shape[0]))
+def _make_zeros(input: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    outputs = weight.shape[0] if isinstance(weight, Tensor) else weight.outputs
+    return input.new_zeros((*input.shape[:-1], outputs))
 
 
 def look_at(
@@ -100,7 +103,13 @@ def look_at(
         kwargs["attention_backend"] = backends[KeyValueState]
     kwargs |= needs.arguments(positions[0], backends, sequence_length)
     kwargs |= {"input_ids": token, "use_cache": False}
-    with torch.inference_mode(), serving(backends, positions[0]), routing(no_experts), _NoProducts():
+    with (
+        torch.inference_mode(),
+        serving(backends, positions[0]),
+        routing(no_experts),
+        _NoProducts(),
+        multiplying(_make_zeros),
+    ):
         logits: Tensor = (call or model)(**kwargs).logits
     vocab_size = logits.shape[-1]
     states = tuple(state for kept in found.values() for state in kept)

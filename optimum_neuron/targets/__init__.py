@@ -147,6 +147,9 @@ class Target:
 
     keeps_graphs = False
 
+    def prepare(self) -> None:
+        """Begin what takes long and depends on no model; raise where this machine cannot do it."""
+
     def check(self, config: NeuronConfig) -> None:
         """Raise before anything is written where this machine, by default one device, cannot compile `config` for this target."""
         if config.tensor_parallel_size != 1:

@@ -38,7 +38,7 @@ def touched() -> int:
 def test_weights_are_never_in_memory_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cast, joined and rounded to codes: neither the plain weights nor the codes are."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 512}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 6}
     AutoModelForCausalLM.from_config(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path / "model")
     found: list[int] = []
 

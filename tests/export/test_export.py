@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import export_tiny, folder_bytes, tiny_config
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import optimum_neuron.export.recipe
 from optimum_neuron import NeuronConfig, NeuronModelForCausalLM, export_model
+from optimum_neuron.artifact import filesystem
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, WEIGHTS_NAME, Artifact
+from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.checkpoints.files import INDEX_NAME
 from optimum_neuron.targets.eager import EagerTarget
 from optimum_neuron.targets.neuron.sdk import devices
@@ -99,6 +102,25 @@ def test_a_full_disk_is_seen_in_time(tiny_checkpoint: Path, output: Path, monkey
     with pytest.raises(OSError, match=r"needs about 0\.1 GB, and .* has 0\.1 GB free; free some space"):
         export_tiny(tiny_checkpoint, output)
     assert not output.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "times"),
+    [({}, 1), ({"dtype": "bfloat16"}, 1), ({"quantization": "int8"}, 0.5)],
+    ids=["as it is", "cast", "rounded to codes"],
+)
+def test_a_disk_without_room_is_refused_before_a_weight_is_read(
+    tiny_checkpoint: Path, output: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], times: float
+) -> None:
+    """Of float32: as much for the artifact alone, a half each for an artifact of bfloat16 and what is cast, a fourth of codes."""
+    size = sum(each.nbytes for each in load_file(tiny_checkpoint / "model.safetensors").values())
+    monkeypatch.setattr(filesystem, "_MARGIN", 0)
+    monkeypatch.setattr(Checkpoint, "load_model", fail_with(RuntimeError("weights are read")))
+    for free, error in ((size * times * 0.97, OSError), (size * times * 1.03, RuntimeError)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        with pytest.raises(error):
+            export_tiny(tiny_checkpoint, output, **options)
+        assert not output.parent.exists()
 
 
 @pytest.mark.parametrize("route", ["export_model", "from_pretrained"])

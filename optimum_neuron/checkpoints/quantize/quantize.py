@@ -28,7 +28,6 @@ from ...step.features.codes.modules import (
     round_activations_of,
 )
 from ...step.features.codes.weight import MEET_CODED, QuantizedWeight
-from ...step.one_thread import one_thread
 from .calibration import Calibration, input_importance
 from .rounding import FP8_LARGEST, FP8_LARGEST_ON, round_fp8, round_int4, round_int8
 
@@ -63,7 +62,7 @@ def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibrat
     if calibration is not None:
         coarse = {name: module for name, module in chosen.items() if _weights_of(name, module).keys() & set(in_int4)}
         importance = input_importance(model, coarse, calibration.ids)
-    with one_thread(), progress.stage("Quantizing weights", len(chosen)) as advance:
+    with progress.stage("Quantizing weights", len(chosen)) as advance:
         for name, module in chosen.items():
             rounded = {
                 key: _round_weight(key, weight, formats[key.removesuffix(".weight")], config, importance.get(key))

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ _INT8_LARGEST, _INT4_CODES = 127, 15
 # Parts of the scale that just holds a group's largest value: a smaller one clips that, and rounds the others finer.
 _SHRUNK = tuple(1 - step / 40 for step in range(9))
 # Elements that are searched at a time: as many as stay in a core's caches.
-_PIECE = 1 << 16
+_PIECE = 1 << 17
 
 
 def round_int8(weight: Tensor) -> QuantizedWeight:
@@ -33,10 +36,13 @@ def round_fp8(weight: Tensor, largest: float = FP8_LARGEST) -> QuantizedWeight:
 
 def _round_outputs(weight: Tensor, kind: str, dtype: torch.dtype, largest: float) -> QuantizedWeight:
     codes, scale = torch.empty(weight.shape, dtype=dtype), torch.empty((*weight.shape[:-1], 1))
-    for rows, (own_codes, own_scale) in _cut_pieces(weight, codes, scale):
+
+    def round_piece(start: int, rows: Tensor, own_codes: Tensor, own_scale: Tensor) -> None:
         own_scale.copy_(rows.abs().amax(-1, keepdim=True) / largest)
-        values = _divide(rows, own_scale)
+        values = rows / _divisor(own_scale)
         own_codes.copy_((values if dtype.is_floating_point else values.round_()).clamp_(-largest, largest))
+
+    _share_pieces(round_piece, weight, codes, scale)
     return QuantizedWeight(kind, codes, scale)
 
 
@@ -60,40 +66,47 @@ def round_int4(
     codes = torch.empty(groups.shape, dtype=torch.uint8)
     scale = torch.empty((*groups.shape[:-1], 1), dtype=torch.float16)
     shift = torch.empty(scale.shape) if zero_point else None
-    done = 0
-    for values, own in _cut_pieces(groups, *((codes, scale) if shift is None else (codes, scale, shift))):
-        count = None if importance is None else _factors(importance, groups.shape, done, len(values))
-        done += len(values)
-        found, zero = _best_scale(values, _shifted_scales(values) if zero_point else _symmetric_scales(values), count)
-        # Rounded first: codes are chosen for the scale as it is stored.
-        own[1].copy_(found if zero_point else _shorten_scale(values, found, zero, count))
-        own[0].copy_((_whole_numbers(values, own[1].float(), zero)).add_(zero))
+
+    def round_piece(start: int, rows: Tensor, own_codes: Tensor, own_scale: Tensor, *own_shift: Tensor) -> None:
+        # A group is a column: so torch computes with whole vectors of groups, and adds up each in one order on every CPU.
+        values = rows.t().contiguous()
+        count = None if importance is None else _factors(importance, groups.shape, start, len(rows)).t().contiguous()
+        zeros: Tensor | None = None
         if zero_point:
-            own[2].copy_(-zero * own[1].float())
+            scales, zeros = _shifted_scales(values)
+        else:
+            scales = _symmetric_scales(rows)
+        found, zero = _best_scale(values, scales, zeros, count)
+        # Rounded first: codes are chosen for the scale as it is stored.
+        own_scale[:, 0].copy_(found if zero_point else _shorten_scale(values, found, count))
+        stored = own_scale[:, 0].float()
+        own_codes.copy_(_whole_numbers(values, _divisor(stored), zero).add_(zero).to(torch.uint8).t())
+        for each in own_shift:
+            each[:, 0].copy_(-zero * stored)
+
+    _share_pieces(round_piece, groups, codes, scale, *(() if shift is None else (shift,)))
     if not scale.isfinite().all():
         raise ValueError(f"a weight of {float(weight.abs().amax()):.3g} is too large for int4 with scales in float16")
     packed = pack_int4(codes.flatten(-2))
     return QuantizedWeight("int4", packed, scale.squeeze(-1), None if shift is None else shift.squeeze(-1))
 
 
-# A scale for each group, and the code that stands for 0.
-_Candidate = tuple[Tensor, Tensor]
+# In what follows, values are `[inputs of a group, groups]`. A group has several scales to choose from, `[scales, groups]`, and for each
+# the code that stands for 0; without shifts that is the middle one.
+_MIDDLE = float(INT4_MIDDLE)
 
 
-def _symmetric_scales(values: Tensor) -> Iterator[_Candidate]:
-    """Yield candidates in which the largest value becomes -8, which has no positive counterpart, or +-7."""
-    extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True))
-    middle = torch.full_like(extreme, INT4_MIDDLE)
-    for code in (-INT4_MIDDLE, INT4_MIDDLE - 1):
-        yield from ((extreme * (part / code), middle) for part in _SHRUNK)
+def _symmetric_scales(groups: Tensor) -> Tensor:
+    """Return scales by which the largest value of each of `[groups, inputs]` becomes -8, which has no positive counterpart, or +-7."""
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[:, 0]
+    return extreme * torch.tensor([part / code for code in (-_MIDDLE, _MIDDLE - 1) for part in _SHRUNK])[:, None]
 
 
-def _shifted_scales(values: Tensor) -> Iterator[_Candidate]:
-    least, largest = values.amin(-1, keepdim=True).clamp_(max=0), values.amax(-1, keepdim=True).clamp_(min=0)
-    for part in _SHRUNK:
-        scale = (largest - least) * (part / _INT4_CODES)
-        zero = torch.where(scale > 0, -least * part / scale, 0).round_().clamp_(0, _INT4_CODES)
-        yield scale, zero
+def _shifted_scales(values: Tensor) -> tuple[Tensor, Tensor]:
+    least, largest = values.amin(0).clamp_(max=0), values.amax(0).clamp_(min=0)
+    scales = (largest - least) * torch.tensor([part / _INT4_CODES for part in _SHRUNK])[:, None]
+    zeros = torch.where(scales > 0, -least * torch.tensor(_SHRUNK)[:, None] / scales, 0)
+    return scales, zeros.round_().clamp_(0, _INT4_CODES)
 
 
 def _factors(importance: Tensor, shape: torch.Size, start: int, count: int) -> Tensor:
@@ -104,50 +117,63 @@ def _factors(importance: Tensor, shape: torch.Size, start: int, count: int) -> T
     return rows[weight * groups + number % groups]
 
 
-def _shorten_scale(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:
+def _shorten_scale(values: Tensor, scale: Tensor, count: Tensor | None) -> Tensor:
     """Return the one of the two neighbouring float16 of few bits that has the lesser error."""
-    bits = scale.half().view(torch.int16)
-    down, up = (((bits + more) & ~UNUSED_SCALE_BITS).view(torch.float16).float() for more in (0, UNUSED_SCALE_BITS))
-    return torch.where(_squared_error(values, up, zero, count) < _squared_error(values, down, zero, count), up, down)
+    bits = torch.stack([scale.half().view(torch.int16)] * 2)
+    bits[1] += UNUSED_SCALE_BITS
+    near = (bits & ~UNUSED_SCALE_BITS).view(torch.float16).float()
+    return near.gather(0, _least_error(values, near, None, count))[0]
 
 
-def _best_scale(values: Tensor, candidates: Iterable[_Candidate], count: Tensor | None = None) -> _Candidate:
-    """Return the candidate of the least squared error of each group, weighted by `count`, with the scale that is best for its codes."""
-    scale, zero = (torch.zeros(len(values), 1) for _ in range(2))
-    least = torch.full((len(values), 1), torch.inf)
-    for candidate in candidates:
-        error = _squared_error(values, *candidate, count)
-        better = error < least
-        least, scale, zero = (
-            torch.where(better, *pair) for pair in ((error, least), (candidate[0], scale), (candidate[1], zero))
-        )
-    numbers = _whole_numbers(values, scale, zero)
+def _best_scale(
+    values: Tensor, scales: Tensor, zeros: Tensor | None, count: Tensor | None
+) -> tuple[Tensor, Tensor | float]:
+    """Choose the scale of the least squared error; return the one that is best for its codes, and the code of 0, for each group."""
+    best = _least_error(values, scales, zeros, count)
+    zero = _MIDDLE if zeros is None else zeros.gather(0, best)[0]
+    numbers = _whole_numbers(values, _divisor(scales.gather(0, best)[0]), zero)
     weighted = numbers if count is None else numbers * count
-    squares = (weighted * numbers).sum(-1, keepdim=True)
-    return torch.where(squares > 0, (weighted * values).sum(-1, keepdim=True) / squares, 0), zero
+    squares = (weighted * numbers).sum(0)
+    return torch.where(squares > 0, (weighted * values).sum(0) / squares, 0), zero
 
 
-def _squared_error(values: Tensor, scale: Tensor, zero: Tensor, count: Tensor | None) -> Tensor:
-    squares = _whole_numbers(values, scale, zero).mul_(scale).sub_(values).square_()
-    return (squares if count is None else squares.mul_(count)).sum(-1, keepdim=True)
+def _least_error(values: Tensor, scales: Tensor, zeros: Tensor | None, count: Tensor | None) -> Tensor:
+    """Return `[1, groups]`: which scale has the least squared error, weighted by `count`."""
+    errors, numbers, divisors = torch.empty_like(scales), torch.empty_like(values), _divisor(scales)
+    for place, error in enumerate(errors):
+        zero = _MIDDLE if zeros is None else zeros[place]
+        _whole_numbers(values, divisors[place], zero, out=numbers).mul_(scales[place]).sub_(values).square_()
+        torch.sum(numbers if count is None else numbers.mul_(count), 0, out=error)
+    return errors.min(0, keepdim=True).indices
 
 
-def _whole_numbers(values: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+def _whole_numbers(values: Tensor, divisor: Tensor, zero: Tensor | float, out: Tensor | None = None) -> Tensor:
     """Return codes before they are scaled: whole numbers from -zero on."""
-    numbers = _divide(values, scale).round_()
-    return torch.minimum(torch.maximum(numbers, -zero, out=numbers), _INT4_CODES - zero, out=numbers)
+    bounds: Any = -zero, _INT4_CODES - zero  # torch's annotations take two tensors or two numbers, not either
+    return torch.div(values, divisor, out=out).round_().clamp_(*bounds)
 
 
-def _divide(values: Tensor, scale: Tensor) -> Tensor:
-    """Return quotients; zero where the scale is: all values of such a group are zero, or too small for it."""
-    return (values / scale).nan_to_num_(0.0, 0.0, 0.0) if bool((scale == 0).any()) else values / scale
+def _divisor(scale: Tensor) -> Tensor:
+    """Return a scale to divide by: codes are zero where all values of a group are, or are too small for a scale."""
+    return scale.masked_fill(scale == 0, torch.inf)
 
 
-def _cut_pieces(weight: Tensor, *outputs: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Yield rows of the last dimension in float32, in parts, with the same rows of tensors that are to be filled."""
+def _share_pieces(work: Callable[..., None], weight: Tensor, *outputs: Tensor) -> None:
+    """Call `work` for parts of the rows of the last dimension, from all threads of torch.
+
+    It gets the first row's number, the rows in float32, and the same rows of tensors that are to be filled.
+    """
     rows = weight.reshape(-1, weight.shape[-1])
     flat = [each.view(-1, each.shape[-1]) for each in outputs]
     count = max(1, _PIECE // weight.shape[-1])
-    for start in range(0, len(rows), count):
-        piece = slice(start, start + count)
-        yield rows[piece].float(), tuple(each[piece] for each in flat)
+
+    def do_part(start: int) -> None:
+        part = slice(start, start + count)
+        work(start, rows[part].float(), *(each[part] for each in flat))
+
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            deque(pool.map(do_part, range(0, len(rows), count)), maxlen=0)
+    finally:
+        torch.set_num_threads(threads)

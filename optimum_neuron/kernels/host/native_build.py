@@ -70,6 +70,12 @@ def name_prebuilt(chosen: InstructionSet) -> str:
     return f"{chosen.name}-{digest_sources(chosen)}.so"
 
 
+def find_prebuilt(chosen: InstructionSet) -> Path | None:
+    """Return the library that the wheel has, if it has one."""
+    path = PREBUILT / name_prebuilt(chosen)
+    return path if path.is_file() else None
+
+
 def list_sources() -> list[Path]:
     """List the files that are compiled, each by itself."""
     return sorted(SOURCES.rglob("*.cpp"))
@@ -116,8 +122,8 @@ def load_library(fetch: Callable[[Path, InstructionSet], object] = build) -> cty
         ValueError: OPTIMUM_NEURON_CPU names an instruction set that this machine lacks.
     """
     chosen = choose_instruction_set()
-    prebuilt = PREBUILT / name_prebuilt(chosen)
-    if prebuilt.is_file():
+    prebuilt = find_prebuilt(chosen)
+    if prebuilt is not None:
         return _load_file(prebuilt)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernels.so")

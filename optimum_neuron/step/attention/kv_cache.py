@@ -20,13 +20,16 @@ from .coded_states import CodedStates, Stored, round_states
 
 
 class KVCache(nn.Module):
-    """The state buffers of a model, zeroed, by the names of `state_specs` without their prefix."""
+    """The state buffers of a model, zeroed, by the names of `state_specs` without their prefix.
 
-    def __init__(self, states: Iterable[TensorSpec]) -> None:
+    A trace reads none of them: `make=torch.empty` takes no memory for them.
+    """
+
+    def __init__(self, states: Iterable[TensorSpec], make: Callable[..., Tensor] = torch.zeros) -> None:
         super().__init__()
         for state in states:
             name = state.name.removeprefix("kv_cache.")
-            self.register_buffer(name, torch.zeros(state.shape, dtype=getattr(torch, state.dtype)))
+            self.register_buffer(name, make(state.shape, dtype=getattr(torch, state.dtype)))
 
     def find_state(self, role: str, *numbers: int) -> Tensor | None:
         """Return the buffer of a layer's state by its role and numbers (`LayerState.roles`); None where there is none."""

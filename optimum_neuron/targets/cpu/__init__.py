@@ -14,7 +14,7 @@ from ..cache.store import CompileCache
 from ..threads import count_fitted
 from .facts import CACHE_KIND
 from .loader import load_executable
-from .native_library import load_kernels
+from .native_library import start_kernels
 
 
 if TYPE_CHECKING:
@@ -26,9 +26,12 @@ class CpuTarget(Target):
 
     keeps_graphs = True
 
+    def prepare(self) -> None:
+        start_kernels()
+
     def check(self, config: NeuronConfig) -> None:
         super().check(config)
-        load_kernels()
+        self.prepare()
         CompileCache(CACHE_KIND)
 
     def rounds_activations(self) -> bool:

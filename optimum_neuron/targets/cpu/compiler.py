@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +111,6 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
         RuntimeError: a graph could not be compiled; the graph is named.
         OSError: the compile cache cannot be used.
     """
-    load_kernels()  # what the plans call: better missed now than when the artifact is loaded
     cache = CompileCache(CACHE_KIND)
     folder = job.folder / "graphs"
     keys = plan_keys(job, stored_tensors(job.folder / WEIGHTS_NAME))
@@ -125,10 +122,11 @@ def compile_graphs(job: CompileJob) -> dict[str, Any]:
         versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
         with one_thread(), cache.scratch() as scratch, progress.stage("Compiling graphs", len(missing)) as advance:
             for spec in missing:
-                with _hold_collector():
+                with progress.hold_collector():
                     _compile_graph(model, states, spec, job, scratch)
                 cache.store(keys[spec.name], scratch, spec.name, folder, About(spec.name, CACHE_KIND, versions))
                 advance(spec.name)
+    load_kernels()  # what the plans call: better missed now than when the artifact is loaded
     return {}
 
 
@@ -139,7 +137,7 @@ def _load_model(job: CompileJob) -> tuple[nn.Module, KVCache]:
     model = empty_model(job.folder, job.config.dtype, trust_remote_code=job.trust_remote_code)
     use_natural_layout(model, tensors)
     assign(model, tensors)
-    return model, KVCache(state_specs(job.config, job.model))
+    return model, KVCache(state_specs(job.config, job.model), torch.empty)
 
 
 def _compile_graph(model: nn.Module, states: KVCache, spec: GraphSpec, job: CompileJob, scratch: Path) -> None:
@@ -155,14 +153,3 @@ def _compile_graph(model: nn.Module, states: KVCache, spec: GraphSpec, job: Comp
     plan.save(scratch / (spec.name + PLAN_SUFFIX), PlanFacts(spec, job.model, job.config.dtype).to_dict(), known)
     if constants:
         save_file(constants, scratch / (spec.name + CONSTANTS_SUFFIX))
-
-
-@contextmanager
-def _hold_collector() -> Iterator[None]:
-    """Hold Python's garbage collector: it would walk the many objects of a graph again and again to free none."""
-    resume = gc.enable if gc.isenabled() else gc.disable
-    gc.disable()
-    try:
-        yield
-    finally:
-        resume()

@@ -24,8 +24,11 @@ QuantizedProduct = Callable[[Tensor, QuantizedWeight, Tensor | None], Tensor]
 
 def dequantized_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Compute transformers' linear layer with the dequantized weight, in float32, rounded once to x's type."""
-    wide = None if bias is None else bias.float()
-    return nn.functional.linear(x.float(), weight.dequantize(), wide).to(x.dtype)
+    rows, results = x.float(), []
+    for (place,), part in weight.parts():
+        wide = None if bias is None else bias[place].float()
+        results.append(nn.functional.linear(rows, part.dequantize(), wide).to(x.dtype))
+    return results[0] if len(results) == 1 else torch.cat(results, -1)
 
 
 def reference_product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +25,8 @@ SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MEET_CODED = ("int8", "int4")
 # Without a shift, codes of int4 stand for -8 to 7.
 INT4_MIDDLE = 8
+# Numbers of one part of a weight, and a number of outputs that leaves no part of a tile to a matrix product.
+_PART, _OUTPUTS = 1 << 19, 64
 # Bits of float16 that are 0 in a scale of 5 significant bits, a short one. A code of int4 has 3 where it is no power of two, so that such a
 # scale times a code has no more than the 8 of bfloat16.
 UNUSED_SCALE_BITS = 63
@@ -88,8 +93,16 @@ class QuantizedWeight:
     def group_size(self) -> int:
         return self.inputs // self.scale.shape[-1]
 
-    def select_part(self, index: int) -> QuantizedWeight:
-        """Return one of several weights, such as an expert's."""
+    def parts(self) -> Iterator[tuple[tuple[Any, ...], QuantizedWeight]]:
+        """Yield some outputs after others, with their place. A part that is dequantized stays in a core's caches; a head is gigabytes."""
+        count = max(1, _PART // self.inputs // _OUTPUTS) * _OUTPUTS
+        for outer in product(*map(range, self.codes.shape[:-2])):
+            for start in range(0, self.outputs, count):
+                place = (*outer, slice(start, start + count))
+                yield place, self.select_part(place)
+
+    def select_part(self, index: int | tuple[Any, ...]) -> QuantizedWeight:
+        """Return one of several weights, such as an expert's, or some outputs."""
         shift = None if self.shift is None else self.shift[index]
         return QuantizedWeight(self.kind, self.codes[index], self.scale[index], shift, self.activations)
 
