@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import io
 import logging
 import os
 import platform
+import pty
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +297,37 @@ def test_a_long_file_is_hashed_with_progress(tmp_path: Path, monkeypatch: pytest
     assert len(shown) == 4, "a short file is shown"
 
 
+STAGES = """
+import gc, time
+from optimum_neuron import progress
+with progress.importing():
+    assert not gc.isenabled()
+    time.sleep(0.3)
+assert gc.isenabled() and gc.get_freeze_count()
+with progress.stage("Checking that step graphs compute what the model does", 3) as advance:
+    advance("a name of a weight that is longer than the line of a terminal")
+    time.sleep(0.3)
+"""
+
+
+def test_a_terminal_shows_each_stage_on_one_line_from_the_imports_on_and_a_file_none() -> None:
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    environment = {**os.environ, "TERM": "xterm", "HF_HUB_DISABLE_PROGRESS_BARS": "0"}
+    subprocess.run([sys.executable, "-c", STAGES], stderr=terminal, env=environment, check=True)
+    os.close(terminal)
+    shown = b""
+    with suppress(OSError):  # the end of a terminal is an error on Linux
+        while piece := os.read(master, 65536):
+            shown += piece
+    os.close(master)
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()))
+    assert max(map(len, lines)) <= 60
+    assert all(any(title in each for each in lines) for title in ("Importing torch", "Checking that step"))
+    done = subprocess.run([sys.executable, "-c", STAGES], capture_output=True, env=environment, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+
+
 def test_nested_stages_share_one_display(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(progress, "_is_shown", lambda: True)
     with caplog.at_level(logging.INFO, "optimum_neuron.progress"):
@@ -306,4 +341,15 @@ def test_nested_stages_share_one_display(monkeypatch: pytest.MonkeyPatch, caplog
         with pytest.raises(ValueError, match="broken"), progress.stage("failing"):
             raise ValueError("broken")
     assert progress._display is None
+    own, other = progress.stage("own"), progress.stage("another thread's")
+    other.__enter__()
+    with own:
+        thread = threading.Thread(target=other.__exit__, args=(None, None, None))
+        thread.start()
+        thread.join()
+        display = progress._display
+        assert display is not None and display.live.is_started, "the first stage to end took the display with it"
+        assert [task.description for task in display.tasks] == ["own"]
+    assert progress._display is None
+    caplog.records[2:] = []
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["inner", "outer"]

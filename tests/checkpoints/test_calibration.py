@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optimum_neuron.artifact.artifact import WEIGHTS_NAME, Artifact
+from optimum_neuron.checkpoints.quantize import rounding
 from optimum_neuron.checkpoints.quantize.calibration import input_importance
 from optimum_neuron.checkpoints.quantize.rounding import round_fp8, round_int4, round_int8
 from optimum_neuron.config import NeuronConfig
@@ -89,6 +90,18 @@ def test_an_output_is_rounded_alike_beside_any_others_and_zeros_and_single_value
     weight[2, :] = 0.125
     found = ROUNDINGS[name](weight).dequantize()
     assert not found[0].any() and torch.count_nonzero(found[1]) == 1 and torch.allclose(found, weight, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_threads_share_a_weight_and_change_no_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, threads = _weight(0, 40), torch.get_num_threads()
+    whole = ROUNDINGS[name](weight)
+    monkeypatch.setattr(rounding, "_PIECE", 3 * 64)
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(ROUNDINGS[name](weight).dequantize(), whole.dequantize()) and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
 
 
 SIZES: dict[str, Any] = {"target": "eager", "sequence_length": 64, "dtype": "float32", "quantization": "int4"}

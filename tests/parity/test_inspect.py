@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,10 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from optimum_neuron.checkpoints.quantize.quantize import quantize
+from optimum_neuron.config import NeuronConfig
 from optimum_neuron.parity.inspect import inspect_model, look_at
 from optimum_neuron.parity.text_length import check_tables, check_text_length
 from optimum_neuron.step import cache_needs as model_cache
 from optimum_neuron.step.cache_needs import CacheNeeds
+from optimum_neuron.step.features.codes import weight
+from optimum_neuron.step.features.codes.weight import QuantizedWeight
 from optimum_neuron.step.interface import ATTENTION_NAME, set_implementation
 
 
@@ -44,6 +49,30 @@ def test_a_look_multiplies_no_weights(name: str, tiny_models: dict[str, Any], ti
     with torch.inference_mode(), Called() as called:
         tiny_models[name].lm_head(torch.zeros(1, tiny_models[name].lm_head.in_features))
     assert called.names & {"mm", "addmm", "linear", "matmul"}
+
+
+@pytest.mark.parametrize(("kind", "options"), [("int8", {}), ("int4", {"quantization_group_size": 32})])
+def test_codes_are_dequantized_part_by_part_and_never_for_a_look(
+    kind: str, options: dict[str, Any], tiny_models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(tiny_models["llama"])
+    quantize(model, NeuronConfig(quantization=kind, **options))
+    monkeypatch.setattr(weight, "_PART", 1)  # then a part is the least that it may be
+    made: list[int] = []
+    dequantize = QuantizedWeight.dequantize
+
+    def record(part: QuantizedWeight) -> Tensor:
+        made.append(part.outputs)
+        return dequantize(part)
+
+    monkeypatch.setattr(QuantizedWeight, "dequantize", record)
+    look_at(model)
+    assert made == []
+    inspect_model(model)
+    head: Any = model.get_output_embeddings()
+    assert head.out_features > max(made) == weight._OUTPUTS
+    x = torch.randn(3, head.in_features)
+    assert torch.allclose(head(x), x @ dequantize(head.quantized_weight).t(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_few_rows_are_compared_by_one_thread(tiny_models: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from optimum_neuron.kernels.host import native_build
 from optimum_neuron.kernels.host.instruction_sets import choose_instruction_set
 from optimum_neuron.kernels.host.processes import Processes
 from optimum_neuron.step.spec import graph_specs
+from optimum_neuron.targets import get_target
 from optimum_neuron.targets.cache.store import CompileCache
 from optimum_neuron.targets.cpu import compiler
 from optimum_neuron.targets.cpu.compiler import CACHE_KIND
@@ -121,6 +124,32 @@ def test_kernels_are_built_once(source: Path, monkeypatch: pytest.MonkeyPatch) -
         load_kernels()
         load_kernels.cache_clear()
     assert built == ["kernels.so"]
+
+
+def test_kernels_are_built_while_an_export_does_other_things(
+    empty_library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever needs them waits for the one build, and gets its error."""
+    begun, results = threading.Event(), queue.Queue[Any]()
+
+    def build(*_: object) -> Any:
+        begun.set()
+        result = results.get(timeout=60)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr(native_build, "load_library", build)
+    for result in (RuntimeError("it does not compile"), "a library"):
+        begun.clear()
+        for _ in range(2):
+            get_target("cpu").prepare()
+        assert begun.wait(60)
+        results.put(result)
+        if isinstance(result, Exception):
+            with pytest.raises(RuntimeError, match="it does not compile"):
+                load_kernels()
+    assert load_kernels() == load_kernels() == "a library" and results.empty()
 
 
 def test_a_wheels_library_is_used_where_it_was_built_from_these_sources(
