@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from argparse import ArgumentParser
 from pathlib import Path
@@ -71,6 +72,7 @@ class NeuronExportCommand(BaseOptimumCLICommand):
             from optimum_neuron.artifact.artifact import Artifact
             from optimum_neuron.export.recipe import export_model
             from optimum_neuron.tools.certify import certify_export
+        gc.freeze()  # no collection walks what modules made
 
         path = export_model(
             args.model,

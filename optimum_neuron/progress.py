@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 # rich allows one live display at a time: a further stage, in this thread or another, becomes a further line of it.
 _display: Progress | None = None
 _lock = threading.Lock()
+# A spinner, two times, and blanks between.
+_WIDTH_OF_OTHERS = 1 + 2 * 8 + 5
 _stages = 0
 
 
@@ -62,10 +64,9 @@ def _show_task(display: Progress | None, title: str, total: float | None) -> Ite
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Show that torch and transformers are imported, which takes seconds; a collection later leaves out what their modules made."""
+    """Show that torch and transformers are imported, which takes seconds."""
     with stage("Importing torch and transformers"), hold_collector():
         yield
-        gc.freeze()
 
 
 @contextmanager
@@ -101,10 +102,15 @@ def _shared_display() -> Iterator[Progress | None]:
 def _make_display() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    text, times = TextColumn("{task.description}", markup=False), (TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (SpinnerColumn(), text, BarColumn(bar_width=24), *times)
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    bar = min(24, console.width // 6)
+    # rich would shorten all columns of a line that is too long, the times too.
+    description = Column(no_wrap=True, max_width=max(8, console.width - bar - _WIDTH_OF_OTHERS))
+    text, times = TextColumn("{task.description}", markup=False, table_column=description), TimeElapsedColumn()
+    columns = (SpinnerColumn(), text, BarColumn(bar_width=bar), times, TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)
 
 
 def _is_shown() -> bool:

@@ -303,7 +303,7 @@ from optimum_neuron import progress
 with progress.importing():
     assert not gc.isenabled()
     time.sleep(0.3)
-assert gc.isenabled() and gc.get_freeze_count()
+assert gc.isenabled()
 with progress.stage("Checking that step graphs compute what the model does", 3) as advance:
     advance("a name of a weight that is longer than the line of a terminal")
     time.sleep(0.3)
@@ -323,7 +323,7 @@ def test_a_terminal_shows_each_stage_on_one_line_from_the_imports_on_and_a_file_
     os.close(master)
     lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()))
     assert max(map(len, lines)) <= 60
-    assert all(any(title in each for each in lines) for title in ("Importing torch", "Checking that step"))
+    assert all(any(re.search(f"{title}.* 0:00:00", each) for each in lines) for title in ("Importing", "Checking"))
     done = subprocess.run([sys.executable, "-c", STAGES], capture_output=True, env=environment, check=True)
     assert (done.stdout, done.stderr) == (b"", b"")
 

@@ -92,14 +92,17 @@ def test_an_output_is_rounded_alike_beside_any_others_and_zeros_and_single_value
     assert not found[0].any() and torch.count_nonzero(found[1]) == 1 and torch.allclose(found, weight, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ROUNDINGS)
+@pytest.mark.parametrize("name", [*ROUNDINGS, "int4 on a text"])
 def test_threads_share_a_weight_and_change_no_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, threads = _weight(0, 40), torch.get_num_threads()
-    whole = ROUNDINGS[name](weight)
-    monkeypatch.setattr(rounding, "_PIECE", 3 * 64)
+    def on_text(weight: Tensor) -> QuantizedWeight:
+        return round_int4(weight, 32, importance=torch.linspace(0.01, 1, 64) ** 4)
+
+    weight, threads, round_weight = _weight(0, 40), torch.get_num_threads(), ROUNDINGS.get(name, on_text)
+    whole = round_weight(weight)
+    monkeypatch.setattr(rounding, "_PIECE", 3 * 32)  # an odd number of groups
     torch.set_num_threads(3)
     try:
-        assert torch.equal(ROUNDINGS[name](weight).dequantize(), whole.dequantize()) and torch.get_num_threads() == 3
+        assert torch.equal(round_weight(weight).dequantize(), whole.dequantize()) and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
 
