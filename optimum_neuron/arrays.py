@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import ml_dtypes as ml_dtypes  # from here on numpy knows bfloat16 and float8_e4m3fn by name
@@ -48,3 +49,10 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     import torch
 
     return tensor.view(torch.int8 if dtype.itemsize == 1 else torch.int16).numpy().view(dtype)
+
+
+def give_back_heap() -> None:
+    """Give the system the memory that this process freed: glibc keeps that of large arrays between blocks in use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory in the largest pages of the system: fewer TLB misses when every weight is read each step. Memory that is given back."""
+"""Memory in the largest pages of the system: fewer TLB misses when every weight is read each step."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import warnings
@@ -55,13 +54,6 @@ def mapped(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
     memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=offset)
     _prefer_huge_pages(memory)
     return memory
-
-
-def give_back_heap() -> None:
-    """Give the system the memory that this process freed: its C library keeps it, and it counts as resident."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # that of glibc alone
-    if trim is not None:
-        trim(0)
 
 
 def _prefer_huge_pages(memory: mmap.mmap) -> None:

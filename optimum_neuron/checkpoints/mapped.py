@@ -238,13 +238,6 @@ def give_back(tensor: Tensor) -> None:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
-def give_back_freed() -> None:
-    """Have the C library give back what was freed: between blocks in use, glibc keeps the memory of large tensors."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
-
-
 def _mapping_of(address: int) -> str | None:
     """Return the kind of file that memory belongs to: unchanged, or perhaps written to; None for memory of no file."""
     with _MAPPINGS.open("rb") as lines:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from ..arrays import give_back_heap
 from ..artifact.artifact import ArtifactError
-from ..artifact.pages import give_back_heap
 from ..artifact.schema import anything, choice, read_object, record
 from ..errors import first_line
 from .template import Message, render_chat

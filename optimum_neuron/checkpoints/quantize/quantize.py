@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ... import progress
+from ...arrays import give_back_heap
 from ...config import ACTIVATIONS, NeuronConfig
 from ...parity.nonfinite import nonfinite
 from ...step.features.codes.modules import (
@@ -28,7 +29,6 @@ from ...step.features.codes.modules import (
     round_activations_of,
 )
 from ...step.features.codes.weight import MEET_CODED, QuantizedWeight
-from ..mapped import give_back_freed
 from .calibration import Calibration, input_importance
 from .rounding import FP8_LARGEST, FP8_LARGEST_ON, round_fp8, round_int4, round_int8
 
@@ -76,7 +76,7 @@ def quantize(model: PreTrainedModel, config: NeuronConfig, calibration: Calibrat
             else:
                 replace_weights(module, {key.rpartition(".")[2]: each for key, each in rounded.items()})
             del rounded  # in files now
-            give_back_freed()
+            give_back_heap()
             advance(name)
     undivided = [key for key in sizes if key not in in_int4 and key != f"{head}.weight"]
     if config.quantization == "int4" and undivided:
