@@ -20,11 +20,12 @@ namespace {
 
 // A panel of weight rows stays in the second-level cache while rows of x pass over it, block by block.
 constexpr int64_t kPanelOutputs = 64;
-// A chunk of columns of a block of rows stays in the first-level cache, or nearly, while the panel passes over it. Where
-// registers hold many sums, to keep them from chunk to chunk costs more than to read the weights for fewer rows: blocks
-// are then as low as leaves all columns in one chunk.
+// A chunk of columns of a block of rows stays in the first-level cache, with the weights of two tiles, while the panel passes
+// over it. Where registers hold many sums, to keep them from chunk to chunk costs more than to read the weights for fewer
+// rows: blocks are then as low as leaves all columns in one chunk, if one tile can; and few rows, which are one block, get longer
+// chunks.
 constexpr int64_t kBlockTiles = 4;
-constexpr int64_t kChunkBytes = (kManyRegisters ? 40 : 28) * 1024;
+constexpr int64_t kChunkBytes = 28 * 1024, kFewRowsBytes = (kManyRegisters ? 40 : 28) * 1024;
 constexpr int64_t kVectorBytes = sizeof(Vec);
 // Panels that are asked for while several blocks of rows pass over the one before: of more, the second-level cache would lose
 // what it holds.
@@ -198,7 +199,7 @@ class BlockWorker {
     const int64_t blocks = divideUp(tiles, blockTiles_);
     const int64_t vectors = input_.stride / unit();
     const int64_t rows = std::min(input_.rows, blockTiles_ * kTileRows);
-    const int64_t fitting = kChunkBytes / kVectorBytes / rows;
+    const int64_t fitting = (input_.tiles() <= kBlockTiles ? kFewRowsBytes : kChunkBytes) / kVectorBytes / rows;
     const int64_t most = (kConvert<Weights> ? std::min(fitting, kPackedVectors) : fitting) * kStep<Kind> / unit();
     const int64_t chunks = std::max<int64_t>(divideUp(vectors, most), 1);
     for (int64_t i = 0; i < chunks; ++i) {
