@@ -50,7 +50,7 @@ template <class Kind>
 class TileWorker {
  public:
   using Element = typename Kind::Element;
-  static constexpr int64_t kRows = Products<Kind>::kRows;
+  static constexpr int64_t kRows = Products<Kind>::kRows, kTogether = kSoftmaxRows / kRows * kRows;
 
   TileWorker(const Layout& call, const AttendTile& tile, const Scratch& scratch)
       : call_(call), tile_(tile), scratch_(scratch), words_(dimWords<Kind>(call.dim)), group_(call.group()) {}
@@ -175,21 +175,20 @@ class TileWorker {
   };
 
   void attendAllRows(int64_t block, const Word* values, const QueryState& state, BlockScales scales) {
-    const int64_t groups = divideUp(tile_.queries, kRows);
+    const int64_t groups = divideUp(tile_.queries, kTogether);
     for (int64_t i = 0; i < groups; ++i) {
       attendRows(block, values, part(tile_.queries, i, groups), state, scales);
     }
   }
 
   void attendRows(int64_t block, const Word* values, Range queries, const QueryState& all, BlockScales scales) {
-    Range seen{kBlock, 0};
-    Range ranges[kRows];
-    bool whole = true;
+    const bool whole = tile_.common.begin <= block && tile_.common.end >= block + kBlock;
+    Range seen = whole ? Range{0, kBlock} : Range{kBlock, 0};
+    Range ranges[kTogether];
     const int64_t rows = queries.end - queries.begin;
-    for (int64_t m = 0; m < rows; ++m) {
+    for (int64_t m = 0; m < rows && !whole; ++m) {
       const Range range = cut(visible(queries.begin + m), block);
       ranges[m] = range;
-      whole = whole && range.begin == 0 && range.end == kBlock;
       if (range.begin < range.end) {
         seen = {std::min(seen.begin, range.begin), std::max(seen.end, range.end)};
       }
@@ -197,12 +196,17 @@ class TileWorker {
     if (seen.begin >= seen.end) {
       return;
     }
-    alignas(64) float scores[kRows * kBlock];
-    alignas(64) Word probabilities[kRows * kBlock];
-    float factors[kRows];
-    const int64_t vectors = divideUp(seen.end, kLanes);
+    alignas(64) float scores[kTogether * kBlock];
+    alignas(64) Word probabilities[kTogether * kBlock];
+    float factors[kTogether];
+    const int64_t vectors = divideUp(seen.end, kLanes), groups = divideUp(rows, kRows);
     const Word* query = scratch_.queries + queries.begin * words_;
-    Products<Kind>::multiply(rows, vectors, {scores, kBlock, query, words_, scratch_.keys, kBlock, words_, nullptr});
+    for (int64_t i = 0; i < groups; ++i) {
+      const auto [first, last] = part(rows, i, groups);
+      Products<Kind>::multiply(
+          last - first, vectors,
+          {scores + first * kBlock, kBlock, query + first * words_, words_, scratch_.keys, kBlock, words_, nullptr});
+    }
     if (scales.keys) {
       scaleScores(scores, rows, vectors, kBlock, scales.keys);
     }
@@ -226,10 +230,13 @@ class TileWorker {
     constexpr int64_t kWords = Products<Kind>::kWords;
     const int64_t step = seen.begin / Kind::kPerWord / kWords * kWords;
     const int64_t steps = roundUp(divideUp(seen.end, Kind::kPerWord), kWords) - step;
-    Products<Kind>::multiply(
-        rows, call_.dim / kLanes,
-        {all.outputs + queries.begin * call_.dim, call_.dim, probabilities + step, kBlock,
-         values + step * call_.dim, call_.dim, steps, factors});
+    for (int64_t i = 0; i < groups; ++i) {
+      const auto [first, last] = part(rows, i, groups);
+      Products<Kind>::multiply(
+          last - first, call_.dim / kLanes,
+          {all.outputs + (queries.begin + first) * call_.dim, call_.dim, probabilities + first * kBlock + step, kBlock,
+           values + step * call_.dim, call_.dim, steps, factors + first});
+    }
   }
 
   void finish(const QueryState& state) {

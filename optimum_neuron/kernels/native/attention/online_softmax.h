@@ -12,9 +12,12 @@ namespace step {
 namespace {
 
 constexpr int kBlockVectors = kBlock / kLanes;
+// Queries that one softmax takes, at most: whole vectors of them. Of more, less is waited for before it and after.
+constexpr int64_t kSoftmaxRows = 48;
 
-// 2^x for x <= 0. The polynomial is that of exp2f in the Cephes library (S. Moshier), for 2^f on [-1/2, 1/2]; relative
-// error 1e-7.
+// 2^x for x <= 0. The polynomials are fitted to 2^f on [-1/2, 1/2] with 1 for f = 0; relative error 1e-7, or 3e-6 where the
+// result is Rounded to bfloat16.
+template <bool Rounded = false>
 INLINE Vec exp2(Vec x) {
 #if defined(STEP_AVX512)
   const Vec whole = _mm512_maskz_roundscale_ps(kAll, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -26,12 +29,19 @@ INLINE Vec exp2(Vec x) {
   const Vec whole = rounded - kRounder;
 #endif
   const Vec f = x - whole;
-  Vec y = broadcast(1.535336188319500e-4f);
-  y = fma(y, f, broadcast(1.339887440266574e-3f));
-  y = fma(y, f, broadcast(9.618437357674640e-3f));
-  y = fma(y, f, broadcast(5.550332471162809e-2f));
-  y = fma(y, f, broadcast(2.402264791363012e-1f));
-  y = fma(y, f, broadcast(6.931472028550421e-1f));
+  Vec y;
+  if constexpr (Rounded) {
+    y = broadcast(9.582855315e-3f);
+    y = fma(y, f, broadcast(5.590643044e-2f));
+    y = fma(y, f, broadcast(2.402409861e-1f));
+    y = fma(y, f, broadcast(6.931241927e-1f));
+  } else {
+    y = broadcast(1.326472877e-3f);
+    y = fma(y, f, broadcast(9.671513183e-3f));
+    y = fma(y, f, broadcast(5.550733744e-2f));
+    y = fma(y, f, broadcast(2.402224208e-1f));
+    y = fma(y, f, broadcast(6.931469776e-1f));
+  }
   y = fma(y, f, broadcast(1.0f));
 #if defined(STEP_AVX512)
   return _mm512_maskz_scalef_ps(kAll, y, whole);
@@ -93,30 +103,29 @@ INLINE IntVec seenLanes(Range seen, int j) {
   return (column >= static_cast<int>(seen.begin) - first) & (column < static_cast<int>(seen.end) - first);
 }
 
-// Probabilities of up to 16 queries over a block, relative to their largest score so far, and the factors
+// Probabilities of up to kSoftmaxRows queries over a block, relative to their largest score so far, and the factors
 // that make the earlier ones relative to that score. Where a query sees nothing of the block, 0 and a factor of 1.
 // `seen` are the columns that each of them sees; scores of others may be anything.
 // Whole: all of them see all columns of the block. That is the usual case, and masks cost a tenth of all time.
 // Scaled: values have scales, [kBlock], which are part of what they are multiplied by.
 template <class Kind, bool Whole, bool Scaled>
 void softmax(
-    Word* probabilities, float* factors, Softmax state, float* scores, const Range* seen, int64_t rows, float scale,
+    Word* probabilities, float* factors, Softmax state, const float* scores, const Range* seen, int64_t rows, float scale,
     const float* valueScales) {
-  constexpr int64_t kMost = 16;  // whole vectors
-  alignas(64) float before[kMost] = {}, now[kMost] = {}, change[kMost];
+  alignas(64) float before[kSoftmaxRows], now[kSoftmaxRows], change[kSoftmaxRows];
+  for (int64_t m = rows; m < roundUp(rows, kLanes); ++m) {  // the last vector is whole
+    before[m] = now[m] = 0.0f;
+  }
   for (int64_t m = 0; m < rows; ++m) {
     before[m] = state.maxima[m];
     Vec top = broadcast(before[m]);
     UNROLL for (int j = 0; j < kBlockVectors; ++j) {
-      float* p = scores + m * kBlock + j * kLanes;
-      const Vec scaled = loadVec(p) * scale;
-      const Vec larger = max(top, scaled);
+      const Vec larger = max(top, loadVec(scores + m * kBlock + j * kLanes) * scale);
       if constexpr (Whole) {
         top = larger;
       } else {
         top = seenLanes(seen[m], j) ? larger : top;
       }
-      storeVec(p, scaled);
     }
     now[m] = maximumOf(top);
     state.maxima[m] = now[m];
@@ -126,9 +135,9 @@ void softmax(
   }
   for (int64_t m = 0; m < rows; ++m) {
     Vec sum{};
-    const Vec top = broadcast(now[m]);
+    const Vec factor = broadcast(scale), less = broadcast(-now[m]);
     UNROLL for (int j = 0; j < kBlockVectors; ++j) {
-      Vec p = exp2(loadVec(scores + m * kBlock + j * kLanes) - top);
+      Vec p = exp2<sizeof(typename Kind::Packed) == 2>(fma(loadVec(scores + m * kBlock + j * kLanes), factor, less));
       if constexpr (!Whole) {
         p = seenLanes(seen[m], j) ? p : Vec{};
       }
