@@ -36,7 +36,7 @@ struct PlainWeights {
   INLINE typename Kind::Words load(int j, int64_t k, Count... count) const {
     if constexpr (Asks) {
       // The hardware alone stops at the end of each page, and so of short rows.
-      prefetchFar(rows[j] + (k + ahead));
+      prefetchStream(rows[j] + (k + ahead));
     }
     return Kind::loadWords(rows[j] + k, count...);
   }

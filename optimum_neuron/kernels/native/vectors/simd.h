@@ -128,6 +128,14 @@ INLINE Vec min(Vec a, Vec b) {
 
 // To the second-level cache: few lines can be on their way to the first one, which would bound what a core reads.
 INLINE void prefetchFar(const void* p) { __builtin_prefetch(p, 0, 2); }
+// What is read once: to the first-level cache by CPUs with bfloat16 and without tiles, AMD's, which wait for more lines.
+INLINE void prefetchStream(const void* p) {
+#if defined(STEP_AVX512_BF16) && !defined(STEP_AMX)
+  __builtin_prefetch(p, 0, 3);
+#else
+  prefetchFar(p);
+#endif
+}
 
 // Lane i of the result is lane Pattern::at(i) of a, or where that is not below kLanes, of b.
 template <class Pattern, class V, size_t... I>
