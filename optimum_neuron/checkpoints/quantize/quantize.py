@@ -192,6 +192,11 @@ def settle_activations(model: nn.Module, config: NeuronConfig, *, by_default: bo
     if asked == "auto":
         config = dataclasses.replace(config, activations=ACTIVATIONS[0] if meets and by_default else None)
     if config.activations is None:
+        if asked is None and meets and by_default:
+            logger.warning(
+                "activations stay as they are where they meet weights of int8 or int4: this CPU computes that slower than with activations "
+                "rounded to int8, and may be slower than with plain weights of bfloat16; leave out --activations none to round them"
+            )
         return config
     if not meets:
         raise ValueError(
