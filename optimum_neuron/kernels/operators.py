@@ -27,8 +27,8 @@ def _like_first(first: Tensor, *others: Any) -> Tensor:
 # Each schema, with a function that gives a result without its numbers.
 _OPERATORS: dict[str, Callable[..., Tensor | None]] = {
     "attend(Tensor query, Tensor keys, Tensor values, Tensor? blocks, Tensor positions, float scaling, int window, "
-    "float softcap, Tensor? sinks, Tensor? column_bias, Tensor? key_scale, Tensor? value_scale) -> Tensor": lambda query, *others: (
-        torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    "float softcap, Tensor? sinks, Tensor? column_bias, Tensor? key_scale, Tensor? value_scale) -> Tensor": lambda query, keys, values, *others: (
+        query.new_empty((query.shape[0], query.shape[2], query.shape[1], values.shape[-1]))
     ),
     "write_cache(Tensor(a!) cache, Tensor states, Tensor blocks, Tensor columns) -> ()": _no_result,
     "write_codes(Tensor(a!) codes, Tensor(b!) scale, Tensor states, Tensor blocks, Tensor columns) -> ()": _no_result,

@@ -24,7 +24,7 @@ from .steps.json_form import build_from_json, shorten, write_as_json
 from .steps.steps import PlanData
 
 
-FORMAT = 9
+FORMAT = 10
 # A larger file is not read into memory.
 _LARGEST_FILE = 64 << 20
 _OWN_FIELDS = ("format", "tensors", "plan", "sha256")

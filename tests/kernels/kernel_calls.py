@@ -207,7 +207,7 @@ class Kernels:
     ) -> Tensor:
         plain, codes = parts_of(weight)
         output = guarded((*index.shape, plain.shape[1]), x.dtype) if output is None else output
-        return self.call(steps.Experts, output, x=x, index=index, weight=plain, bias=bias, codes=codes)
+        return self.call(steps.Experts, output, x=x, index=index.to(torch.int32), weight=plain, bias=bias, codes=codes)
 
     def attend(
         self,
@@ -220,7 +220,8 @@ class Kernels:
         **named: Any,
     ) -> Tensor:
         """`options` are the scaling, and what else there is of the window, the softcap, sinks, and a bias by column."""
-        rows, heads, tokens, dim = query.shape
+        rows, heads, tokens, _ = query.shape
+        dim = (values if isinstance(values, Tensor) else values.codes).shape[-1]
         output = named.pop("output", None)
         output = guarded((rows, tokens, heads, dim), query.dtype) if output is None else output
         members = {"window": 0, "softcap": 0.0, "sinks": None, "column_bias": None}
@@ -300,7 +301,7 @@ class Planned:
 
     @property
     def calls_torch(self) -> list[str]:
-        return [step.operator for step in self.plan.steps if isinstance(step, TorchCall)]
+        return [step.operator for step in (*self.plan.once, *self.plan.steps) if isinstance(step, TorchCall)]
 
     def __call__(self, *inputs: Tensor, live: int = 1 << 40) -> list[Tensor]:
         """Runs it for the first `live` tokens, in memory that holds NaN: as integers, no indices."""

@@ -83,7 +83,7 @@ def test_attention_is_exact_and_a_token_depends_on_nothing_else(
 ) -> None:
     columns, tokens, dim = 151, 37, 48
     positions = torch.arange(columns - tokens, columns, dtype=torch.int32)[None]
-    keys, values = make_cache(2, 2, columns + 9, dim, {1: columns - 1}, dtype)
+    keys, values = make_cache(2, 2, columns + 9, (dim, dim), {1: columns - 1}, dtype)
     query = random(1, 6, tokens, dim, dtype=dtype)
     options = (dim**-0.5, window, 5.0, torch.randn(6))
     whole = emulated.attend(query, keys, values, int32([1]), positions, *options)

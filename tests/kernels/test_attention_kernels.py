@@ -47,10 +47,10 @@ def attend_exactly(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor | 
 
 
 def make_cache(
-    slots: int, kv_heads: int, columns: int, dim: int, seen: dict[int, int], dtype: torch.dtype
+    slots: int, kv_heads: int, columns: int, dims: tuple[int, int], seen: dict[int, int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Keys and values with NaN and infinity in every column that `seen` (slot to last position) does not cover."""
-    keys, values = (random(slots, kv_heads, columns, dim, dtype=dtype) for _ in range(2))
+    keys, values = (random(slots, kv_heads, columns, dim, dtype=dtype) for dim in dims)
     for slot in range(slots):
         keys[slot, :, seen.get(slot, -1) + 1 :] = NAN
         values[slot, :, seen.get(slot, -1) + 1 :] = NAN if slot % 2 else INFINITY
@@ -64,11 +64,12 @@ def table_of(heads: int, columns: int) -> Tensor:
     return table
 
 
-# heads, kv heads, dim, columns, window
-Shape = tuple[int, int, int, int, int]
-SHAPES = [(4, 4, 16, 64, 0), (9, 3, 64, 200, 0), (4, 2, 48, 130, 7), (8, 1, 128, 333, 65), (6, 3, 256, 65, 100)]
+# heads, kv heads, dimensions of keys and of values, columns, window
+Shape = tuple[int, int, tuple[int, int], int, int]
+SHAPES = [(4, 4, (16, 16), 64, 0), (9, 3, (64, 64), 200, 0), (4, 2, (24, 12), 130, 7), (8, 1, (192, 128), 333, 65)]
+SHAPES += [(6, 3, (256, 256), 65, 100)]
 # More columns than a section has, which threads share out: of all, and of a window over more than one.
-SHAPES += [(6, 2, 32, 3100, 0), (6, 2, 32, 3100, 1500)]
+SHAPES += [(6, 2, (32, 32), 3100, 0), (6, 2, (20, 33), 3100, 1500)]
 with_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 # Probabilities are rounded to bfloat16 where the CPU multiplies it.
 ATTEND_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 5e-6}
@@ -80,7 +81,7 @@ ATTEND_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 def test_attend_matches_float64(
     kernels: Kernels, dtype: torch.dtype, shape: Shape, tokens: int, by_slot: bool
 ) -> None:
-    (heads, kv_heads, dim, columns, window), rows, slots = shape, 3, 5
+    (heads, kv_heads, (dim, value_dim), columns, window), rows, slots = shape, 3, 5
     seq_ids = int32([4, 0, 2]) if by_slot else None
     positions = torch.randint(-1, columns, (rows, tokens), dtype=torch.int32)
     positions[1, 0] = -1
@@ -89,11 +90,11 @@ def test_attend_matches_float64(
         edges = (1023, 1024, 1722, 1723, 2047, 2048, 2523, 2524, 3071, 3072)
         positions[2, 1 : 1 + len(edges)] = int32(edges)
     seen = {int(slot): int(positions[row].max()) for row, slot in enumerate([0, 1, 2] if seq_ids is None else seq_ids)}
-    keys, values = make_cache(slots, kv_heads, columns, dim, seen, dtype)
+    keys, values = make_cache(slots, kv_heads, columns, (dim, value_dim), seen, dtype)
     query = random(rows, tokens, heads, dim, dtype=dtype).transpose(1, 2)
     inputs = (query, keys, values, seq_ids, positions, dim**-0.5, window)
     result = kernels.attend(*inputs)
-    assert result.dtype == dtype and result.shape == (rows, tokens, heads, dim)
+    assert result.dtype == dtype and result.shape == (rows, tokens, heads, value_dim)
     assert not result[positions < 0].any()
     assert (result.double() - attend_exactly(*inputs)).abs().max() < ATTEND_ERROR[dtype]
     assert same_bits(kernels.attend(query.contiguous(), *inputs[1:]), result)
@@ -116,7 +117,8 @@ def test_softcap_sinks_biases_and_codes_are_those_of_transformers(
     table = table_of(heads, columns) if is_biased else None
     positions = torch.randint(-1, columns, (2, 19), dtype=torch.int32)
     positions[:, 3], positions[:, 4] = -1, 0
-    keys, values = make_cache(2, kv_heads, columns, 32, {row: int(positions[row].max()) for row in range(2)}, dtype)
+    last = {row: int(positions[row].max()) for row in range(2)}
+    keys, values = make_cache(2, kv_heads, columns, (32, 20), last, dtype)
     seen = keys, values
     if kind:
         keys, values = (round_states(each.float(), TYPES[kind]) for each in seen)
@@ -131,8 +133,9 @@ def test_softcap_sinks_biases_and_codes_are_those_of_transformers(
 
 @with_dtypes
 def test_heads_and_scores_of_any_size_and_sinks_without_weight_are_taken(kernels: Kernels, dtype: torch.dtype) -> None:
-    for dim in range(16, 257, 16):
-        query, (keys, values) = random(2, 3, 2, dim, dtype=dtype), make_cache(2, 1, 70, dim, {0: 69, 1: 65}, dtype)
+    for dim in (1, 2, 15, 16, 17, 48, 80, 120, 255, 256, 511, 512):
+        query, dims = random(2, 3, 2, dim, dtype=dtype), (dim, 513 - dim)
+        keys, values = make_cache(2, 1, 70, dims, {0: 69, 1: 65}, dtype)
         inputs: Any = (query, keys, values, None, int32([[3, 69], [65, 40]]), dim**-0.5)
         error = (kernels.attend(*inputs).double() - attend_exactly(*inputs)).abs().max()
         assert error < ATTEND_ERROR[dtype], dim
@@ -154,7 +157,7 @@ def test_heads_and_scores_of_any_size_and_sinks_without_weight_are_taken(kernels
 def test_a_token_of_attend_depends_on_nothing_else(
     kernels: Kernels, dtype: torch.dtype, shape: Shape, extras: bool
 ) -> None:
-    heads, kv_heads, dim, columns, window = shape
+    heads, kv_heads, (dim, value_dim), columns, window = shape
     tokens = min(columns, 100) - 3
     options = (dim**-0.5, window, 3.0 if extras else 0.0, torch.randn(heads) if extras else None)
 
@@ -163,7 +166,7 @@ def test_a_token_of_attend_depends_on_nothing_else(
         return kernels.attend(query, keys, values, slots, positions.contiguous(), *options, table)
 
     positions = torch.arange(columns - tokens, columns, dtype=torch.int32)[None]
-    keys, values = make_cache(3, kv_heads, columns, dim, {1: columns - 1}, dtype)
+    keys, values = make_cache(3, kv_heads, columns, (dim, value_dim), {1: columns - 1}, dtype)
     query = random(1, tokens, heads, dim, dtype=dtype).transpose(1, 2)
     slot = int32([1])
     whole = attend(query, keys, values, slot, positions)
@@ -182,7 +185,7 @@ def test_a_token_of_attend_depends_on_nothing_else(
     stop = columns // 2 + 1
     first = max(0, stop - window) if window else 0
     for poison in (NAN, INFINITY, -INFINITY):
-        small = [torch.full((1, kv_heads, stop + 9, dim), poison, dtype=dtype) for _ in range(2)]
+        small = [torch.full((1, kv_heads, stop + 9, size), poison, dtype=dtype) for size in (dim, value_dim)]
         for own, cache in zip(small, (keys, values), strict=True):
             own[0, :, first:stop] = cache[1, :, first:stop]
         among = torch.randint(-1, stop + 9, (1, 5), dtype=torch.int32)

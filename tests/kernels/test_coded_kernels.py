@@ -341,7 +341,10 @@ class _Layers(nn.Module):
 def test_layers_of_a_graph_that_share_their_input_are_one_step_where_they_are_quantized_alike(
     best_kernels: Kernels, dtype: torch.dtype, rows: int
 ) -> None:
-    module, inputs = _Layers(dtype), (random(1, rows, 64, dtype=dtype), torch.randint(0, 4, (rows, 2)))
+    module, inputs = (
+        _Layers(dtype),
+        (random(1, rows, 64, dtype=dtype), torch.randint(0, 4, (rows, 2), dtype=torch.int32)),
+    )
     with multiplying(OPS.quantized_linear):
         planned = Planned(best_kernels, module, inputs)
     steps = [step for step in planned.plan.steps if isinstance(step, Linears)]

@@ -111,14 +111,20 @@ STEPS: dict[str, Step] = {
         _ATTEND, keys=_CODES[0], values=_CODES[1], key_scale=_SCALES[0], value_scale=_SCALES[1]
     ),
     "Experts": steps.Experts(
-        at(ARENA, 3, 4), at(INPUT, 3, 2, dtype="int64"), at(WEIGHT, 4, 8, 4), at(WEIGHT, 4, 8, offset=256),
-        at(OTHER, 3, 2, 8),
+        at(ARENA, 3, 4), numbers(INPUT, 3, 2), at(WEIGHT, 4, 8, 4), at(WEIGHT, 4, 8, offset=256), at(OTHER, 3, 2, 8)
     ),
     "Convolve": steps.Convolve(
         at(ARENA, 3, 4), at(WEIGHT, 3, 4), at(WEIGHT, 4, offset=64), at(STATE, 4, 2, 4), *_PLACES, at(OTHER, 3, 4)
     ),
     "Walk": _WALK,
     "Walk by rates": replace(_WALK, decay=at(ARENA, 3, 2, 4, offset=96), share=None, rates=at(WEIGHT, 4, 4)),
+    "MatMul": steps.MatMul(at(ARENA, 2, 3, 4), at(WEIGHT, 2, 4, 5), at(OTHER, 2, 3, 5)),
+    "TopK": steps.TopK(at(ARENA, 3, 4), at(OTHER, 3, 2), numbers(OTHER, 3, 2, offset=8)),
+    "Gather": steps.Gather(at(ARENA, 3, 4), numbers(INPUT, 3, 2), at(OTHER, 3, 2)),
+    "Scatter": steps.Scatter(at(ARENA, 3, 4), numbers(INPUT, 3, 2), at(OTHER, 3, 4), None, 1.0),
+    "Scatter of values": steps.Scatter(
+        at(ARENA, 3, 4), numbers(INPUT, 3, 2), at(OTHER, 3, 4), at(ARENA, 3, 2, offset=64), 0.0
+    ),
     "Linears": Linears(at(ARENA, 3, 4), (Layer(at(WEIGHT, 8, 4), at(WEIGHT, 8, offset=32), at(OTHER, 3, 8)),)),
     "Linears of codes": Linears(at(ARENA, 3, 8), (_CODED,)),
     "Sample": steps.Sample(at(ARENA, 3, 16), at(INPUT, 3, 4), at(INPUT, 3, offset=64), numbers(OTHER, 3)),
@@ -144,6 +150,7 @@ def _list_other_forms(operand: Operand) -> Iterator[tuple[str, Operand]]:
 # The places of operands of which there may be fewer, whatever the others have: slots, columns, rows of a table, and words.
 FREE = {"WriteCache": {(0, "0"), (0, "2")}, "Select": {(0, "0")}, "Convolve": {(3, "0")}, "Sample": {(0, "1")}}
 FREE |= {name: {(5, "0")} for name in ("Walk", "Walk by rates")}
+FREE |= {"TopK": {(0, "1")}, "Gather": {(0, "1")}, "Scatter": {(1, "1")}}
 
 
 @pytest.mark.parametrize("name", [name for name, step in STEPS.items() if not isinstance(step, TorchCall)])
@@ -170,7 +177,8 @@ def _coded(**changes: Any) -> Linears:
 MISFITS: dict[str, tuple[Step, str]] = {
     "no heads of keys": (replace(_ATTEND, keys=at(STATE, 1, 0, 4, 16)), "its attention has 2 heads, 0 of keys"),
     "heads of 3 and 2": (replace(_ATTEND, query=at(ARENA, 1, 3, 1, 16)), "its attention has 3 heads, 2 of keys"),
-    "odd heads": (replace(_ATTEND, query=at(ARENA, 1, 2, 1, 24), keys=at(STATE, 1, 2, 4, 24)), "of dimension 24"),
+    "large heads": (replace(_ATTEND, query=at(ARENA, 1, 1, 1, 528), keys=at(STATE, 1, 1, 1, 528)), "of dimensions 528 and 16"),
+    "empty heads": (replace(_ATTEND, values=at(STATE, 1, 2, 4, 0)), "of dimensions 16 and 0"),
     "codes without scales": (replace(_ATTEND, keys=_CODES[0], values=_CODES[1]), "int8"),
     "scales without codes": (replace(_ATTEND, key_scale=_SCALES[0], value_scale=_SCALES[1]), "not all or none have sc"),
     "a scale of keys alone": (replace(_ATTEND, keys=_CODES[0], key_scale=_SCALES[0]), "not all or none have scales"),
@@ -185,6 +193,8 @@ MISFITS: dict[str, tuple[Step, str]] = {
     "no scales": (_coded(scale=at(WEIGHT, 6, 0)), "0 scales for 8 columns"),
     "a scale each": (_coded(scale=at(WEIGHT, 6, 8)), "8 scales for 8 columns"),
     "scales apart": (_coded(scale=at(WEIGHT, 6, 2, offset=1023)), "byte 4140 of a buffer"),
+    "more than all": (steps.TopK(at(ARENA, 3, 4), at(OTHER, 3, 5), numbers(OTHER, 3, 5, offset=32)), "the 5 largest of rows"),
+    "other rows": (steps.Gather(at(ARENA, 3, 4), numbers(INPUT, 2, 2), at(OTHER, 2, 2)), "of rows"),
     "other activations": (Linears(at(ARENA, 3, 8), (_CODED, *_coded(activations="int8").layers)), "quantized in several ways"),
     "plain and codes": (Linears(at(ARENA, 3, 8), (_CODED, _PLAIN)), "quantized in several ways"),
 }  # fmt: skip

@@ -44,14 +44,17 @@ print(json.dumps(tokens))
 """
 
 
-def test_a_request_runs_to_its_end_without_torch(cpu_artifact: Callable[[str], Path], open_runner: Opener) -> None:
+@pytest.mark.parametrize("model", ["llama", "gpt_oss"])
+def test_a_request_runs_to_its_end_without_torch(
+    cpu_artifact: Callable[[str], Path], open_runner: Opener, model: str
+) -> None:
     prompt = np.arange(3, 24, dtype=np.int32)
-    output, errors = python_process(WATCH + RUN, cpu_artifact("llama"), json.dumps(prompt.tolist())).communicate(
+    output, errors = python_process(WATCH + RUN, cpu_artifact(model), json.dumps(prompt.tolist())).communicate(
         timeout=100
     )
     assert output, errors
     tokens = json.loads(output)
-    assert tokens["greedy"] == generate(open_runner("llama"), prompt, 5)[0] and len(tokens["drawn"]) == 5
+    assert tokens["greedy"] == generate(open_runner(model), prompt, 5)[0] and len(tokens["drawn"]) == 5
 
 
 # Of each module, the packages of others that it may import, and the most modules in all. numpy has 160.

@@ -11,11 +11,11 @@ from torch import Tensor
 from ..plan import Plan
 from ..run.encode_products import is_contiguous
 from ..steps.access import ALIGNMENT, SIZES, find_operands
-from ..steps.steps import Buffer, Item, Map, Step, TorchCall
+from ..steps.steps import Buffer, Item, Map, Step
 from .builder import PlanBuilder
 
 
-def place_buffers(builder: PlanBuilder, once: tuple[TorchCall, ...]) -> tuple[Plan, dict[str, Tensor]]:
+def place_buffers(builder: PlanBuilder, once: tuple[Step, ...]) -> tuple[Plan, dict[str, Tensor]]:
     """Return the finished plan, and its constants by name."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ _PASSING = VIEWS | ALIASES | JOINING | {operator.getitem}
 def arguments(node: Node) -> tuple[Any, ...]:
     """Return a node's operands and options; their types depend on its operator."""
     return node.args
+
+
+def option(node: Node, place: int, name: str, default: Any = None) -> Any:
+    """Return an option of a node by its place or its name, or its default."""
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
 
 
 class PlanBuilder:
@@ -83,7 +88,7 @@ class PlanBuilder:
     def is_wide(self, node: Node) -> bool:
         """Return whether a node's value stays in float32 for a later Map, though its type has fewer bits."""
         value = self.fake_or_none(node)
-        if value is None or value.dtype not in _FEWER_BITS or node in self.written:
+        if value is None or value.dtype not in _FEWER_BITS or node in self.written or self.temporary == "kept":
             return False
         return any(self._is_for_maps(user) for user in node.users if self._is_to_come(user))
 
@@ -149,6 +154,19 @@ class PlanBuilder:
         value.home = place.memory
         value.group.store_register(value.register, place, rows=value.rows)
         return place.memory
+
+    def contiguous(self, node: Node, dtype: torch.dtype | None = None) -> StoredValue:
+        """Return a node's value in memory, contiguous and of its own type or another: copied where it is not."""
+        value = self.stored(node)
+        fits = value.layout.is_contiguous() and dtype in (None, value.layout.dtype)
+        return value if fits else self.contiguous_copy(value, dtype)
+
+    def expanded(self, node: Node, shape: Sequence[int]) -> StoredValue:
+        """Return a node's value expanded to a shape, contiguous and in float32: copied where it is not."""
+        value = self.stored(node)
+        whole = StoredValue(value.memory, value.layout.expand(shape))
+        fits = whole.layout.dtype == torch.float32 and whole.layout.is_contiguous()
+        return whole if fits else self.contiguous_copy(whole, torch.float32)
 
     def contiguous_copy(self, value: StoredValue, dtype: torch.dtype | None = None) -> StoredValue:
         """Return a contiguous copy, of a type that a Map has."""

@@ -19,6 +19,7 @@ from .pointwise import aten
 
 
 _OWN = getattr(torch.ops, NAMESPACE)
+_MAX_COPIED = 1 << 16  # elements of a weight, in each step
 
 
 def _take_stored(builder: PlanBuilder, node: Node) -> Operand:
@@ -27,8 +28,7 @@ def _take_stored(builder: PlanBuilder, node: Node) -> Operand:
 
 
 def _take_contiguous(builder: PlanBuilder, node: Node) -> Operand:
-    value = builder.stored(node)
-    return (value if value.layout.is_contiguous() else builder.contiguous_copy(value)).as_operand()
+    return builder.contiguous(node).as_operand()
 
 
 def _take_adjacent(builder: PlanBuilder, node: Node) -> Operand:
@@ -178,6 +178,44 @@ def _find_parameter(builder: PlanBuilder, node: Node, index: int) -> StoredValue
     return value if isinstance(value, StoredValue) and value.memory.kind in ("tensor", "kept") else None
 
 
+def _lower_product(builder: PlanBuilder, node: Node) -> bool:
+    """Lower a product of two tensors that steps compute, in float32."""
+    if node.target is aten.matmul.default and _lower_matmul(builder, node):
+        return True
+    sources, fake = arguments(node)[:2], builder.fake(node)
+    fakes = [builder.fake(each) for each in sources]
+    if fake.dtype not in FLOATS or any(each.dim() < 2 or each.numel() == 0 for each in (fake, *fakes)):
+        return False
+    if any(_is_large_weight(builder, each) for each in sources):
+        return False
+    operands = [
+        builder.expanded(each, (*fake.shape[:-2], *own.shape[-2:])) for each, own in zip(sources, fakes, strict=True)
+    ]
+    output = builder.allocate(fake.shape, torch.float32)
+    left, right = map(_as_matrices, operands)
+    builder.steps.append(steps.MatMul(left, right, _as_matrices(output)))
+    builder.values[node] = builder.contiguous_copy(output, fake.dtype) if node in builder.written else output
+    return True
+
+
+def _is_large_weight(builder: PlanBuilder, node: Node) -> bool:
+    """Return whether each step would have to copy a large weight to have it contiguous and in float32."""
+    value = builder.values[node]
+    if (
+        not isinstance(value, StoredValue)
+        or value.memory.kind != "tensor"
+        or value.memory.name.startswith(steps.STATES)
+    ):
+        return False
+    lies_so = value.layout.is_contiguous() and value.layout.dtype == torch.float32
+    return not lies_so and value.layout.numel() > _MAX_COPIED
+
+
+def _as_matrices(value: StoredValue) -> Operand:
+    """Return a contiguous value as `[matrices, rows, columns]`."""
+    return StoredValue(value.memory, value.layout.view(-1, *value.layout.shape[-2:])).as_operand()
+
+
 def _lower_matmul(builder: PlanBuilder, node: Node) -> bool:
     """Lower `weight @ x`, of `x [inputs, tokens]` or `[1, inputs, tokens]`: a linear layer with a token in each column."""
     weight, source = _find_parameter(builder, node, 0), arguments(node)[1]
@@ -211,5 +249,5 @@ LOWERINGS: dict[Any, Callable[[PlanBuilder, Node], bool]] = {
     _OWN.quantized_linear.default: _lower_quantized_linear,
     _OWN.quantized_expert_linear.default: _lower_quantized_experts,
     aten.linear.default: _lower_linear,
-    aten.matmul.default: _lower_matmul,
+    **dict.fromkeys((aten.matmul.default, aten.bmm.default), _lower_product),
 }

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 
 from .builder import PlanBuilder, arguments
-from .fusion import FLOATS, REGISTER_DTYPES, StoredValue
-from .join import Join, constant, lower_layer_norm, lower_reduction, lower_softmax, read_numbers, reduced_dims
+from .fusion import FLOATS, REGISTER_DTYPES, Constant, StoredValue
+from .join import Join, constant, lower_norm, lower_reduction, lower_softmax, read_numbers, reduced_dims
 from .moves import lower_clone, lower_conversion
 from .pointwise import ARITHMETIC, COMPARISONS, CONVERSIONS, COPIES, KEEPS_CONSTANT, LOGICAL, REDUCING, UNARY, aten
 
@@ -19,10 +19,12 @@ from .pointwise import ARITHMETIC, COMPARISONS, CONVERSIONS, COPIES, KEEPS_CONST
 def lower_elementwise(builder: PlanBuilder, node: Node) -> bool:
     """Lower a node by the table that has its operator."""
     target = node.target
-    if builder.fake_or_none(node) is None or builder.fake(node).dtype not in REGISTER_DTYPES:
+    if builder.fake_or_none(node) is None:
         return False
     if target in CONVERSIONS:
         return lower_conversion(builder, node)
+    if builder.fake(node).dtype not in REGISTER_DTYPES:
+        return False
     if target in COPIES or target is aten.contiguous.default:
         return lower_clone(builder, node)
     tensors = [source for source in node.all_input_nodes if constant(builder, source) is None]
@@ -168,14 +170,17 @@ def _lower_clamp(builder: PlanBuilder, node: Node) -> bool:
     bounds = [node.kwargs.get(name, bound) for name, bound in zip(("min", "max"), bounds, strict=True)]
     dtype = builder.fake(node).dtype
     numbers = read_numbers(builder, bounds, dtype)
-    is_known = constant(builder, source) is not None
-    if is_known or numbers is None or dtype != builder.fake(source).dtype or dtype == torch.bool:
+    if constant(builder, source) is not None or numbers is None or dtype == torch.bool:
         return False
-    join = Join(builder, node, [source])
+    tensors = [each for each, number in zip(bounds, numbers, strict=True) if number is None and each is not None]
+    if any(builder.fake(each).dtype != dtype for each in (source, *tensors)):
+        return False
+    join = Join(builder, node, [source, *tensors])
     register = join.register(source)
-    for op, number in zip(("max", "min"), numbers, strict=True):
-        if number is not None:
-            register = join.compute(op if dtype in FLOATS else "i" + op, register, number)
+    for op, bound, number in zip(("max", "min"), bounds, numbers, strict=True):
+        if bound is not None:
+            other: int | Constant = join.register(bound) if number is None else number
+            register = join.compute(op if dtype in FLOATS else "i" + op, register, other)
     return join.finish(register)
 
 
@@ -187,16 +192,17 @@ def _lower_activation(builder: PlanBuilder, node: Node) -> bool:
 
 _MASKED_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _CHOICES = (aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar, *_MASKED_FILLS)
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor)
 # Operators with a rule of their own.
 _SPECIAL: dict[Any, Callable[[PlanBuilder, Node], bool]] = {
     **dict.fromkeys(_CHOICES, _lower_choose),
     **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default, aten.isnan.default), _lower_test),
-    **dict.fromkeys((aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default), _lower_clamp),
+    **dict.fromkeys(_CLAMPS, _lower_clamp),
     **dict.fromkeys((aten.softmax.int, aten._softmax.default), lower_softmax),
     **dict.fromkeys((aten.pow.Tensor_Scalar, aten.square.default), _lower_pow),
     **dict.fromkeys((aten.gelu.default, aten.softplus.default), _lower_activation),
     aten.rsub.Scalar: _lower_rsub,
-    aten.layer_norm.default: lower_layer_norm,
+    **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), lower_norm),
 }
 # What becomes operators of a Map.
 MAPPED: frozenset[Any] = frozenset(

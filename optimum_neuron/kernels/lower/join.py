@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .builder import PlanBuilder, arguments
+from .builder import PlanBuilder, arguments, option
 from .fusion import FLOATS, Constant, KnownValue, Pending, StoredValue, squeezed
-from .pointwise import MEANS, REDUCING
+from .pointwise import MEANS, REDUCING, aten
 
 
 _INT32 = range(-(2**31), 2**31)
@@ -108,7 +108,7 @@ def read_numbers(
 def reduced_dims(builder: PlanBuilder, node: Node) -> set[int]:
     """Return the dimensions that a reduction takes, of those with more than one element."""
     shape = builder.fake(arguments(node)[0]).shape
-    dims: Any = arguments(node)[1] if len(arguments(node)) > 1 else node.kwargs.get("dim")
+    dims = option(node, 1, "dim")
     dims = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
     return {dim % len(shape) for dim in dims if shape[dim] != 1} if shape else set()
 
@@ -148,11 +148,15 @@ def lower_softmax(builder: PlanBuilder, node: Node) -> bool:
     return join.finish(group.compute("div", weights, total), rows=False)
 
 
-def lower_layer_norm(builder: PlanBuilder, node: Node) -> bool:
-    source, shape, weight, bias, epsilon = [*arguments(node), None, None, 1e-5][:5]
+def lower_norm(builder: PlanBuilder, node: Node) -> bool:
+    """Lower `layer_norm` and `rms_norm` of the last dimension."""
+    is_centered = node.target is aten.layer_norm.default
+    source, shape, weight = (*arguments(node), None)[:3]
+    bias = option(node, 3, "bias") if is_centered else None
+    epsilon = option(node, 4, "eps", 1e-5) if is_centered else option(node, 3, "eps")
     fake = builder.fake(source)
     own = squeezed(shape)
-    if len(own) != 1 or fake.dtype not in FLOATS or squeezed(fake.shape[-1:]) != own:
+    if len(own) != 1 or fake.dtype not in FLOATS or squeezed(fake.shape[-1:]) != own or epsilon is None:
         return False
     join = Join(builder, node, [source, *(each for each in (weight, bias) if each is not None)], inner=1)
     group, count = join.group, Constant(float(own[0]))
@@ -161,7 +165,7 @@ def lower_layer_norm(builder: PlanBuilder, node: Node) -> bool:
         return group.compute("div", group.reduce("sum", register, 1), count, rows=True)
 
     x = join.register(source)
-    result = group.compute("sub", x, group.spread(mean(x)))
+    result = group.compute("sub", x, group.spread(mean(x))) if is_centered else x
     variance = mean(group.compute("mul", result, result))
     shifted = group.compute("add", variance, Constant(float(epsilon)), rows=True)
     result = group.compute("mul", result, group.spread(group.compute("rsqrt", shifted, rows=True)))

@@ -16,7 +16,6 @@ from typing import Any
 from ..plan import Plan
 from ..steps.access import SIZES, find_operands, list_outputs
 from ..steps.steps import Attend, Buffer, Map, Operand, Select, Step, Tokens, TorchCall
-from ..steps.torch_operators import COMPUTED_WHOLE, row_operands
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class _Demands:
         else:
             whole = form.whole
             parts += [(access, _find_layout(access, dim, tokens.first)) for access, dim in form.reads]
-            step = form.limit_step(tokens)
+            step = replace(form.step, tokens=tokens)
         for each in whole:
             self._of[each.buffer] = None
         for access, layout in parts:
@@ -142,10 +141,6 @@ class _Form:
         """Choose the dimension that counts tokens; return False where tokens meet along it."""
         return True
 
-    def limit_step(self, tokens: Tokens) -> Step:
-        step: Step = replace(self.step, tokens=tokens)
-        return step
-
 
 class _MapForm(_Form):
     """A Map over a domain with a dimension of tokens, or a first one with several rows of each."""
@@ -191,22 +186,6 @@ def _change_accesses(step: Map, change: Callable[[Operand], Operand]) -> Map:
     return replace(step, items=tuple(items))
 
 
-class _CallForm(_Form):
-    """A call of torch that computes row by row, and can take fewer rows."""
-
-    def choose_dim(self, dim: int) -> bool:
-        taken = row_operands(self.step, dim)
-        self.reads = [(operand, dim) for operand in taken]
-        self.whole = [each for each in find_operands(self.step.arguments) if each not in taken]
-        self.step = replace(self.step, dim=dim)
-        return True
-
-    def limit_step(self, tokens: Tokens) -> Step:
-        step: Step = self.step
-        # Of some, the bits of a row depend on how many there are: rows of any are computed always.
-        return step if self.step.operator in COMPUTED_WHOLE else super().limit_step(tokens)
-
-
 def _find_form(step: Step, count: int) -> _Form:
     """Return the form of a step, which is empty where it computes none of `count` tokens by itself."""
     if isinstance(step, Map):
@@ -216,9 +195,7 @@ def _find_form(step: Step, count: int) -> _Form:
     if isinstance(step, Select):
         return _find_select_form(step)
     if isinstance(step, TorchCall):
-        first = step.outputs[0] if step.outputs else None
-        dims = [] if first is None else [dim for dim in range(len(first.shape)) if row_operands(step, dim)]
-        return _CallForm(step, [(each, dims) for each in step.outputs if each is not None] if dims else ())
+        return _Form(step)
     outputs = list_outputs(step)
     reads = [each for name in step.by_token if (each := getattr(step, name)) is not None]
     whole = [each for each in find_operands(step) if not any(each is other for other in (*outputs, *reads))]
@@ -232,7 +209,8 @@ def _find_attend_form(step: Attend) -> _Form:
         return _Form(step)
     stride = by_token if tokens > 1 else by_row
     query = replace(step.query, shape=(rows * tokens, heads, dim), strides=(stride, by_head, by_element))
-    output = replace(step.output, shape=(rows * tokens, heads * dim), strides=(heads * dim, 1))
+    size = heads * step.output.shape[-1]
+    output = replace(step.output, shape=(rows * tokens, size), strides=(size, 1))
     whole = [each for each in find_operands(step) if each is not step.query and each is not step.output]
     return _Form(step, [(output, (0,))], [(query, 0)], whole)
 

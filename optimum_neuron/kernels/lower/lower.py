@@ -16,15 +16,16 @@ from torch.fx.node import map_arg
 from ..operators import NAMESPACE
 from ..plan import Plan
 from ..steps.steps import STATES, BufferKind, TorchCall
-from . import calls, moves
+from . import calls, choose, moves
 from .arena import place_buffers
 from .builder import PlanBuilder, arguments
 from .elementwise import MAPPED, lower_elementwise
 from .fusion import REGISTER_DTYPES, KnownValue, Pending, StoredValue, contiguous, squeezed
 from .live import leave_out_dead
-from .pointwise import ALIASES, CONVERSIONS, FILLED, JOINING, RESHAPES, ROTATE_HALF, SHAPED, UNDEFINED, VIEWS, aten
-from .rewrites import find_rotations, lower_rotation, split_heads
+from .pointwise import ALIASES, FILLED, JOINING, RESHAPES, ROTATE_HALF, SHAPED, UNDEFINED, VIEWS, aten
+from .rewrites import drop_writes, find_layers, find_rotations, lower_rotation, split_heads
 from .torch_calls import lower_torch_call, writes
+from .whole_numbers import narrow_whole_numbers
 
 
 _SELECTIONS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor)
@@ -33,8 +34,12 @@ _LOWERINGS: dict[Any, Callable[[PlanBuilder, Node], bool]] = {
     **dict.fromkeys(_SELECTIONS, moves.lower_select),
     **dict.fromkeys(JOINING, moves.lower_cat),
     aten.repeat_interleave.self_int: moves.lower_repeat,
+    aten.repeat.default: moves.lower_tiled,
     aten.copy_.default: moves.lower_copy,
     ROTATE_HALF: lower_rotation,
+    **dict.fromkeys(choose.LARGEST, choose.lower_largest),
+    aten.gather.default: choose.lower_gather,
+    **dict.fromkeys(choose.SCATTERS, choose.lower_scatter),
 }
 # What is computed once is kept in memory: not what is as large as a weight matrix.
 _MAX_KEPT = 1 << 24  # elements
@@ -57,14 +62,17 @@ def lower(program: ExportedProgram, tokens: int = 1, by_token: Collection[str] =
         UnknownOperationError: the graph has an operation that is not one of torch's operators on tensors.
     """
     split_heads(program)
+    find_layers(program, _MAX_KEPT)
     find_rotations(program)
+    drop_writes(program, MAPPED | choose.SCATTERS)
+    narrow_whole_numbers(program)
     graph = program.graph_module.graph
     writers = [node for node in graph.nodes if node.op == "call_function" and writes(node) and not _is_own(node)]
     live = _find_live(graph.nodes)
     builder = PlanBuilder(live, writers, MAPPED | {ROTATE_HALF})
     fixed = _add_inputs(builder, program)
     begin = _lower_fixed(builder, graph.nodes, fixed)
-    once = tuple(step for step in builder.steps if isinstance(step, TorchCall))
+    once = tuple(builder.steps)
     builder.steps, builder.temporary = [], "arena"
     for node in graph.nodes:
         if node.op != "call_function" or node not in builder.live:
@@ -72,8 +80,11 @@ def lower(program: ExportedProgram, tokens: int = 1, by_token: Collection[str] =
         if node in begin:
             builder.values[node] = begin[node]
             value = builder.stored(node)
+            if value.layout.dtype in REGISTER_DTYPES:
+                builder.values[node] = builder.contiguous_copy(value)
+                continue
             output = builder.allocate_like(node)
-            source = {"tensor": value.as_operand()}  # of any type, so by torch
+            source = {"tensor": value.as_operand()}
             builder.steps.append(TorchCall(str(aten.clone.default), [source], {}, (output.as_operand(),)))
             builder.values[node] = output
         elif node not in builder.values:
@@ -110,6 +121,9 @@ def _add_inputs(builder: PlanBuilder, program: ExportedProgram) -> set[Node]:
         if spec.kind is InputKind.USER_INPUT:
             builder.values[node] = _add_buffer(builder, node, "input", count)
             count += 1
+        elif spec.target is not None and _is_number(program.constants.get(spec.target)):
+            builder.values[node] = KnownValue(program.constants[spec.target])
+            fixed.add(node)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target is not None:
             layout = _layout_in_torch(builder.fake(node))
             builder.values[node] = StoredValue(builder.memory("tensor", spec.target, layout.nbytes), layout)
@@ -119,6 +133,11 @@ def _add_inputs(builder: PlanBuilder, program: ExportedProgram) -> set[Node]:
             builder.values[node] = KnownValue(program.constants[spec.target])
             fixed.add(node)
     return fixed
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a buffer is one whole number, as a scale is."""
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.numel() == 1
 
 
 def _layout_in_torch(fake: Tensor) -> Tensor:
@@ -150,12 +169,14 @@ def _lower_fixed(builder: PlanBuilder, nodes: Iterable[Node], fixed: set[Node]) 
             (begin if changes else builder.values)[node] = known
         elif changes or fake is None or fake.numel() > _MAX_KEPT or not fixed.issuperset(sources):
             continue
-        elif node.target in CONVERSIONS and fake.dtype == builder.fake(sources[0]).dtype:
-            builder.share(node, sources[0])
-        elif not (node.target in VIEWS and _lower_view(builder, node)):
-            lower_torch_call(builder, node)
+        else:
+            _lower_node(builder, node)
         if node in builder.values:
             fixed.add(node)
+    builder.close_groups()
+    for node, value in builder.values.items():
+        if isinstance(value, Pending) and value.home is not None:
+            builder.values[node] = builder.resting(node)
     return begin
 
 
@@ -173,7 +194,7 @@ def _evaluate_node(builder: PlanBuilder, node: Node) -> Any:
     result = node.target(*args, **{name: value for name, value in kwargs.items() if name != "device"})
     if isinstance(result, list | tuple):
         return [KnownValue(each) for each in result]
-    return KnownValue(result) if isinstance(result, Tensor) else None
+    return KnownValue(result.to(builder.fake(node).dtype)) if isinstance(result, Tensor) else None
 
 
 def _is_own(node: Node) -> bool:

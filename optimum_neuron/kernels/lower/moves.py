@@ -6,13 +6,11 @@ Each function returns False where a Map cannot compute the node.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.fx import Node
 
 from ..steps.steps import Select
-from .builder import PlanBuilder, arguments
+from .builder import PlanBuilder, arguments, option
 from .fusion import FLOATS, REGISTER_DTYPES, KnownValue, Pending, StoredValue
 from .join import Join
 from .pointwise import COPIES, aten
@@ -51,8 +49,8 @@ def lower_select(builder: PlanBuilder, node: Node) -> bool:
 
 def lower_repeat(builder: PlanBuilder, node: Node) -> bool:
     """Lower `repeat_interleave` by a number along a dimension."""
-    source, repeats, *rest = arguments(node)
-    dim: Any = rest[0] if rest else node.kwargs.get("dim")
+    source, repeats = arguments(node)[:2]
+    dim = option(node, 2, "dim")
     value = builder.stored(source)
     if not isinstance(repeats, int) or dim is None or value.layout.dtype not in REGISTER_DTYPES:
         return False
@@ -64,10 +62,24 @@ def lower_repeat(builder: PlanBuilder, node: Node) -> bool:
     return True
 
 
+def lower_tiled(builder: PlanBuilder, node: Node) -> bool:
+    """Lower `repeat`: all elements so many times along each dimension."""
+    source, counts = arguments(node)
+    value = builder.stored(source)
+    if value.layout.dtype not in REGISTER_DTYPES or 0 in counts:
+        return False
+    sizes = (1,) * (len(counts) - value.layout.dim()) + tuple(value.layout.shape)
+    apart = value.layout.view([each for size in sizes for each in (1, size)])
+    whole = apart.expand([each for pair in zip(counts, sizes, strict=True) for each in pair])
+    copied = builder.contiguous_copy(StoredValue(value.memory, whole))
+    builder.values[node] = StoredValue(copied.memory, copied.layout.view(builder.fake(node).shape))
+    return True
+
+
 def lower_cat(builder: PlanBuilder, node: Node) -> bool:
     """Write each part to its place, in the group that computes it where it is in one."""
     parts = list(arguments(node)[0])
-    dim: Any = arguments(node)[1] if len(arguments(node)) > 1 else node.kwargs.get("dim", 0)
+    dim = option(node, 1, "dim", 0)
     fake = builder.fake(node)
     if {builder.fake(part).dtype for part in parts} != {fake.dtype} or fake.dtype not in REGISTER_DTYPES:
         return False

@@ -46,35 +46,37 @@ class BoundPlan:
         self._memory = PlanMemory(plan.buffers, inputs, outputs, tensors, arena)
         self.outputs = self._memory.outputs
         words: list[int] = []
-        self._calls: list[_Run | None] = []  # for each step the call of torch that it is
-        for step in plan.steps:
+        calls: list[_Run | None] = []  # for each step the call of torch that it is
+        for step in (*plan.once, *plan.steps):
             if isinstance(step, TorchCall):
                 from .torch_call import bind_call  # imports torch, which most plans do without
 
-                self._calls.append(bind_call(step, self._memory))
+                calls.append(bind_call(step, self._memory))
             else:
                 words += encode_step(step, plan.buffers, short_scales)
-                self._calls.append(None)
+                calls.append(None)
+        once, self._calls = calls[: len(plan.once)], calls[len(plan.once) :]
+        self._first = once.count(None)  # the number of the first kernel that each run calls
+        self._segments = list(self._group_calls(self._calls, self._first))
+        self._state_steps = count_state_steps(plan)
+        self._state_segments = list(self._group_calls(self._calls[: self._state_steps], self._first))
         array = np.array(words, dtype=np.int64)
         self._handle = library.step_plan(array.ctypes.data, len(words))
         if not self._handle:
             raise PlanError("its steps cannot be read")
-        self._segments = list(self._group_calls(self._calls))
-        self._state_steps = count_state_steps(plan)
-        self._state_segments = list(self._group_calls(self._calls[: self._state_steps]))
-        if plan.once:
-            from .torch_call import call_once
-
-            for call in plan.once:
-                call_once(call, self._memory)
+        for segment in self._group_calls(once, 0):
+            try:
+                segment(1)
+            except (RuntimeError, IndexError) as error:
+                raise PlanError(f"what it computes once fails: {(str(error).splitlines() or [''])[0]}") from error
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.step_free(self._handle)
 
-    def _group_calls(self, calls: Sequence[_Run | None]) -> Iterator[_Run]:
-        """Yield what runs the first steps in order: adjacent kernels as one, and the calls of torch between them."""
-        begin = end = 0
+    def _group_calls(self, calls: Sequence[_Run | None], begin: int) -> Iterator[_Run]:
+        """Yield what runs steps in order, of which kernel `begin` is the first: adjacent kernels as one, and the calls of torch between."""
+        end = begin  # numbers of kernel steps
         for call in calls:
             if call is None:
                 end += 1
@@ -126,7 +128,7 @@ class BoundPlan:
     @cached_property
     def _operators(self) -> list[tuple[str, _Run]]:
         names = [name_step(step, self._plan.buffers) for step in self._plan.steps]
-        native = count()
+        native = count(self._first)
         runs = [call or self._bind_kernels(number := next(native), number + 1) for call in self._calls]
         return list(zip(names, runs, strict=True))
 

@@ -11,8 +11,23 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from ..steps import steps
-from ..steps.access import COLUMN_BLOCK, HEAD_DIM_LIMIT, HEAD_DIM_STEP, SIZES, TYPES, float_bits, require
-from ..steps.steps import Attend, Buffer, Convolve, Map, Sample, Select, Step, Walk, WriteCache, WriteCodes
+from ..steps.access import COLUMN_BLOCK, HEAD_DIM_LIMIT, SIZES, TYPES, float_bits, require
+from ..steps.steps import (
+    Attend,
+    Buffer,
+    Convolve,
+    Gather,
+    Map,
+    MatMul,
+    Sample,
+    Scatter,
+    Select,
+    Step,
+    TopK,
+    Walk,
+    WriteCache,
+    WriteCodes,
+)
 from .encode_map import count_map_tokens, encode_map
 from .encode_products import FLOATS, OperandWords, encode_experts, encode_linears
 
@@ -21,6 +36,8 @@ _COPIED = SIZES | {"int8": 1, "float8_e4m3fn": 1}  # rows of codes are looked up
 # Codes of keys and values by their type, as numbered in native/common/kernels.h.
 _CACHED_CODINGS = {"int8": 1, "float8_e4m3fn": 3}
 _SAMPLING_PARAMS = 4
+# Types of marked elements, and the bits that a whole number has there.
+_SCATTERED = {"float32": 0, "int32": 0xFFFFFFFF, "bool": 1}
 
 
 def encode_step(step: Step, buffers: Sequence[Buffer], short_scales: Collection[str] = ()) -> list[int]:
@@ -57,13 +74,15 @@ def _count_tokens(step: Any) -> int:
 
 
 def _encode_attend(words: OperandWords, step: Attend) -> Iterator[int]:
-    query, keys = step.query, step.keys
-    require(query.dtype in FLOATS and len(query.shape) == len(keys.shape) == 4, "its attention has no form")
+    query, keys, values = step.query, step.keys, step.values
+    ranks = len(query.shape) == len(keys.shape) == len(values.shape) == 4
+    require(query.dtype in FLOATS and ranks, "its attention has no form")
     rows, heads, tokens, dim = query.shape
     blocks, kv_heads, columns, _ = keys.shape
+    value_dim = values.shape[3]
     fits = kv_heads > 0 and heads % kv_heads == 0 and query.strides[3] == 1
-    fits = fits and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
-    require(fits, f"its attention has {heads} heads, {kv_heads} of keys, of dimension {dim}")
+    fits = fits and 0 < min(dim, value_dim) <= max(dim, value_dim) <= HEAD_DIM_LIMIT
+    require(fits, f"its attention has {heads} heads, {kv_heads} of keys, of dimensions {dim} and {value_dim}")
     require(step.blocks is not None or rows <= blocks, "its attention has more rows than blocks")
     table = (rows,) if step.blocks is None else tuple(step.blocks.shape)
     per_row = table[1] if len(table) == 2 else 1
@@ -74,10 +93,10 @@ def _encode_attend(words: OperandWords, step: Attend) -> Iterator[int]:
     coding = 0 if step.key_scale is None else _CACHED_CODINGS.get(keys.dtype, 0)
     scaled = (coding > 0) == (step.key_scale is not None) == (step.value_scale is not None)
     require(scaled, f"its attention has keys of {keys.dtype}, of which not all or none have scales")
-    for cache in (keys, step.values):
+    for cache, size in ((keys, dim), (values, value_dim)):
         dtype = keys.dtype if coding else query.dtype
-        yield from words.contiguous(cache, dtype, (blocks, kv_heads, columns, dim), _COPIED)
-    yield from words.contiguous(step.output, query.dtype, (rows, tokens, heads, dim))
+        yield from words.contiguous(cache, dtype, (blocks, kv_heads, columns, size), _COPIED)
+    yield from words.contiguous(step.output, query.dtype, (rows, tokens, heads, value_dim))
     yield from words.contiguous(step.blocks, "int32", table)
     yield from words.contiguous(step.positions, "int32", (rows, tokens))
     yield from words.contiguous(step.sinks, "float32", (heads,))
@@ -85,7 +104,7 @@ def _encode_attend(words: OperandWords, step: Attend) -> Iterator[int]:
     yield from words.contiguous(step.column_bias, "float32", (heads, width))
     for scale in (step.key_scale, step.value_scale):
         yield from words.contiguous(scale, "float32", (blocks, kv_heads, columns, 1))
-    yield from (coding, rows, heads, tokens, dim, kv_heads, columns, blocks, per_row, width)
+    yield from (coding, rows, heads, tokens, dim, value_dim, kv_heads, columns, blocks, per_row, width)
     yield from (step.window, *query.strides[:3], float_bits(step.scaling), float_bits(step.softcap))
 
 
@@ -98,6 +117,40 @@ def _encode_select(words: OperandWords, step: Select) -> Iterator[int]:
     yield from words.contiguous(step.output, source.dtype, (*before, *index.shape, *after), _COPIED)
     yield from words.contiguous(index, index.dtype, index.shape)
     yield from (math.prod(before), size, math.prod(index.shape), math.prod(after) * _COPIED[source.dtype], step.wraps)
+
+
+def _encode_matmul(words: OperandWords, step: MatMul) -> Iterator[int]:
+    shapes = [each.shape for each in (step.left, step.right)]
+    fits = [len(each) for each in shapes] == [3, 3] and shapes[0][0] == shapes[1][0] and shapes[0][2] == shapes[1][1]
+    require(fits, f"it multiplies {list(shapes[0])} by {list(shapes[1])}")
+    (matrices, rows, inner), (_, _, columns) = shapes
+    yield from words.contiguous(step.left, "float32", (matrices, rows, inner))
+    yield from words.contiguous(step.right, "float32", (matrices, inner, columns))
+    yield from words.contiguous(step.output, "float32", (matrices, rows, columns))
+    yield from (matrices, rows, inner, columns)
+
+
+def _encode_topk(words: OperandWords, step: TopK) -> Iterator[int]:
+    shape, k = step.source.shape, step.values.shape[-1] if step.values.shape else 0
+    require(bool(shape) and 0 < k <= shape[-1], f"it takes the {k} largest of rows {list(shape)}")
+    yield from words.contiguous(step.source, "float32", shape)
+    yield from words.contiguous(step.values, "float32", (*shape[:-1], k))
+    yield from words.contiguous(step.columns, "int32", (*shape[:-1], k))
+    yield from (math.prod(shape[:-1]), shape[-1], k)
+
+
+def _encode_by_number(words: OperandWords, step: Gather | Scatter) -> Iterator[int]:
+    shape, dtype, index = step.source.shape, step.source.dtype, step.index.shape
+    fits = bool(shape) and index[:-1] == shape[:-1] and len(index) == len(shape) and dtype in SIZES
+    require(fits and 0 not in (*shape, *index), f"it takes {list(index)} elements of rows {list(shape)}")
+    yield from words.contiguous(step.source, dtype, shape)
+    yield from words.contiguous(step.index, "int32", index)
+    yield from words.contiguous(step.output, dtype, index if isinstance(step, Gather) else shape)
+    yield from (math.prod(shape[:-1]), shape[-1], index[-1], SIZES[dtype])
+    if isinstance(step, Scatter):
+        require(dtype in _SCATTERED, f"it scatters to {dtype}")
+        yield from words.contiguous(step.values, dtype, index)
+        yield float_bits(step.value) if dtype == "float32" else int(step.value) & _SCATTERED[dtype]
 
 
 def _encode_write(words: OperandWords, step: WriteCache | WriteCodes) -> Iterator[int]:
@@ -190,4 +243,8 @@ _ENCODERS: dict[type[Any], Callable[[OperandWords, Any], Iterator[int]]] = {
     Walk: _encode_walk,
     Convolve: _encode_convolve,
     WriteCodes: _encode_write,
+    MatMul: _encode_matmul,
+    TopK: _encode_topk,
+    Gather: _encode_by_number,
+    Scatter: _encode_by_number,
 }

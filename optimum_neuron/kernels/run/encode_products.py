@@ -91,7 +91,7 @@ def encode_experts(words: OperandWords, step: Experts) -> Iterator[int]:
     form = _read_form(step.codes, columns)
     yield TYPES[x.dtype]
     yield from words.contiguous(x, x.dtype, (tokens, k, columns) if per_expert else (tokens, columns))
-    yield from words.contiguous(step.index, "int64", (tokens, k))
+    yield from words.contiguous(step.index, "int32", (tokens, k))
     yield from _encode_weight(words, weight, step.codes, x.dtype, (experts, outputs, columns))
     yield from words.contiguous(step.bias, x.dtype, (experts, outputs))
     yield from words.contiguous(step.output, x.dtype, (tokens, k, outputs))

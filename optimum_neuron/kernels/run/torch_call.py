@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 
 from ..steps.access import PlanError, require, writes_in_place
 from ..steps.steps import Operand, TorchCall
-from ..steps.torch_operators import check_arguments, resolve, row_operands
+from ..steps.torch_operators import check_arguments, resolve
 from .memory import PlanMemory, check_bytes
 
 
 def bind_call(step: TorchCall, memory: PlanMemory) -> Callable[[int], None]:
-    """Return a function that makes a call, given the number of live tokens.
+    """Return a function that makes a call, for any number of live tokens.
 
     Raises:
         PlanError: a plan may not make the call, the call fails, or its results do not fit their places.
@@ -31,47 +31,13 @@ def bind_call(step: TorchCall, memory: PlanMemory) -> Callable[[int], None]:
     _check_call(step, operator, arguments, keywords, outputs)
 
     @torch.no_grad()
-    def run_call(arguments: list[Any], outputs: Sequence[Tensor | None]) -> None:
+    def run_call(live: int) -> None:
         results = operator(*arguments, **keywords)
         for output, result in zip(outputs, _list_tensors(results), strict=False):
             if output is not None:
                 output.copy_(result)
 
-    if step.tokens is None:
-        return lambda live: run_call(arguments, outputs)
-    first, count, dim = step.tokens.first, step.tokens.count, step.dim
-    own = _find_row_arguments(step)
-
-    def run_live(live: int) -> None:
-        tokens = min(live - first, count)
-        if tokens > 0:
-            fewer = [each.narrow(dim, 0, tokens) if i in own else each for i, each in enumerate(arguments)]
-            run_call(fewer, [None if each is None else each.narrow(dim, 0, tokens) for each in outputs])
-
-    return run_live
-
-
-def _find_row_arguments(step: TorchCall) -> set[int]:
-    """Return the numbers of the arguments that can lose rows."""
-    assert step.tokens is not None
-    dims = {len(each.shape) for each in step.outputs if each is not None}
-    operands = row_operands(step, step.dim) if len(dims) == 1 and 0 <= step.dim < dims.pop() else []
-    fits = operands and all(each.shape[step.dim] == step.tokens.count for each in operands)
-    require(bool(fits), f"its call of {step.operator} does not compute {step.tokens.count} tokens one by one")
-    return {i for i, each in enumerate(step.arguments) if isinstance(each, dict) and each.get("tensor") in operands}
-
-
-def call_once(step: TorchCall, memory: PlanMemory) -> None:
-    """Make a call when its plan is bound.
-
-    Raises:
-        PlanError: as `bind_call`, or the call fails on what it is given.
-    """
-    call = bind_call(step, memory)
-    try:
-        call(1)
-    except (RuntimeError, IndexError) as error:
-        raise PlanError(f"its call of {step.operator} fails: {_first_line(error)}") from error
+    return run_call
 
 
 def _check_call(

@@ -21,7 +21,7 @@ ALL_SIZES |= {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2}
 ALIGNMENT = 64  # bytes of a cache line
 # What the kernel of attention takes: dimensions of heads, and columns at a time, which lie in one block. kBlock of
 # native/attention/attention_call.h is the latter.
-HEAD_DIM_STEP, HEAD_DIM_LIMIT, COLUMN_BLOCK = 16, 256, 64
+HEAD_DIM_LIMIT, COLUMN_BLOCK = 512, 64
 LARGEST = 1 << 48  # bytes or elements that native code can count
 _OVERWRITING = ("aten.copy_.default", "aten.fill_.Scalar", "aten.zero_.default")
 
@@ -122,7 +122,7 @@ def list_outputs(step: Any) -> list[Operand]:
     """Return what a step of kernels other than a Map writes whole."""
     if isinstance(step, Linears):
         return [layer.output for layer in step.layers]
-    return [step.output] if hasattr(step, "output") else []
+    return [getattr(step, name) for name in getattr(step, "writes", ("output",)) if hasattr(step, name)]
 
 
 def _list_changed(step: Step) -> list[Operand]:

@@ -186,6 +186,53 @@ class Select:
 
 
 @dataclass(frozen=True)
+class MatMul:
+    """`output[i] = left[i] @ right[i]`, of contiguous `[matrices, rows, inner]` and `[matrices, inner, columns]` in float32."""
+
+    left: Operand
+    right: Operand
+    output: Operand
+    tokens: Tokens | None = None
+    by_token: ClassVar = ("left", "right")
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The largest of each row of `source [..., columns]` float32, the largest first, and their columns, int32; NaN before all others."""
+
+    source: Operand
+    values: Operand
+    columns: Operand
+    tokens: Tokens | None = None
+    by_token: ClassVar = ("source",)
+    writes: ClassVar = ("values", "columns")
+
+
+@dataclass(frozen=True)
+class Gather:
+    """`output[..., i] = source[..., index[..., i]]`, of contiguous tensors and int32 indices."""
+
+    source: Operand
+    index: Operand
+    output: Operand
+    tokens: Tokens | None = None
+    by_token: ClassVar = ("source", "index")
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """`output = source`, but `output[..., index[..., i]] = values[..., i]`, or one `value`, of contiguous tensors and int32 indices."""
+
+    source: Operand
+    index: Operand
+    output: Operand
+    values: Operand | None
+    value: float
+    tokens: Tokens | None = None
+    by_token: ClassVar = ("source", "values", "index")
+
+
+@dataclass(frozen=True)
 class WriteCache:
     """`cache[blocks[t], :, columns[t]] = states[t]`, of `cache [blocks, heads, columns, dim]`, `states [tokens, heads, dim]`."""
 
@@ -274,19 +321,32 @@ class Sample:
 class TorchCall:
     """An operator of torch: its results are copied to the outputs, unless it writes to its first argument.
 
-    Arguments are JSON values, with {"tensor": operand}, {"dtype": name} and lists of them. `dim` counts `tokens`, in its results and in
-    what torch_operators.py names.
+    Arguments are JSON values, with {"tensor": operand}, {"dtype": name} and lists of them. It computes all tokens of its graph.
     """
 
     operator: str
     arguments: list[Any]
     keywords: dict[str, Any]
     outputs: tuple[Operand | None, ...]
-    dim: int = 0
-    tokens: Tokens | None = None
 
 
-Step = Map | Linears | Experts | Attend | Select | WriteCache | WriteCodes | Convolve | Walk | Sample | TorchCall
+Step = (
+    Map
+    | Linears
+    | Experts
+    | Attend
+    | Select
+    | WriteCache
+    | WriteCodes
+    | Convolve
+    | Walk
+    | Sample
+    | MatMul
+    | TopK
+    | Gather
+    | Scatter
+    | TorchCall
+)
 
 
 @dataclass(frozen=True)
@@ -294,6 +354,6 @@ class PlanData:
     """A graph's steps over buffers; `once` is called when it is bound, and `arena` are bytes of what lives within a step."""
 
     buffers: tuple[Buffer, ...]
-    once: tuple[TorchCall, ...]
+    once: tuple[Step, ...]
     steps: tuple[Step, ...]
     arena: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's operators that a plan may call, their arguments, and those that compute row by row: an artifact is data, and names them.
+"""Torch's operators that a plan may call, and their arguments: an artifact is data, and names them.
 
 The list is closed: what the compiler emits for the architectures that tests compile, and what is next to it, elementwise operators and
 views. Each computes its results from its operands alone, and checks their sizes and indices in torch's release builds, but for what
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .access import PlanError, require
-from .steps import Operand, TorchCall
 
 
 _ELEMENTWISE = """
@@ -113,38 +112,3 @@ def check_arguments(name: str, arguments: list[Any], keywords: dict[str, Any]) -
         shapes = [list(each.shape) if isinstance(each, Tensor) else [] for each in (query, keys, values)]
         fit = len(shapes[0]) == 4 and shapes[0][:2] == shapes[1][:2] and shapes[0][3:] == shapes[1][3:]
         require(fit and shapes[1][:3] == shapes[2][:3], f"its call of {name} has operands of {shapes}")
-
-
-# Operator: the operands with such rows, and the argument that names the dimension along which elements meet (None: the last).
-_CALLS: dict[str, tuple[tuple[int, ...], int | None]] = {
-    "aten.cumsum.default": ((0,), 1),
-    "aten.gather.default": ((0, 2), 1),
-    "aten.matmul.default": ((0,), None),
-    "aten.mm.default": ((0,), None),
-    "aten.scatter.src": ((0, 2, 3), 1),
-    "aten.scatter.value": ((0, 2), 1),
-    "aten.softmax.int": ((0,), 1),
-    "aten.sort.default": ((0,), 1),
-    "aten.topk.default": ((0,), 2),
-}
-# Of these the bits of a row depend on how many there are.
-COMPUTED_WHOLE = frozenset(["aten.matmul.default", "aten.mm.default"])
-
-
-def row_operands(call: TorchCall, dim: int) -> list[Operand]:
-    """Return the operands of a call that can lose rows along `dim` with its results; none where they cannot."""
-    known = _CALLS.get(call.operator)
-    outputs = [each for each in call.outputs if each is not None]
-    if known is None or not outputs:
-        return []
-    places, along = known
-    taken = [call.arguments[place] for place in places if place < len(call.arguments)]
-    found: list[Operand] = [each["tensor"] for each in taken if isinstance(each, dict) and "tensor" in each]
-    rank, rows = len(outputs[0].shape), outputs[0].shape[dim]
-    same = all(len(each.shape) == rank and each.shape[dim] == rows for each in (*outputs, *found))
-    if not same or len(found) < len(places):
-        return []
-    meets = -1  # the last, where a call names none
-    if along is not None:
-        meets = int(call.arguments[along] if along < len(call.arguments) else call.keywords.get("dim", -1))
-    return found if meets % rank != dim else []

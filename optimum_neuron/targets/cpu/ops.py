@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.operators import NAMESPACE
-from ...kernels.steps.access import COLUMN_BLOCK, HEAD_DIM_LIMIT, HEAD_DIM_STEP
+from ...kernels.steps.access import COLUMN_BLOCK, HEAD_DIM_LIMIT
 from ...step.attention.cached_attention import attend_cache
 from ...step.attention.coded_states import Stored
 from ...step.attention.kv_cache import write_tokens
@@ -27,9 +27,8 @@ _OWN: Any = getattr(torch.ops, NAMESPACE)
 
 def is_taken(call: AttentionCall, keys: Stored, values: Stored) -> bool:
     """Return whether the attention kernel takes a call. It reads what its tokens see, and no further."""
-    dim = keys.shape[-1]
-    plain = not isinstance(call.sliding_window, AttentionChunk) and values.shape[-1] == dim and call.attends_to_all
-    return plain and call.query.dtype in DTYPES and dim % HEAD_DIM_STEP == 0 and dim <= HEAD_DIM_LIMIT
+    plain = not isinstance(call.sliding_window, AttentionChunk) and call.attends_to_all
+    return plain and call.query.dtype in DTYPES and max(keys.shape[-1], values.shape[-1]) <= HEAD_DIM_LIMIT
 
 
 def _attend_in_place(call: AttentionCall, group: AttentionRows, query: Tensor, keys: Stored, values: Stored) -> Tensor:
@@ -72,7 +71,7 @@ def _grouped_experts(call: ExpertsCall) -> Tensor:
     """Compute as `dense_experts`, but the experts in use alone: a token's result depends on it and its experts only, to the bit."""
     if call.layer.is_transposed or call.compute_dtype not in DTYPES:
         return dense_experts(call)
-    index = call.index.to(torch.int64)
+    index = call.index.to(torch.int32)
     up = expert_linear(call.hidden_states.to(call.compute_dtype), index, call.up_weight, call.up_bias)
     return call.weighted_sum(call.normalize(expert_linear(call.activate(up), index, call.down_weight, call.down_bias)))
 
@@ -82,7 +81,7 @@ def expert_linear(x: Tensor, index: Tensor, weight: Tensor | QuantizedWeight, bi
 
     Args:
         x: `[tokens, inputs]`, or `[tokens, k, inputs]`.
-        index: `[tokens, k]` int64; from `experts` on: nowhere.
+        index: `[tokens, k]` int32; from `experts` on: nowhere.
         weight, bias: `[experts, outputs, inputs]` and `[experts, outputs]`.
     """
     output: Tensor

@@ -50,9 +50,6 @@ struct QueryState {
       add(outputs + query * dim + d, later.outputs + query * dim + d);
     }
   }
-
- private:
-  static constexpr int64_t kLine = 16;  // floats
 };
 
 }  // namespace

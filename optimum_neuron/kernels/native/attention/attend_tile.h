@@ -23,22 +23,24 @@ struct AttendTile {
   Range sections() const { return {seen.begin / kSection, divideUp(seen.end, kSection)}; }
 };
 
-// What a thread works in: the queries of a tile, two states of them, and one packed block; of codes, before it is packed.
+// What a thread works in: the queries of a tile, two states of them, and one packed block; before it is packed, with whole rows and decoded.
 struct Scratch {
   QueryState state, later;
-  Word *queries, *keys, *values, *decoded;
+  Word *queries, *keys, *values, *decoded, *whole;
 
-  static int64_t floats(int64_t queries, int64_t dim) {
-    return 2 * QueryState::floats(queries, dim) + (queries + 3 * kBlock) * dim;
+  static int64_t floats(int64_t queries, const Layout& call) {
+    const int64_t keys = call.wideDim(), values = call.wideValueDim();
+    return 2 * QueryState::floats(queries, values) + queries * keys + kBlock * (keys + values + 2 * std::max(keys, values));
   }
   // Rows of queries after the last, which a product of fewer rows than it has may read, are keys.
-  Scratch(float* memory, int64_t count, int64_t dim)
+  Scratch(float* memory, int64_t count, const Layout& call)
       : state(memory, count),
-        later(memory + QueryState::floats(count, dim), count),
-        queries(reinterpret_cast<Word*>(memory + 2 * QueryState::floats(count, dim))),
-        keys(queries + count * dim),
-        values(keys + kBlock * dim),
-        decoded(values + kBlock * dim) {}
+        later(memory + QueryState::floats(count, call.wideValueDim()), count),
+        queries(reinterpret_cast<Word*>(memory + 2 * QueryState::floats(count, call.wideValueDim()))),
+        keys(queries + count * call.wideDim()),
+        values(keys + kBlock * call.wideDim()),
+        decoded(values + kBlock * call.wideValueDim()),
+        whole(decoded + kBlock * std::max(call.wideDim(), call.wideValueDim())) {}
 };
 
 // The part of `range` in a block, counted from its begin.
@@ -53,7 +55,13 @@ class TileWorker {
   static constexpr int64_t kRows = Products<Kind>::kRows, kTogether = kSoftmaxRows / kRows * kRows;
 
   TileWorker(const Layout& call, const AttendTile& tile, const Scratch& scratch)
-      : call_(call), tile_(tile), scratch_(scratch), words_(dimWords<Kind>(call.dim)), group_(call.group()) {}
+      : call_(call),
+        tile_(tile),
+        scratch_(scratch),
+        dim_(call.wideDim()),
+        valueDim_(call.wideValueDim()),
+        words_(dimWords<Kind>(dim_)),
+        group_(call.group()) {}
 
   void run() {
     [[maybe_unused]] const Registers registers;
@@ -89,7 +97,7 @@ class TileWorker {
   void packQueries() {
     for (int64_t i = 0; i < tile_.queries; ++i) {
       const auto* query = static_cast<const Element*>(call_.query) + call_.queryOffset(tile_.row, head(i), token(i));
-      packQuery(scratch_.queries + i * words_, query);
+      packQuery(scratch_.queries + i * words_, wholeRows(query, 1, call_.dim, dim_));
     }
   }
 
@@ -97,7 +105,7 @@ class TileWorker {
     for (int64_t i = 0; i < tile_.queries; ++i) {
       // A sink counts once, in the first section of which a token sees something.
       const bool hasSink = call_.sinks && section == visible(i).begin / kSection;
-      state.start(i, call_.dim, hasSink ? call_.sinks + head(i) : nullptr);
+      state.start(i, valueDim_, hasSink ? call_.sinks + head(i) : nullptr);
     }
     const int64_t begin = std::max(tile_.seen.begin / kBlock * kBlock, section * kSection);
     const int64_t end = std::min(tile_.seen.end, (section + 1) * kSection);
@@ -108,19 +116,33 @@ class TileWorker {
 
   void join(const QueryState& state, const QueryState& later) {
     for (int64_t i = 0; i < tile_.queries; ++i) {
-      state.join(later, i, call_.dim);
+      state.join(later, i, valueDim_);
     }
   }
 
   void packQuery(Word* to, const Element* query) {
     if constexpr (sizeof(typename Kind::Packed) == sizeof(Element)) {
-      std::memcpy(to, query, call_.dim * sizeof(Element));
-      std::fill(to + call_.dim / Kind::kPerWord, to + words_, 0);
+      std::memcpy(to, query, dim_ * sizeof(Element));
+      std::fill(to + dim_ / Kind::kPerWord, to + words_, 0);
     } else {
-      for (int64_t d = 0; d < call_.dim; d += kLanes) {
+      for (int64_t d = 0; d < dim_; d += kLanes) {
         storeVec(to + d, Kind::load(query + d));
       }
     }
+  }
+
+  // Rows of `dim` elements where they lie; if they are no whole vectors, copied next to zeros.
+  template <class E>
+  const E* wholeRows(const E* rows, int64_t count, int64_t dim, int64_t wide) {
+    if (dim == wide) {
+      return rows;
+    }
+    auto* to = reinterpret_cast<E*>(scratch_.whole);
+    for (int64_t i = 0; i < count; ++i) {
+      std::copy_n(rows + i * dim, dim, to + i * wide);
+      std::fill_n(to + i * wide + dim, wide - dim, E{});
+    }
+    return to;
   }
 
   void attendBlock(int64_t block, const QueryState& state) {
@@ -130,21 +152,23 @@ class TileWorker {
       attendCodes(block, column, next, state);
       return;
     }
-    const auto* keys = static_cast<const Element*>(call_.keys) + column * call_.dim;
-    const auto* values = static_cast<const Element*>(call_.values) + column * call_.dim;
     const Range seen = cut(tile_.seen, block);
     const Range common = cut(tile_.common, block);
+    const auto rowsOf = [&](const void* cache, int64_t dim, int64_t wide) {
+      return wholeRows(static_cast<const Element*>(cache) + column * dim, seen.end, dim, wide);
+    };
     const auto* nextKeys = static_cast<const Element*>(call_.keys) + next * call_.dim;
-    const auto* nextValues = static_cast<const Element*>(call_.values) + next * call_.dim;
-    packKeys<Kind>(scratch_.keys, keys, nextKeys, call_.dim, seen.end);
+    const auto* nextValues = static_cast<const Element*>(call_.values) + next * call_.valueDim;
+    packKeys<Kind>(scratch_.keys, rowsOf(call_.keys, call_.dim, dim_), nextKeys, dim_, seen.end);
+    const Element* values = rowsOf(call_.values, call_.valueDim, valueDim_);
     const bool same = common.begin <= seen.begin && common.end >= seen.end;
     // Probability zero hides a value from a query only if their product is zero. If not, each query has its own copy.
-    if (same || allFinite<Kind>(values, call_.dim, seen)) {
-      attendAllRows(block, packValues(Kind(), scratch_.values, values, nextValues, call_.dim, seen), state, {});
+    if (same || allFinite<Kind>(values, valueDim_, seen)) {
+      attendAllRows(block, packValues(Kind(), scratch_.values, values, nextValues, valueDim_, seen), state, {});
       return;
     }
     for (int64_t i = 0; i < tile_.queries; ++i) {
-      const Word* packed = packValues(Kind(), scratch_.values, values, nextValues, call_.dim, cut(visible(i), block));
+      const Word* packed = packValues(Kind(), scratch_.values, values, nextValues, valueDim_, cut(visible(i), block));
       attendRows(block, packed, {i, i + 1}, state, {});
     }
   }
@@ -153,19 +177,19 @@ class TileWorker {
   void attendCodes(int64_t block, int64_t column, int64_t next, const QueryState& state) {
     const Range seen = cut(tile_.seen, block);
     auto* decoded = reinterpret_cast<Element*>(scratch_.decoded);
-    const auto elements = [&](const void* cache) {
+    const auto elements = [&](const void* cache, int64_t dim, int64_t wide) {
       const auto* codes = static_cast<const uint8_t*>(cache);
-      decode<Kind>(
-          call_.coding, decoded, codes + column * call_.dim, codes + next * call_.dim, seen.end * call_.dim);
+      const uint8_t* rows = wholeRows(codes + column * dim, seen.end, dim, wide);
+      decode<Kind>(call_.coding, decoded, rows, codes + next * dim, seen.end * wide);
       return decoded;
     };
     alignas(64) float keyScales[kBlock] = {}, valueScales[kBlock] = {};
     std::copy_n(call_.keyScales + column, seen.end, keyScales);
     std::copy_n(call_.valueScales + column, seen.end, valueScales);
-    const Element* keys = elements(call_.keys);
-    packKeys<Kind>(scratch_.keys, keys, keys, call_.dim, seen.end);
-    const Element* values = elements(call_.values);
-    const Word* packed = packValues(Kind(), scratch_.values, values, values, call_.dim, seen);
+    const Element* keys = elements(call_.keys, call_.dim, dim_);
+    packKeys<Kind>(scratch_.keys, keys, keys, dim_, seen.end);
+    const Element* values = elements(call_.values, call_.valueDim, valueDim_);
+    const Word* packed = packValues(Kind(), scratch_.values, values, values, valueDim_, seen);
     attendAllRows(block, packed, state, {keyScales, valueScales});
   }
 
@@ -230,13 +254,10 @@ class TileWorker {
     constexpr int64_t kWords = Products<Kind>::kWords;
     const int64_t step = seen.begin / Kind::kPerWord / kWords * kWords;
     const int64_t steps = roundUp(divideUp(seen.end, Kind::kPerWord), kWords) - step;
-    for (int64_t i = 0; i < groups; ++i) {
-      const auto [first, last] = part(rows, i, groups);
-      Products<Kind>::multiply(
-          last - first, call_.dim / kLanes,
-          {all.outputs + (queries.begin + first) * call_.dim, call_.dim, probabilities + first * kBlock + step, kBlock,
-           values + step * call_.dim, call_.dim, steps, factors + first});
-    }
+    Products<Kind>::multiply(
+        rows, valueDim_ / kLanes,
+        {all.outputs + queries.begin * valueDim_, valueDim_, probabilities + step, kBlock,
+         values + step * valueDim_, valueDim_, steps, factors});
   }
 
   void finish(const QueryState& state) {
@@ -244,10 +265,16 @@ class TileWorker {
       const float sum = sumOf(loadVec(state.sums + i * kLanes));
       const Vec factor = broadcast(sum == 0 ? 0 : 1 / sum);  // zero: an idle token
       auto* output = static_cast<Element*>(call_.output) + call_.outputOffset(tile_.row, head(i), token(i));
-      for (int64_t d = 0; d < call_.dim; d += kLanes) {
+      for (int64_t d = 0; d < call_.valueDim; d += kLanes) {
         // Adding zero makes +0 of -0: which of them a sum is may depend on zeros added for columns not seen.
-        const Vec value = loadVec(state.outputs + i * call_.dim + d);
-        Kind::store(output + d, value * factor + 0.0f);
+        const Vec value = loadVec(state.outputs + i * valueDim_ + d) * factor + 0.0f;
+        if (d + kLanes <= call_.valueDim) {
+          Kind::store(output + d, value);
+          continue;
+        }
+        Element last[kLanes];
+        Kind::store(last, value);
+        std::copy_n(last, call_.valueDim - d, output + d);
       }
     }
   }
@@ -261,6 +288,7 @@ class TileWorker {
   const Layout& call_;
   const AttendTile& tile_;
   const Scratch& scratch_;
+  const int64_t dim_, valueDim_;
   const int64_t words_;
   const int64_t group_;
 };

@@ -83,7 +83,7 @@ class Tiling {
     int64_t cost = 0;
     for (int64_t i = 0; i < count(); i += call_.kvHeads) {
       const AttendTile one = tile(i);
-      cost += std::max<int64_t>(one.seen.end - one.seen.begin, 0) * (one.queries + kPackCost) * 2 * call_.dim;
+      cost += std::max<int64_t>(one.seen.end - one.seen.begin, 0) * (one.queries + kPackCost) * (call_.dim + call_.valueDim);
     }
     return cost * call_.kvHeads;
   }
@@ -123,10 +123,10 @@ class Sections {
 
 template <class Kind>
 void attendSections(Pool& pool, const Layout& call, const Tiling& tiling, const Sections& sections) {
-  const int64_t bytes = Scratch::floats(tiling.queries(), call.dim) * sizeof(float);
+  const int64_t bytes = Scratch::floats(tiling.queries(), call) * sizeof(float);
   float* states = static_cast<float*>(pool.shared(sections.floats() * sizeof(float)));
   const auto worker = [&](int64_t tile, int number, auto body) {
-    const Scratch scratch(static_cast<float*>(pool.scratch(number, bytes)), tiling.queries(), call.dim);
+    const Scratch scratch(static_cast<float*>(pool.scratch(number, bytes)), tiling.queries(), call);
     const AttendTile own = tiling.tile(tile);
     body(own, TileWorker<Kind>(call, own, scratch));
   };
@@ -160,16 +160,16 @@ void attendAll(Pool& pool, const Layout& call) {
   // Tiles of one row's chunk cost nearly the same, so that as many for each thread are done at once without.
   const bool even = call.rows == 1 && call.tokens > 1 && count % pool.threads() == 0;
   if (cost > kGrain && pool.threads() > 1 && count < kTilesPerThread * pool.threads() && !even) {
-    const Sections sections(tiling, call.dim);
+    const Sections sections(tiling, call.wideValueDim());
     if (sections.perTile() > 1 && sections.floats() <= kStateFloats * pool.threads()) {
       attendSections<Kind>(pool, call, tiling, sections);
       return;
     }
   }
   const int64_t tasks = cost <= kGrain ? 1 : std::min(count, cost / kTaskGrain);
-  const int64_t bytes = Scratch::floats(tiling.queries(), call.dim) * sizeof(float);
+  const int64_t bytes = Scratch::floats(tiling.queries(), call) * sizeof(float);
   pool.run(tasks, [&](int64_t task, int worker) {
-    const Scratch scratch(static_cast<float*>(pool.scratch(worker, bytes)), tiling.queries(), call.dim);
+    const Scratch scratch(static_cast<float*>(pool.scratch(worker, bytes)), tiling.queries(), call);
     const Range tiles = part(count, task, tasks);
     for (int64_t i = tiles.begin; i < tiles.end; ++i) {
       TileWorker<Kind>(call, tiling.tile(i), scratch).run();

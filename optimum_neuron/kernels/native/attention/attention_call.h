@@ -19,11 +19,16 @@ constexpr int64_t kBlock = 64;
 // Threads share out sections, and joining them costs nothing against so many columns.
 constexpr int64_t kSection = 1024;
 
+// Elements of a row of packed operands are a multiple of this, of zeros after a row's own: vectors of any width are whole.
+constexpr int64_t kLine = 16;
+
 // A word of packed operands: a float32, or two bfloat16.
 using Word = uint32_t;
 
 struct Layout : AttendCall {
   int64_t group() const { return heads / kvHeads; }
+  int64_t wideDim() const { return roundUp(dim, kLine); }
+  int64_t wideValueDim() const { return roundUp(valueDim, kLine); }
 
   Range visible(int64_t row, int64_t token) const {
     const int64_t position = positions[row * tokens + token];
@@ -44,7 +49,7 @@ struct Layout : AttendCall {
     return (blocks[row * perRow + number] * kvHeads + kvHead) * columns + column - number * columns;
   }
   int64_t outputOffset(int64_t row, int64_t head, int64_t token) const {
-    return ((row * tokens + token) * heads + head) * dim;
+    return ((row * tokens + token) * heads + head) * valueDim;
   }
 };
 

@@ -15,8 +15,6 @@
 namespace step {
 namespace {
 
-constexpr int64_t kLineFloats = 16;  // of a cache line
-
 // to[word][column] = keys[column][word] for `count` columns; up to the next multiple of kLanes, and in words after the last, zero.
 // On the way asks memory for the keys of the next block.
 template <class Kind>
@@ -61,7 +59,7 @@ INLINE const Word* packValues(
 }
 
 INLINE const Word* packValues(Float32, Word*, const float* values, const float* nextValues, int64_t dim, Range range) {
-  for (int64_t i = range.begin * dim; i < range.end * dim; i += kLineFloats) {
+  for (int64_t i = range.begin * dim; i < range.end * dim; i += kLine) {
     prefetchFar(nextValues + i);
   }
   return reinterpret_cast<const Word*>(values);

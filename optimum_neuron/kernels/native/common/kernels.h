@@ -58,7 +58,7 @@ struct ExpertsCall {
   Type type;
   const void* x;         // [tokens, columns], or [tokens * k, columns] where perExpert; contiguous
   bool perExpert;
-  const int64_t* index;  // [tokens, k]
+  const int32_t* index;  // [tokens, k]
   const void* weight;    // [experts, outputs, columns]
   const void* bias;      // [experts, outputs] or null
   void* y;               // [tokens, k, outputs]
@@ -77,13 +77,13 @@ void roundedExperts(Pool& pool, const ExpertsCall& call);
 
 struct AttendCall {
   Type type;
-  const void *query, *keys, *values;  // query by its strides; keys and values [cacheBlocks, kvHeads, columns, dim] contiguous
+  const void *query, *keys, *values;  // query by its strides; keys and values [cacheBlocks, kvHeads, columns, dim or valueDim] contiguous
   Coding coding;                      // of keys and values: kPlain, of the query's type; kInt8 or kFp8, of which each head of a column has
   const float *keyScales, *valueScales;  // [cacheBlocks, kvHeads, columns]
-  void* output;                       // [rows, tokens, heads, dim] contiguous
+  void* output;                       // [rows, tokens, heads, valueDim] contiguous
   const int32_t* blocks;              // [rows, perRow], those of each row in order; null: row i has block i alone
   const int32_t* positions;           // [rows, tokens]
-  int64_t rows, heads, tokens, dim, kvHeads, columns, cacheBlocks, perRow;
+  int64_t rows, heads, tokens, dim, valueDim, kvHeads, columns, cacheBlocks, perRow;
   int64_t window;                     // 0: none
   int64_t rowStride, headStride, tokenStride;  // of query, in elements; its last dimension is adjacent
   float scaling;

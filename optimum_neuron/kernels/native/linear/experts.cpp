@@ -14,7 +14,7 @@ namespace step {
 
 bool expertLinear(Pool& pool, const ExpertsCall& call) {
   const int64_t count = call.tokens * call.k;
-  if (std::any_of(call.index, call.index + count, [](int64_t index) { return index < 0; })) {
+  if (std::any_of(call.index, call.index + count, [](int32_t index) { return index < 0; })) {
     return false;
   }
   if (call.coding == Coding::kPlain) {

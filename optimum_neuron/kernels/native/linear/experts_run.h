@@ -31,7 +31,7 @@ inline int64_t wholeLines(int64_t bytes) { return roundUp(bytes, 64); }
 
 inline void sortPlaces(const ExpertsCall& call, const Sorted& sorted) {
   const int64_t count = call.tokens * call.k;
-  const auto expertOf = [&](int64_t i) { return std::min(call.index[i], call.experts); };
+  const auto expertOf = [&](int64_t i) { return std::min<int64_t>(call.index[i], call.experts); };
   // First the ends of all experts, one further: each row moves its expert's begin up by one.
   std::fill_n(sorted.begins, call.experts + 2, 0);
   for (int64_t i = 0; i < count; ++i) {

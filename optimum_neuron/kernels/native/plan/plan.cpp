@@ -54,7 +54,7 @@ bool run(Pool& pool, const Memory& memory, LinearsStep& step, int64_t tokens, in
 bool run(Pool& pool, const Memory& memory, const ExpertsStep& step, int64_t tokens, int64_t of) {
   ExpertsCall call = step.call;
   call.x = memory.at(step.x);
-  call.index = memory.as<const int64_t>(step.index);
+  call.index = memory.as<const int32_t>(step.index);
   call.weight = memory.at(step.weight);
   call.bias = memory.at(step.bias);
   call.y = memory.at(step.y);
@@ -152,6 +152,45 @@ bool run(Pool& pool, const Memory& memory, const ConvolveStep& step, int64_t tok
   return convolve(pool, call);
 }
 
+bool run(Pool& pool, const Memory& memory, const MatMulStep& step, int64_t tokens, int64_t of) {
+  MatMulCall call = step.call;
+  call.left = memory.as<const float>(step.left);
+  call.right = memory.as<const float>(step.right);
+  call.output = memory.as<float>(step.output);
+  call.matrices = call.matrices / of * tokens;
+  multiplyMatrices(pool, call);
+  return true;
+}
+
+bool run(Pool& pool, const Memory& memory, const TopKStep& step, int64_t tokens, int64_t of) {
+  TopKCall call = step.call;
+  call.from = memory.as<const float>(step.from);
+  call.values = memory.as<float>(step.values);
+  call.index = memory.as<int32_t>(step.index);
+  call.rows = call.rows / of * tokens;
+  findTopK(pool, call);
+  return true;
+}
+
+bool run(Pool&, const Memory& memory, const GatherStep& step, int64_t tokens, int64_t of) {
+  GatherCall call = step.call;
+  call.from = memory.at(step.from);
+  call.index = memory.as<const int32_t>(step.index);
+  call.to = memory.at(step.to);
+  call.rows = call.rows / of * tokens;
+  return gatherElements(call);
+}
+
+bool run(Pool&, const Memory& memory, const ScatterStep& step, int64_t tokens, int64_t of) {
+  ScatterCall call = step.call;
+  call.from = memory.at(step.from);
+  call.index = memory.as<const int32_t>(step.index);
+  call.to = memory.at(step.to);
+  call.values = memory.at(step.values);
+  call.rows = call.rows / of * tokens;
+  return scatterElements(call);
+}
+
 // A step, and of which tokens it may leave out the last; all of them where it has none.
 struct Entry {
   int64_t first, count;
@@ -165,7 +204,7 @@ struct Plan {
 std::unique_ptr<Plan> readPlan(const int64_t* words, int64_t count) {
   static constexpr Step (*kReaders[])(Reader&) = {
       readMap, readLinears, readExperts, readAttend, readSelect, readWrite, readSample, readWalk, readConvolve,
-      readWriteCodes};
+      readWriteCodes, readMatMul, readTopK, readGather, readScatter};
   auto plan = std::make_unique<Plan>();
   Reader reader(words, count);
   while (!reader.atEnd()) {
@@ -201,7 +240,7 @@ Running* running = new Running;
 extern "C" {
 
 // Raised where what a function takes, or a plan's words, change.
-int64_t step_interface() { return 10; }
+int64_t step_interface() { return 11; }
 
 // A plan from its words; null where they are none.
 void* step_plan(const int64_t* words, int64_t count) { return step::readPlan(words, count).release(); }

@@ -10,10 +10,12 @@
 #include <variant>
 #include <vector>
 
+#include "attention/matmul.h"
 #include "recurrence/convolution.h"
 #include "common/kernels.h"
 #include "map/map.h"
 #include "recurrence/recurrence.h"
+#include "tables/choose.h"
 #include "tables/rows.h"
 #include "sample/sample.h"
 
@@ -84,6 +86,26 @@ struct WalkStep {
   Place query, key, value, decay, share, rates, slots, positions, state, output;
 };
 
+struct MatMulStep {
+  MatMulCall call;
+  Place left, right, output;
+};
+
+struct TopKStep {
+  TopKCall call;
+  Place from, values, index;
+};
+
+struct GatherStep {
+  GatherCall call;
+  Place from, index, to;
+};
+
+struct ScatterStep {
+  ScatterCall call;
+  Place from, index, to, values;
+};
+
 struct SampleStep {
   SampleCall call;
   Place logits, params, uniforms, tokens;
@@ -91,7 +113,7 @@ struct SampleStep {
 
 using Step = std::variant<
     Map, LinearsStep, ExpertsStep, AttendStep, SelectStep, WriteStep, SampleStep, WalkStep, ConvolveStep,
-    WriteCodesStep>;
+    WriteCodesStep, MatMulStep, TopKStep, GatherStep, ScatterStep>;
 
 class Reader {
  public:
@@ -234,7 +256,7 @@ Step readAttend(Reader& reader) {
   }
   call.coding = static_cast<Coding>(reader.word());
   for (int64_t* size :
-       {&call.rows, &call.heads, &call.tokens, &call.dim, &call.kvHeads, &call.columns, &call.cacheBlocks,
+       {&call.rows, &call.heads, &call.tokens, &call.dim, &call.valueDim, &call.kvHeads, &call.columns, &call.cacheBlocks,
         &call.perRow, &call.biasColumns, &call.window,
         &call.rowStride, &call.headStride, &call.tokenStride}) {
     *size = reader.word();
@@ -311,6 +333,54 @@ Step readConvolve(Reader& reader) {
   for (int64_t* size : {&call.tokens, &call.channels, &call.past, &call.slotCount, &call.stride}) {
     *size = reader.word();
   }
+  return step;
+}
+
+Step readMatMul(Reader& reader) {
+  MatMulStep step{};
+  for (Place* place : {&step.left, &step.right, &step.output}) {
+    *place = reader.place();
+  }
+  for (int64_t* size : {&step.call.matrices, &step.call.rows, &step.call.inner, &step.call.columns}) {
+    *size = reader.word();
+  }
+  return step;
+}
+
+Step readTopK(Reader& reader) {
+  TopKStep step{};
+  for (Place* place : {&step.from, &step.values, &step.index}) {
+    *place = reader.place();
+  }
+  for (int64_t* size : {&step.call.rows, &step.call.columns, &step.call.k}) {
+    *size = reader.word();
+  }
+  return step;
+}
+
+Step readGather(Reader& reader) {
+  GatherStep step{};
+  GatherCall& call = step.call;
+  for (Place* place : {&step.from, &step.index, &step.to}) {
+    *place = reader.place();
+  }
+  for (int64_t* size : {&call.rows, &call.columns, &call.count, &call.bytes}) {
+    *size = reader.word();
+  }
+  return step;
+}
+
+Step readScatter(Reader& reader) {
+  ScatterStep step{};
+  ScatterCall& call = step.call;
+  for (Place* place : {&step.from, &step.index, &step.to}) {
+    *place = reader.place();
+  }
+  for (int64_t* size : {&call.rows, &call.columns, &call.count, &call.bytes}) {
+    *size = reader.word();
+  }
+  step.values = reader.place();
+  call.value = reader.word();
   return step;
 }
 
