@@ -65,9 +65,13 @@ def test_products_with_weights_in_any_order_are_linear_layers(best_kernels: Kern
         lambda x: x.repeat(2, 1, 3) + 1,
         lambda x: torch.clamp(x, min=x.abs() - 1),
         lambda x: nn.functional.rms_norm(x, (4,), eps=1e-5),
+        lambda x: nn.functional.scaled_dot_product_attention(
+            x, x + 1, x - 1, (x @ x.mT).masked_fill(torch.ones(5, 5).tril() == 0, -torch.inf), scale=0.3
+        ),
+        lambda x: x * (x[:, :1] > 0).any(1)[:, None],
         lambda x: torch.gather(x, 0, (x[:2] > 0).to(torch.int32).long()),
     ],
-    ids=["repeat", "clamp by tensors", "rms_norm", "gather of the first dimension"],
+    ids=["repeat", "clamp by tensors", "rms_norm", "attention", "any of one", "gather of the first dimension"],
 )
 def test_what_a_map_or_lookup_can_compute_calls_no_torch(
     best_kernels: Kernels, function: Callable[[Tensor], Tensor]

@@ -41,7 +41,7 @@ def lower_elementwise(builder: PlanBuilder, node: Node) -> bool:
     if target in REDUCING:
         if reduced_dims(builder, node):
             return lower_reduction(builder, node)
-        return target not in (aten.any.dim, aten.all.dim) and lower_conversion(builder, node)  # of one element each
+        return lower_conversion(builder, node)  # of one element each
     return target in _SPECIAL and _SPECIAL[target](builder, node)
 
 

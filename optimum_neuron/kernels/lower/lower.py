@@ -23,7 +23,7 @@ from .elementwise import MAPPED, lower_elementwise
 from .fusion import REGISTER_DTYPES, KnownValue, Pending, StoredValue, contiguous, squeezed
 from .live import leave_out_dead
 from .pointwise import ALIASES, FILLED, JOINING, RESHAPES, ROTATE_HALF, SHAPED, UNDEFINED, VIEWS, aten
-from .rewrites import drop_writes, find_layers, find_rotations, lower_rotation, split_heads
+from .rewrites import drop_writes, find_layers, find_rotations, lower_rotation, spell_out_attention, split_heads
 from .torch_calls import lower_torch_call, writes
 from .whole_numbers import narrow_whole_numbers
 
@@ -63,6 +63,7 @@ def lower(program: ExportedProgram, tokens: int = 1, by_token: Collection[str] =
     """
     split_heads(program)
     find_layers(program, _MAX_KEPT)
+    spell_out_attention(program)
     find_rotations(program)
     drop_writes(program, MAPPED | choose.SCATTERS)
     narrow_whole_numbers(program)

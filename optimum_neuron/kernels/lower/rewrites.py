@@ -66,6 +66,30 @@ def find_layers(program: ExportedProgram, most: int) -> None:
         graph.erase_node(node)
 
 
+def spell_out_attention(program: ExportedProgram) -> None:
+    """Replace attention that no kernel of ours takes by two products with a softmax between them."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        if (
+            node.target is not aten.scaled_dot_product_attention.default
+            or len(node.args) != 4
+            or "scale" not in node.kwargs
+        ):
+            continue
+        query, keys, values, bias = arguments(node)
+        if node.kwargs.keys() != {"scale"} or bias.meta["val"].dtype not in FLOATS:
+            continue
+        # Finite: a row that sees nothing is no NaN.
+        lowest = torch.finfo(bias.meta["val"].dtype).min
+        with graph.inserting_before(node):
+            scores = _call(graph, aten.matmul.default, query, _call(graph, aten.transpose.int, keys, -1, -2))
+            scaled = _call(graph, aten.mul.Tensor, scores, node.kwargs["scale"])
+            masked = _call(graph, aten.add.Tensor, scaled, _call(graph, aten.clamp_min.default, bias, lowest))
+            result = _call(graph, aten.matmul.default, _call(graph, aten.softmax.int, masked, -1), values)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
 _PRODUCTS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
 
 

@@ -15,7 +15,7 @@ from ..steps.access import PlanError
 from ..steps.steps import Operand, TorchCall
 from ..steps.torch_operators import OPERATORS, check_arguments
 from .builder import PlanBuilder, arguments
-from .pointwise import CONVERSIONS, aten
+from .pointwise import ALIASES, CONVERSIONS, aten
 
 
 # Arguments for the place of a result: a plan has its own.
@@ -23,8 +23,9 @@ _PLACEMENT = ("device", "pin_memory", "layout")
 
 
 def writes(node: Node) -> bool:
-    """Return whether a node writes to one of its operands."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    """Return whether a node writes to the elements of one of its operands."""
+    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return mutable and node.target not in ALIASES
 
 
 def lower_torch_call(builder: PlanBuilder, node: Node) -> None:

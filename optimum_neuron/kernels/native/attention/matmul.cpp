@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "attention/attend_products.h"
+#include "attention/tile_multiply.h"
 
 namespace step {
 
@@ -17,7 +17,7 @@ class MatrixProduct {
   MatrixProduct(const MatMulCall& call, float* scratch)
       : call_(call), wide_(roundUp(call.columns, kLine)), sums_(scratch), right_(scratch + kRows * wide_) {}
 
-  static constexpr int64_t kRows = Products<Float32>::kRows;
+  static constexpr int64_t kRows = kVectorRows;
   static int64_t floats(const MatMulCall& call) { return (kRows + call.inner) * roundUp(call.columns, kLine); }
 
   void run(int64_t matrix) {
@@ -30,7 +30,7 @@ class MatrixProduct {
     for (int64_t row = 0; row < call_.rows; row += kRows) {
       const int64_t rows = std::min(kRows, call_.rows - row), first = matrix * call_.rows + row;
       float* output = call_.output + first * call_.columns;
-      Products<Float32>::multiply(
+      multiply<Float32>(
           rows, wide_ / kLanes,
           {whole ? output : sums_, wide_, reinterpret_cast<const Word*>(call_.left + first * call_.inner), call_.inner,
            reinterpret_cast<const Word*>(whole ? right : right_), wide_, call_.inner, nullptr});
