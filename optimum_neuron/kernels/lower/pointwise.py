@@ -94,6 +94,6 @@ FILLED = frozenset(_list("new_full.default full_like.default"))
 # Of which not even the elements matter, until something is written.
 UNDEFINED = frozenset(_list("new_empty.default empty_like.default empty.memory_format"))
 # Results that are their operands side by side.
-JOINING = frozenset(_list("cat.default stack.default concat.default"))
+JOINING = frozenset(_list("cat.default stack.default concat.default concatenate.default"))
 # Of each row of 2n columns, the second half negated, and then the first; only a plan has it.
 ROTATE_HALF = getattr(torch.ops, NAMESPACE).rotate_half.default

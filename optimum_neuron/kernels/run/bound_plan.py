@@ -55,15 +55,15 @@ class BoundPlan:
             else:
                 words += encode_step(step, plan.buffers, short_scales)
                 calls.append(None)
+        array = np.array(words, dtype=np.int64)
+        self._handle = library.step_plan(array.ctypes.data, len(words))
+        if not self._handle:
+            raise PlanError("its steps cannot be read")
         once, self._calls = calls[: len(plan.once)], calls[len(plan.once) :]
         self._first = once.count(None)  # the number of the first kernel that each run calls
         self._segments = list(self._group_calls(self._calls, self._first))
         self._state_steps = count_state_steps(plan)
         self._state_segments = list(self._group_calls(self._calls[: self._state_steps], self._first))
-        array = np.array(words, dtype=np.int64)
-        self._handle = library.step_plan(array.ctypes.data, len(words))
-        if not self._handle:
-            raise PlanError("its steps cannot be read")
         for segment in self._group_calls(once, 0):
             try:
                 segment(1)

@@ -254,10 +254,13 @@ class TileWorker {
     constexpr int64_t kWords = Products<Kind>::kWords;
     const int64_t step = seen.begin / Kind::kPerWord / kWords * kWords;
     const int64_t steps = roundUp(divideUp(seen.end, Kind::kPerWord), kWords) - step;
-    Products<Kind>::multiply(
-        rows, valueDim_ / kLanes,
-        {all.outputs + queries.begin * valueDim_, valueDim_, probabilities + step, kBlock,
-         values + step * valueDim_, valueDim_, steps, factors});
+    for (int64_t i = 0; i < groups; ++i) {
+      const auto [first, last] = part(rows, i, groups);
+      Products<Kind>::multiply(
+          last - first, valueDim_ / kLanes,
+          {all.outputs + (queries.begin + first) * valueDim_, valueDim_, probabilities + first * kBlock + step, kBlock,
+           values + step * valueDim_, valueDim_, steps, factors + first});
+    }
   }
 
   void finish(const QueryState& state) {
