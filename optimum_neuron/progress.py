@@ -82,10 +82,13 @@ def hold_collector() -> Iterator[None]:
 
 @contextmanager
 def _shared_display() -> Iterator[Progress | None]:
-    """Yield the display, which appears with the first of the stages that run, and goes with the last."""
+    """Yield the display, which appears with the first of the stages that run, and goes with the last; None where none is shown."""
     global _display, _stages
+    if not _is_shown():
+        yield None
+        return
     with _lock:
-        if _stages == 0 and _is_shown():
+        if _stages == 0:
             _display = _make_display()
             _display.start()
         _stages += 1

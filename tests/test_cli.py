@@ -314,6 +314,7 @@ def test_a_terminal_shows_each_stage_on_one_line_from_the_imports_on_and_a_file_
     master, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     environment = {**os.environ, "TERM": "xterm", "HF_HUB_DISABLE_PROGRESS_BARS": "0"}
+    environment.pop("COLUMNS", None)  # pytest-xdist sets it
     subprocess.run([sys.executable, "-c", STAGES], stderr=terminal, env=environment, check=True)
     os.close(terminal)
     shown = b""
