@@ -160,8 +160,8 @@ def _rewrite_group(graph: Graph, group: list[_Use], stored: Node) -> None:
         if first.x is None:
             first.node.replace_all_uses_with(taken)
             return
-        width = first.weight.meta["val"].shape[1]
-        product = _call_like(graph, first.node, _ATEN.view.default, (first.x, [-1, width]))
+        x, width = first.node.args[0], first.weight.meta["val"].shape[1]  # first.x may be a layer rewritten before
+        product = _call_like(graph, first.node, _ATEN.view.default, (x, [-1, width]))
         product = _call_like(graph, first.node, _ATEN.mm.default, (product, taken))
     _split_product(graph, product, [use.node for use in group], _BIAS)
 

@@ -73,7 +73,7 @@ def test_no_graph_transposes_a_weight_and_layers_of_one_input_are_one_product(
 
 
 class _Layers(nn.Module):
-    """Layers that read one tensor, one of them tied to the table; a cast weight; a weight that code itself transposes."""
+    """Layers that read one tensor, one of them tied to the table; layers of layers; a cast weight; one that code itself transposes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,6 +81,7 @@ class _Layers(nn.Module):
         self.embed = nn.Embedding(7, 4)
         self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 5, bias=False)
         self.head = nn.Linear(4, 7, bias=False)
+        self.down, self.up = (nn.Linear(*sizes, bias=False) for sizes in ((5, 2), (2, 3)))
         self.router, self.gate = nn.Parameter(torch.empty(2, 4)), nn.Parameter(torch.empty(2, 4))
         self.experts = nn.Parameter(torch.empty(2, 6, 4))
         for parameter in self.parameters():
@@ -94,7 +95,7 @@ class _Layers(nn.Module):
         gated = (nn.functional.linear(x.double(), gate) * gate.sum()).float()
         y = self.b(torch.tanh(self.b(x)[..., :4]))
         expert = x.expand(2, *x.shape[1:]) @ self.experts.permute(0, -1, 1)
-        return torch.cat([self.a(x), y, self.head(x), routed, gated, expert[:1], expert[1:]], -1)
+        return torch.cat([self.a(x), y, self.head(x), routed, gated, *expert[:, None], self.up(self.down(y))], -1)
 
 
 class _Step(nn.Module):
@@ -115,7 +116,7 @@ def export(step: nn.Module) -> torch.export.ExportedProgram:
 
 
 def lower(step: nn.Module) -> LoweredGraph:
-    inputs, outputs = [TensorSpec("x.ids", (1, 3), "int32")], [TensorSpec("y", (1, 3, 31), "float32")]
+    inputs, outputs = [TensorSpec("x.ids", (1, 3), "int32")], [TensorSpec("y", (1, 3, 34), "float32")]
     return lower_program(decompose(export(step)), "function", "function", inputs, outputs, 1)
 
 
@@ -128,7 +129,8 @@ def test_what_is_stored_gives_the_layers_results() -> None:
     assert [{*each.parts} for each in layout.stored if len(each.parts) > 1] in [
         [{"model.a.weight", tied}] for tied in sorted(table)
     ]
-    assert layout.replaced == {"model.a.weight", "model.b.weight", "model.router", "model.experts"}
+    replaced = ["a.weight", "b.weight", "down.weight", "up.weight", "router", "experts"]
+    assert layout.replaced == {f"model.{name}" for name in replaced}
     graph = lower(step)
     assert len(set(graph.io.names("weight"))) == len(graph.io.names("weight"))  # also of a layer that runs twice
     stored = {each.name: each.tensor(step.get_parameter) for each in layout.stored}
