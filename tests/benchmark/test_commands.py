@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks as commands that explain themselves and take what the documents tell to type, and the parts that they share."""
+"""The benchmarks as commands that explain themselves and take what the documents show, and the parts that they share."""
 
 from __future__ import annotations
 

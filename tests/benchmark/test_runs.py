@@ -126,7 +126,7 @@ def test_parts_are_medians_of_all_runs_but_the_first() -> None:
             _span("operators", "Map", begin + 2000, begin + 2000 + map_),
             _span("operators", "aten.topk.default", begin + 3000, begin + 3002),
         ]
-    events.append(_span("graphs", "token_generation_context8", 9e4, 9.5e4, run=5))  # not told by operator
+    events.append(_span("graphs", "token_generation_context8", 9e4, 9.5e4, run=5))  # without operators
     parts = parts_of(events)
     assert parts.keys() == {"decode"}
     ms = {name: value for name, value in parts["decode"].items() if value}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A config names a checkpoint's format; whatever is wrong with its patterns, settings or tensors is told in a sentence, or changes nothing."""
+"""A config names a checkpoint's format; an error in its patterns, settings or tensors gives one sentence, or changes nothing."""
 
 from __future__ import annotations
 
