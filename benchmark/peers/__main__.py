@@ -108,7 +108,7 @@ def run(args: Namespace) -> dict[str, Any]:
     from .checkpoints import checkpoint_folder, write_gguf
     from .prepare import Workshop
 
-    sizes = Sizes(args.batches, longest_row(args.prompts, args.batches))
+    sizes = Sizes(args.batches, max(*args.batches, *args.requests), longest_row(args.prompts, args.batches))
     with progress.stage("Making environments"):
         workshop = Workshop.open(args.folder, [OURS, *args.peers], args.threads, sizes, bool(args.instruction_set))
     limits = measure_limits()

@@ -50,7 +50,7 @@ class Ours(SteppingRuntime):
         from benchmark.model import export, generate_config
 
         exports = {}
-        for rows in sizes.batches:
+        for rows in sorted({*sizes.batches, sizes.slots}):
             config = generate_config("bfloat16" if precision in QUANTIZED else precision, rows, sizes.length)
             if precision in QUANTIZED:
                 config = replace(config, quantization=precision, activations=self._activations)

@@ -35,16 +35,14 @@ class Sizes:
     """What a runtime is to hold.
 
     Attributes:
-        batches: numbers of rows that decode together, ascending; the last one is also the requests served at a time.
+        batches: numbers of rows that decode together, ascending.
+        slots: requests that are served at a time.
         length: tokens of the longest row, prompt and new tokens.
     """
 
     batches: Sequence[int]
+    slots: int
     length: int
-
-    @property
-    def slots(self) -> int:
-        return self.batches[-1]
 
 
 @dataclass(frozen=True)

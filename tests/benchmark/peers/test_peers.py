@@ -34,7 +34,7 @@ from benchmark.peers.workers.stepping import SteppingRuntime, spare_steps
 ROOT = Path(__file__).resolve().parents[3]
 PREFILL, DECODE, SERVE = CASES = (Case("prefill", 1, 8, 1), Case("decode", 2, 8, 3), Case("serve", 2))
 CHECKS = ([[1, 2], [3]], [[3] * 16, [4] * 16])
-SIZES = {"batches": [1, 2], "length": 64}
+SIZES = {"batches": [1, 2], "slots": 2, "length": 64}
 LOADING: dict[str, Any] = {"checkpoint": "", "folder": "", "precision": "float32", "threads": 1, "sizes": SIZES}
 
 
