@@ -112,7 +112,7 @@ def measure_apart(chosen: InstructionSet, folder: Path) -> list[dict[str, Any]]:
     from optimum_neuron.kernels.host.instruction_sets import CPU_VARIABLE
 
     options = [*sys.argv[1:], "--instruction-sets", chosen.name, "--artifacts", str(folder)]
-    environment = os.environ | dict(chosen.torch) | {CPU_VARIABLE: chosen.name}
+    environment = os.environ | {CPU_VARIABLE: chosen.name}
     command = [sys.executable, "-m", "benchmark.generate.formats", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
     if done.returncode:

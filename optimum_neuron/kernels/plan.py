@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan: a graph as steps of the own kernels and of torch's operators, written to a file, checked, and bound to memory."""
+"""A plan: a graph as steps of the own kernels, written to a file, checked, and bound to memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .steps.json_form import build_from_json, shorten, write_as_json
 from .steps.steps import PlanData
 
 
-FORMAT = 10
+FORMAT = 11
 # A larger file is not read into memory.
 _LARGEST_FILE = 64 << 20
 _OWN_FIELDS = ("format", "tensors", "plan", "sha256")

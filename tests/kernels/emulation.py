@@ -19,7 +19,7 @@ from typing import IO
 import pytest
 
 from optimum_neuron.kernels.host import instruction_sets as host
-from optimum_neuron.kernels.steps.steps import Buffer
+from optimum_neuron.kernels.steps.operands import Buffer
 from optimum_neuron.targets.cpu.native_library import fetch_library
 
 

@@ -51,13 +51,6 @@ from optimum_neuron.targets.cpu.native_library import fetch_library, load_kernel
 
 
 Plan = dict[str, Any]
-# What no plan may call, and what changes memory that is not its own or reads what it does not check.
-_UNSAFE = """
-    aten.set_.source_Tensor aten.resize_.default aten.as_strided_.default aten.from_file.default aten._embedding_bag_dense_backward.default
-    aten.adaptive_max_pool2d_backward.default aten.segment_reduce.default aten._ctc_loss.default aten._convert_indices_from_csr_to_coo.default
-    aten.max_unpool2d.default aten.copy_.default prims.empty.default
-"""
-UNSAFE = tuple(_UNSAFE.split())
 _DTYPES = tuple(ALL_SIZES)
 _KINDS = ("input", "output", "tensor", "constant", "kept", "arena")
 _WRONG: tuple[Any, ...] = (
@@ -99,7 +92,7 @@ def _step(plan: Plan, choice: random.Random) -> Plan:
     kinds: dict[str, list[Plan]] = {}
     for step in (*plan["once"], *plan["steps"]):
         if isinstance(step, dict) and step:
-            kinds.setdefault(str(step.get("kind")) + str(step.get("operator")), []).append(step)
+            kinds.setdefault(str(step.get("kind")), []).append(step)
     return choice.choice(kinds[choice.choice(sorted(kinds))]) if kinds else plan
 
 
@@ -108,7 +101,7 @@ def _value(own: Any, plan: Plan, choice: random.Random) -> Any:
         near = (own + 1, own - 1, own * 2, own // 2, -own, own + 64, own * 64, len(plan["buffers"]) - 1)
         return choice.choice(near)
     if isinstance(own, str) and choice.random() < 0.7:
-        return choice.choice((*_DTYPES, *_KINDS, *UNSAFE))
+        return choice.choice((*_DTYPES, *_KINDS))
     return copy.deepcopy(choice.choice(_WRONG))
 
 
@@ -176,15 +169,6 @@ def _top(plan: Plan, choice: random.Random) -> None:
         plan[key] = choice.choice(([], {}, None, plan[key][::-1], plan[key] * 2))
 
 
-def _operator(plan: Plan, choice: random.Random) -> None:
-    """Another operator of a call, of the plan's own or none that one may call."""
-    calls = [step for step in (*plan["once"], *plan["steps"]) if step.get("kind") == "TorchCall"]
-    call = choice.choice(calls)
-    call["operator"] = choice.choice((*UNSAFE, *(each["operator"] for each in calls)))
-    if choice.random() < 0.3:
-        call["outputs"] = []
-
-
 def _order(plan: Plan, choice: random.Random) -> None:
     """Steps in another order, one more or fewer of them, or computed once that belong to each run."""
     steps = plan["steps"]
@@ -202,7 +186,7 @@ def _order(plan: Plan, choice: random.Random) -> None:
 
 _CHANGES: tuple[Callable[[Plan, random.Random], None], ...] = (
     _field, _field, _field, _field, _pair, _pair, _pair, _exchange, _exchange, _together, _together, _buffer, _buffer, _top,
-    _operator, _order, _order, _order, _buffer,
+    _order, _order, _order, _buffer,
 )  # fmt: skip
 
 

@@ -31,7 +31,8 @@ from optimum_neuron.kernels.run.encode import encode_step
 from optimum_neuron.kernels.run.memory import allocate_arena
 from optimum_neuron.kernels.run.short_scales import are_short
 from optimum_neuron.kernels.steps import steps
-from optimum_neuron.kernels.steps.steps import Buffer, Codes, Layer, Map, Operand, Step, TorchCall
+from optimum_neuron.kernels.steps.operands import Buffer, Codes, Layer, Operand
+from optimum_neuron.kernels.steps.steps import Map, Step
 from optimum_neuron.runtime.runner import GraphRunner
 from optimum_neuron.step.attention.coded_states import CodedStates
 from optimum_neuron.step.features.codes.weight import CODE_DTYPES, PACKED, UNUSED_SCALE_BITS, QuantizedWeight
@@ -298,10 +299,6 @@ class Planned:
     def operators(self) -> set[str]:
         """What the plan's maps compute by."""
         return {item.op for step in self.plan.steps if isinstance(step, Map) for item in step.items}
-
-    @property
-    def calls_torch(self) -> list[str]:
-        return [step.operator for step in (*self.plan.once, *self.plan.steps) if isinstance(step, TorchCall)]
 
     def __call__(self, *inputs: Tensor, live: int = 1 << 40) -> list[Tensor]:
         """Runs it for the first `live` tokens, in memory that holds NaN: as integers, no indices."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elements of rows by number, as routers of experts choose them: torch's numbers, with no call of torch."""
+"""Elements of rows by number, as routers of experts choose them: torch's numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from kernel_calls import Kernels, Planned, all_same, int32, same_bits, threads
 from torch import Tensor, nn
 
+from optimum_neuron.kernels.lower.lower import UnknownOperationError
 from optimum_neuron.kernels.steps.steps import Gather, Scatter, TopK
 
 
@@ -26,7 +27,7 @@ def test_the_largest_come_in_order_of_equal_ones_the_first_and_nan_before_all(
         return values, (columns + 1).to(torch.int32)
 
     planned = Planned(kernels, largest, [x])
-    assert planned.calls_torch == [] and any(isinstance(step, TopK) for step in planned.plan.steps)
+    assert any(isinstance(step, TopK) for step in planned.plan.steps)
     values, columns = (each[..., :k] for each in x.sort(stable=True, dim=-1, descending=True))
     for count in (1, 3):
         with threads(count):
@@ -54,7 +55,6 @@ def test_a_router_of_groups_and_experts_calls_kernels_alone_and_no_dead_token(
 ) -> None:
     inputs = [torch.randn(9, 16).to(dtype).float(), torch.randn(16), torch.rand(9) > 0.3]
     planned = Planned(kernels, grouped_router, inputs, tokens=9)
-    assert planned.calls_torch == []
     assert {TopK, Gather, Scatter} <= {type(step) for step in planned.plan.steps}
     assert all(step.tokens is not None for step in planned.plan.steps if isinstance(step, TopK | Gather | Scatter))
     expected = grouped_router(*inputs)
@@ -77,7 +77,7 @@ def test_elements_are_taken_and_marked_by_their_numbers_and_by_no_wrong_one(
         return taken, source.scatter(1, index.long(), 1), source.scatter(1, index.long(), taken)
 
     planned = Planned(kernels, chosen, [source, index])
-    assert planned.calls_torch == [] and all_same(planned(source, index), chosen(source, index))
+    assert all_same(planned(source, index), chosen(source, index))
     for wrong in (-1, 5, 2**31 - 1):
         with pytest.raises(IndexError):
             planned(source, int32([[4, 0], [2, wrong], [1, 3]]))
@@ -111,23 +111,53 @@ def _multiplies_whole_numbers(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
 
 def _keeps_whole_numbers_in_bounds(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
     best = x.topk(2)[1]
-    return (best * 3 + 1 - best).to(torch.int32), torch.cat([best, best[:, :1]], 1) < 2
+    looked_up = best[index.clamp(0, 2)].to(torch.int32)
+    return (best * 3 + 1 - best).to(torch.int32), torch.cat([best, best[:, :1]], 1) < 2, looked_up
+
+
+def _divides_whole_numbers(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    down = torch.div(index, 5, rounding_mode="floor")
+    return down, index // 2**30, index % 7, torch.remainder(x.topk(2)[1] * 5 - 3, 4).to(torch.int32)
 
 
 @pytest.mark.parametrize(
-    "function, torch_is_called",
-    [
-        (_writes_to_itself, False), (_writes_under_a_view, True), (_writes_through_a_view, True),
-        (_multiplies_whole_numbers, True), (_keeps_whole_numbers_in_bounds, False),
-    ],
+    "function",
+    [_writes_to_itself, _writes_under_a_view, _writes_through_a_view, _keeps_whole_numbers_in_bounds, _divides_whole_numbers],
 )  # fmt: skip
 def test_writes_and_whole_numbers_are_those_of_torch(
-    best_kernels: Kernels, function: Callable[..., tuple[Tensor, ...]], torch_is_called: bool
+    best_kernels: Kernels, function: Callable[..., tuple[Tensor, ...]]
 ) -> None:
     inputs = [torch.arange(12.0).view(3, 4).sin(), int32([2**31 - 1, -(2**31), 7])]
-    planned = Planned(best_kernels, function, inputs)
-    assert bool(planned.calls_torch) == torch_is_called
-    assert all_same(planned(*inputs), function(*inputs))
+    assert all_same(Planned(best_kernels, function, inputs)(*inputs), function(*inputs))
+
+
+@pytest.mark.parametrize("function, words", [
+    (_multiplies_whole_numbers, r"it calls aten\.to\.dtype of int32, which no kernel .* computes; export with"),
+    (lambda x, index: (x.cumprod(-1),), r"it calls aten\.cumprod\.default of float32, which"),
+    (lambda x, index: (index // -2,), r"it calls aten\.floor_divide\.default of int32, which"),
+])  # fmt: skip
+def test_what_no_kernel_computes_is_refused(
+    best_kernels: Kernels, function: Callable[..., tuple[Tensor, ...]], words: str
+) -> None:
+    with pytest.raises(UnknownOperationError, match=words):
+        Planned(best_kernels, function, [torch.ones(3, 4), int32([2, 3])])
+
+
+class _Routed(nn.Module):
+    """Experts of each token by a table, as of DeepSeek-V4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randint(0, 5, (9, 2)))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        index = self.table[tokens].long()
+        return x.gather(1, index), torch.where(tokens[:, None] > 3, index, 5).to(torch.int32)
+
+
+def test_experts_are_looked_up_in_a_table(best_kernels: Kernels) -> None:
+    inputs, module = [torch.randn(4, 5), int32([8, 0, 3, 7])], _Routed()
+    assert all_same(Planned(best_kernels, module, inputs)(*inputs), module(*inputs))
 
 
 class _Scaled(nn.Module):
@@ -142,11 +172,7 @@ class _Scaled(nn.Module):
 def test_what_weights_alone_give_is_computed_once_by_kernels(best_kernels: Kernels) -> None:
     module, x = _Scaled(), torch.randn(4, 6)
     planned = Planned(best_kernels, module, [x])
-    assert (
-        planned.plan.once
-        and planned.calls_torch == []
-        and {type(each).__name__ for each in planned.plan.once} == {"Map"}
-    )
+    assert {type(each).__name__ for each in planned.plan.once} == {"Map"}
     with torch.no_grad():
         expected = module(x)
     assert all(all_same(planned(x), expected) for _ in range(2))

@@ -21,7 +21,8 @@ from kernel_calls import (
     with_dtypes,
 )
 
-from optimum_neuron.kernels.steps.steps import Layer, Linears
+from optimum_neuron.kernels.steps.operands import Layer
+from optimum_neuron.kernels.steps.steps import Linears
 
 
 pytestmark = pytest.mark.usefixtures("torch_with_one_thread")

@@ -13,7 +13,8 @@ from kernel_calls import Kernels, Tensors, check_guards, guarded
 
 from optimum_neuron.kernels.run.encode import encode_step
 from optimum_neuron.kernels.steps.access import PlanError
-from optimum_neuron.kernels.steps.steps import Buffer, Item, Map, Operand, Tokens
+from optimum_neuron.kernels.steps.operands import Buffer, Operand, Tokens
+from optimum_neuron.kernels.steps.steps import Item, Map
 
 
 BUFFERS = [Buffer("arena", "", 48), Buffer("arena", "", 12), Buffer("output", "0", 48)]
@@ -76,6 +77,10 @@ DAMAGED: dict[str, tuple[Map, str]] = {
     "constant condition": (a_map(load(0), op("where", 1, 0, 0, 1, constants=(False, False, True))),
         "a constant where a register belongs"),
     "constants alone": (a_map(load(0), op("add", 1, 1.0, 2.0, constants=(True, True))), "operator without operands"),
+    # Division by 0, or of the least number by -1, would end the process.
+    **{f"division by {by}": (a_map(load(0), op("ifloor_div", 1, *of, constants=fixed)), "divides whole numbers by what may")
+        for by, of, fixed in (("0", (0, 0), (False, True)), ("-1", (0, -1), (False, True)), ("a register", (0, 0), (False, False)),
+        ("2**31", (0, 2**31), (False, True)), ("a fraction", (0, 0.5), (False, True)), ("what is first", (3, 0), (True, False)))},
     # Registers that there are not. A store writes none, so that there is no register -1 behind it.
     "unwritten register": (a_map(load(0), op("exp", 1, 2), registers=2), "reads a register before it is written"),
     "register of a store": (a_map(load(0), store(0), op("exp", 1, -1)), "reads a register before it is written"),

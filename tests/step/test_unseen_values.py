@@ -48,7 +48,7 @@ BROKEN = 77  # a token whose row of the embedding is not finite
 MODELS = (*ARCHITECTURES, "lfm2", "codegen", "llama4_text")
 # Of selected and compressed keys, and of codes.
 SELECTING = ("glm_moe_dsa", "minimax_m3_vl_text", "qwen4_exp_text", "deepseek_v4", "gemma2 in int8")
-# On the cpu target: by the own kernels, by torch's operators (sinks, latent attention, float16), without convolutions and with.
+# On the cpu target: with sinks, latent attention, float16, without convolutions and with.
 SHARED = ("llama", "gpt_oss", "lfm2")  # artifacts of other tests
 COMPILED = (*(f"{name}-cpu" for name in SHARED), "deepseek_v3-cpu", "codegen-cpu", "qwen3-cpu-float16")
 

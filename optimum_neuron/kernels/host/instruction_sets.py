@@ -19,20 +19,14 @@ _CPUINFO = Path("/proc/cpuinfo")
 class InstructionSet:
     """An instruction set that kernels can be compiled for, with these `flags` of the compiler.
 
-    A machine `needs` these features, by Linux's names in /proc/cpuinfo. The variables `torch` hold torch's own operators to the set, for
-    processes that play such a machine. With `rounded_is_faster`, codes of weights meet activations of int8 faster than plain ones; it is
-    False for sets where no whole model was measured both ways.
+    A machine `needs` these features, by Linux's names in /proc/cpuinfo. With `rounded_is_faster`, codes of weights meet activations of int8
+    faster than plain ones; it is False for sets where no whole model was measured both ways.
     """
 
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str]
-    torch: tuple[tuple[str, str], ...] = ()
     rounded_is_faster: bool = False
-
-
-def _torch(capability: str, onednn: str, mkl: str) -> tuple[tuple[str, str], ...]:
-    return (("ATEN_CPU_CAPABILITY", capability), ("ONEDNN_MAX_CPU_ISA", onednn), ("MKL_ENABLE_INSTRUCTIONS", mkl))
 
 
 # Levels 3 and 4 of the x86-64 psABI.
@@ -47,12 +41,10 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 # The best first.
 _X86_64 = (
     InstructionSet("amx_bf16", (*_AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), _AVX512_BF16 | _AMX),
-    InstructionSet(
-        "avx512_bf16", _AVX512_BF16_FLAGS, _AVX512_BF16, _torch("avx512", "AVX512_CORE_BF16", "AVX512"), True
-    ),
-    InstructionSet("avx512", ("-march=x86-64-v4",), _AVX512, _torch("avx512", "AVX512_CORE", "AVX512"), True),
-    InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2, _torch("avx2", "AVX2", "AVX2"), True),
-    InstructionSet("baseline", (), frozenset(), _torch("default", "SSE41", "SSE4_2")),
+    InstructionSet("avx512_bf16", _AVX512_BF16_FLAGS, _AVX512_BF16, True),
+    InstructionSet("avx512", ("-march=x86-64-v4",), _AVX512, True),
+    InstructionSet("avx2", ("-march=x86-64-v3",), _AVX2, True),
+    InstructionSet("baseline", (), frozenset()),
 )
 _ARMV8_2 = frozenset({"asimd", "asimdrdm", "atomics", "crc32", "dcpop"})
 # SVE of 128 bits is NEON's width. Where its vectors are longer, there are fewer units for them, so products of bfloat16 go first.

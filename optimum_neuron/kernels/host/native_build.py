@@ -26,7 +26,7 @@ from .processes import Processes, run_jobs
 
 
 SOURCES = Path(__file__).parents[1] / "native"
-INTERFACE = 11  # step_interface() of native/plan/plan.cpp
+INTERFACE = 12  # step_interface() of native/plan/plan.cpp
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
 # Products and sums are contracted where a kernel says so, and nowhere else: elsewhere bits would depend on a loop's tail.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-pthread")

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..plan import Plan
 from ..run.encode_products import is_contiguous
 from ..steps.access import ALIGNMENT, SIZES, find_operands
-from ..steps.steps import Buffer, Item, Map, Step
+from ..steps.operands import Buffer
+from ..steps.steps import Item, Map, Step
 from .builder import PlanBuilder
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan in the making: its buffers, the values of the nodes so far, and its steps.
 
-Between two Maps a number of bfloat16 or float16 stays in float32, in registers and in memory alike, and is rounded where a kernel or
-torch takes it. So what is rounded does not depend on which operators share a Map.
+Between two Maps a number of bfloat16 or float16 stays in float32, in registers and in memory alike, and is rounded where a kernel
+takes it. So what is rounded does not depend on which operators share a Map.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..steps.steps import BufferKind, Step
+from ..steps.operands import BufferKind
+from ..steps.steps import Step
 from .fusion import Group, KnownValue, Pending, PlannedBuffer, StoredValue, contiguous, squeezed
 from .pointwise import ALIASES, JOINING, VIEWS
 
@@ -42,12 +43,12 @@ class PlanBuilder:
         values: of nodes; of a node with several results, a list.
         live: nodes with results that are needed; the others are left out.
         of_live: holds which tokens reach the model's head: of live rows, live ones.
-        written: nodes with memory that an operator of torch writes to: they have their own type there, and are rounded to it in
+        written: nodes with memory that a copy writes to: they have their own type there, and are rounded to it in
             registers. Where there are any, a copy must be one.
     """
 
     def __init__(self, live: set[Node], writers: Iterable[Node], mapped: Collection[Any]) -> None:
-        """Begin an empty plan; `writers` of torch write to their first operand, and `mapped` operators become operators of a Map."""
+        """Begin an empty plan; `writers` write to their first operand, and `mapped` operators become operators of a Map."""
         self.memories: list[PlannedBuffer] = []
         self.values: dict[Node, Any] = {}
         self.steps: list[Step] = []

@@ -12,7 +12,8 @@ from torch.fx import Node
 
 from ..operators import NAMESPACE
 from ..steps import steps
-from ..steps.steps import Codes, Experts, Layer, Linears, Operand
+from ..steps.operands import STATES, Codes, Layer, Operand
+from ..steps.steps import Experts, Linears
 from .builder import PlanBuilder, arguments
 from .fusion import FLOATS, StoredValue
 from .pointwise import aten
@@ -201,11 +202,7 @@ def _lower_product(builder: PlanBuilder, node: Node) -> bool:
 def _is_large_weight(builder: PlanBuilder, node: Node) -> bool:
     """Return whether each step would have to copy a large weight to have it contiguous and in float32."""
     value = builder.values[node]
-    if (
-        not isinstance(value, StoredValue)
-        or value.memory.kind != "tensor"
-        or value.memory.name.startswith(steps.STATES)
-    ):
+    if not isinstance(value, StoredValue) or value.memory.kind != "tensor" or value.memory.name.startswith(STATES):
         return False
     lies_so = value.layout.is_contiguous() and value.layout.dtype == torch.float32
     return not lies_so and value.layout.numel() > _MAX_COPIED

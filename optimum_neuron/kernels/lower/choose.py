@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..steps.steps import Gather, Operand, Scatter, TopK
+from ..steps.operands import Operand
+from ..steps.steps import Gather, Scatter, TopK
 from .builder import PlanBuilder, arguments, option
 from .fusion import FLOATS, REGISTER_DTYPES, StoredValue
 from .pointwise import aten

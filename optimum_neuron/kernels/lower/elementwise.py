@@ -13,7 +13,20 @@ from .builder import PlanBuilder, arguments
 from .fusion import FLOATS, REGISTER_DTYPES, Constant, StoredValue
 from .join import Join, constant, lower_norm, lower_reduction, lower_softmax, read_numbers, reduced_dims
 from .moves import lower_clone, lower_conversion
-from .pointwise import ARITHMETIC, COMPARISONS, CONVERSIONS, COPIES, KEEPS_CONSTANT, LOGICAL, REDUCING, UNARY, aten
+from .pointwise import (
+    ARITHMETIC,
+    COMPARISONS,
+    CONVERSIONS,
+    COPIES,
+    DIVISIONS,
+    KEEPS_CONSTANT,
+    LOGICAL,
+    REDUCING,
+    REMAINDERS,
+    UNARY,
+    aten,
+    find_divisor,
+)
 
 
 def lower_elementwise(builder: PlanBuilder, node: Node) -> bool:
@@ -163,6 +176,19 @@ def _lower_rsub(builder: PlanBuilder, node: Node) -> bool:
     return plain and _lower_operator(builder, node, "sub", operands, dtype)
 
 
+def _lower_division(builder: PlanBuilder, node: Node) -> bool:
+    divisor, source = find_divisor(node), arguments(node)[0]
+    types = {builder.fake(node).dtype, builder.fake(source).dtype}
+    if divisor is None or types != {torch.int32} or constant(builder, source) is not None:
+        return False
+    join = Join(builder, node, [source])
+    x = join.register(source)
+    result = join.compute("ifloor_div", x, Constant(divisor))
+    if node.target in REMAINDERS:
+        result = join.compute("isub", x, join.compute("imul", result, Constant(divisor)))
+    return join.finish(result)
+
+
 def _lower_clamp(builder: PlanBuilder, node: Node) -> bool:
     source, *bounds = (*arguments(node), None, None)[:3]
     if node.target is aten.clamp_max.default:
@@ -197,6 +223,7 @@ _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, a
 _SPECIAL: dict[Any, Callable[[PlanBuilder, Node], bool]] = {
     **dict.fromkeys(_CHOICES, _lower_choose),
     **dict.fromkeys((aten.logical_not.default, aten.bitwise_not.default, aten.isnan.default), _lower_test),
+    **dict.fromkeys(DIVISIONS | REMAINDERS, _lower_division),
     **dict.fromkeys(_CLAMPS, _lower_clamp),
     **dict.fromkeys((aten.softmax.int, aten._softmax.default), lower_softmax),
     **dict.fromkeys((aten.pow.Tensor_Scalar, aten.square.default), _lower_pow),

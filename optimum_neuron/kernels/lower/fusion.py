@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..run.memory import dtype_name
-from ..steps.steps import BufferKind, Item, Map, Operand
+from ..steps.operands import BufferKind, Operand
+from ..steps.steps import Item, Map
 
 
 # Beyond this, a group's registers would leave the caches.

@@ -137,11 +137,14 @@ def lower_softmax(builder: PlanBuilder, node: Node) -> bool:
     source, dim = arguments(node)[0], arguments(node)[1]
     fake = builder.fake(source)
     on_floats = fake.dtype in FLOATS and builder.fake(node).dtype in FLOATS
-    if dim not in (-1, fake.dim() - 1) or not squeezed(fake.shape[-1:]) or not on_floats:
+    if dim not in (-1, fake.dim() - 1) or not on_floats:
         return False
-    join = Join(builder, node, [source], inner=1)
-    group = join.group
-    x = join.register(source)
+    is_row = bool(squeezed(fake.shape[-1:]))
+    join = Join(builder, node, [source], inner=1) if is_row else Join(builder, node, [source])
+    group, x = join.group, join.register(source)
+    if not is_row:  # one number: 1 where it is finite, and NaN elsewhere
+        weight = join.compute("exp", join.compute("sub", x, x))
+        return join.finish(join.compute("div", weight, weight))
     largest = group.spread(group.reduce("row_max", x, 1))
     weights = group.compute("exp", group.compute("sub", x, largest))
     total = group.spread(group.reduce("sum", weights, 1))

@@ -15,7 +15,8 @@ from typing import Any
 
 from ..plan import Plan
 from ..steps.access import SIZES, find_operands, list_outputs
-from ..steps.steps import Attend, Buffer, Map, Operand, Select, Step, Tokens, TorchCall
+from ..steps.operands import Buffer, Operand, Tokens
+from ..steps.steps import Attend, Map, Select, Step
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,6 @@ def _find_form(step: Step, count: int) -> _Form:
         return _find_attend_form(step)
     if isinstance(step, Select):
         return _find_select_form(step)
-    if isinstance(step, TorchCall):
-        return _Form(step)
     outputs = list_outputs(step)
     reads = [each for name in step.by_token if (each := getattr(step, name)) is not None]
     whole = [each for each in find_operands(step) if not any(each is other for other in (*outputs, *reads))]

@@ -15,7 +15,8 @@ from torch.fx.node import map_arg
 
 from ..operators import NAMESPACE
 from ..plan import Plan
-from ..steps.steps import STATES, BufferKind, TorchCall
+from ..run.memory import dtype_name
+from ..steps.operands import STATES, BufferKind
 from . import calls, choose, moves
 from .arena import place_buffers
 from .builder import PlanBuilder, arguments
@@ -23,8 +24,8 @@ from .elementwise import MAPPED, lower_elementwise
 from .fusion import REGISTER_DTYPES, KnownValue, Pending, StoredValue, contiguous, squeezed
 from .live import leave_out_dead
 from .pointwise import ALIASES, FILLED, JOINING, RESHAPES, ROTATE_HALF, SHAPED, UNDEFINED, VIEWS, aten
-from .rewrites import drop_writes, find_layers, find_rotations, lower_rotation, spell_out_attention, split_heads
-from .torch_calls import lower_torch_call, writes
+from .rewrites import drop_writes, find_rotations, lower_rotation
+from .spell_out import MAX_KEPT, spell_out
 from .whole_numbers import narrow_whole_numbers
 
 
@@ -41,13 +42,11 @@ _LOWERINGS: dict[Any, Callable[[PlanBuilder, Node], bool]] = {
     aten.gather.default: choose.lower_gather,
     **dict.fromkeys(choose.SCATTERS, choose.lower_scatter),
 }
-# What is computed once is kept in memory: not what is as large as a weight matrix.
-_MAX_KEPT = 1 << 24  # elements
 _WITHOUT_EFFECT = ("_assert", "sym_", "_check")
 
 
 class UnknownOperationError(ValueError):
-    """A node of a graph that a plan cannot have."""
+    """An operator of a graph that a plan cannot have."""
 
 
 def lower(program: ExportedProgram, tokens: int = 1, by_token: Collection[str] = ()) -> tuple[Plan, dict[str, Tensor]]:
@@ -59,16 +58,14 @@ def lower(program: ExportedProgram, tokens: int = 1, by_token: Collection[str] =
         by_token: numbers of the outputs that have a row per token; the others are needed whole.
 
     Raises:
-        UnknownOperationError: the graph has an operation that is not one of torch's operators on tensors.
+        UnknownOperationError: the graph has an operator that no kernel computes.
     """
-    split_heads(program)
-    find_layers(program, _MAX_KEPT)
-    spell_out_attention(program)
+    spell_out(program)
     find_rotations(program)
     drop_writes(program, MAPPED | choose.SCATTERS)
     narrow_whole_numbers(program)
     graph = program.graph_module.graph
-    writers = [node for node in graph.nodes if node.op == "call_function" and writes(node) and not _is_own(node)]
+    writers = [node for node in graph.nodes if node.op == "call_function" and _writes(node) and not _is_own(node)]
     live = _find_live(graph.nodes)
     builder = PlanBuilder(live, writers, MAPPED | {ROTATE_HALF})
     fixed = _add_inputs(builder, program)
@@ -80,14 +77,11 @@ def lower(program: ExportedProgram, tokens: int = 1, by_token: Collection[str] =
             continue
         if node in begin:
             builder.values[node] = begin[node]
-            value = builder.stored(node)
-            if value.layout.dtype in REGISTER_DTYPES:
-                builder.values[node] = builder.contiguous_copy(value)
-                continue
-            output = builder.allocate_like(node)
-            source = {"tensor": value.as_operand()}
-            builder.steps.append(TorchCall(str(aten.clone.default), [source], {}, (output.as_operand(),)))
-            builder.values[node] = output
+            if builder.fake(node).dtype not in REGISTER_DTYPES:
+                raise UnknownOperationError(
+                    f"it writes to numbers of {builder.fake(node).dtype}; export with target='eager'"
+                )
+            builder.values[node] = builder.contiguous_copy(builder.stored(node))
         elif node not in builder.values:
             _lower_node(builder, node)
     for index, node in enumerate(arguments(graph.output_node())[0]):
@@ -107,7 +101,7 @@ def _find_live(nodes: Iterable[Node]) -> set[Node]:
     """Return the nodes that an output or a write needs."""
     live: set[Node] = set()
     for node in reversed(list(nodes)):
-        if node.op == "output" or node in live or (node.op == "call_function" and writes(node)):
+        if node.op == "output" or node in live or (node.op == "call_function" and _writes(node)):
             live.add(node)
             live.update(node.all_input_nodes)
     return live
@@ -158,7 +152,7 @@ def _lower_fixed(builder: PlanBuilder, nodes: Iterable[Node], fixed: set[Node]) 
         shaped = node.target in SHAPED or node.target in FILLED
         if node.op != "call_function" or node not in builder.live or node.target in UNDEFINED:
             continue
-        if writes(node) or _is_own(node):
+        if _writes(node) or _is_own(node):
             continue
         changes, sources = node in builder.written, node.all_input_nodes
         known = None
@@ -168,7 +162,7 @@ def _lower_fixed(builder: PlanBuilder, nodes: Iterable[Node], fixed: set[Node]) 
             known = _evaluate_node(builder, node)
         if known is not None:  # of what is written to, for no longer than the first write
             (begin if changes else builder.values)[node] = known
-        elif changes or fake is None or fake.numel() > _MAX_KEPT or not fixed.issuperset(sources):
+        elif changes or fake is None or fake.numel() > MAX_KEPT or not fixed.issuperset(sources):
             continue
         else:
             _lower_node(builder, node)
@@ -198,6 +192,12 @@ def _evaluate_node(builder: PlanBuilder, node: Node) -> Any:
     return KnownValue(result.to(builder.fake(node).dtype)) if isinstance(result, Tensor) else None
 
 
+def _writes(node: Node) -> bool:
+    """Return whether a node writes to the elements of one of its operands."""
+    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return mutable and node.target not in ALIASES
+
+
 def _is_own(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == NAMESPACE
 
@@ -209,8 +209,6 @@ def _lower_node(builder: PlanBuilder, node: Node) -> None:
     if name == "getitem":
         builder.values[node] = builder.values[arguments(node)[0]][arguments(node)[1]]
         return
-    if not isinstance(node.target, torch._ops.OpOverload):
-        raise UnknownOperationError(f"its graph calls {name}, which is no operator of torch")
     if node.target in ALIASES and not (node.target is aten.dropout.default and arguments(node)[2]):
         builder.share(node, arguments(node)[0])
         return
@@ -223,7 +221,11 @@ def _lower_node(builder: PlanBuilder, node: Node) -> None:
     if lowering is not None and lowering(builder, node):
         return
     if not lower_elementwise(builder, node):
-        lower_torch_call(builder, node)
+        fakes = map(builder.fake_or_none, node.all_input_nodes)
+        types = ", ".join(dict.fromkeys(dtype_name(fake.dtype) for fake in fakes if fake is not None))
+        raise UnknownOperationError(
+            f"it calls {node.target} of {types}, which no kernel of the cpu target computes; export with target='eager'"
+        )
 
 
 def _lower_view(builder: PlanBuilder, node: Node) -> bool:
@@ -234,15 +236,15 @@ def _lower_view(builder: PlanBuilder, node: Node) -> bool:
     value, fake = builder.values[source], builder.fake(source)
     if isinstance(value, KnownValue):
         return False
-    if node in builder.written and _on_layout(builder, node, _layout_in_torch(fake)) is None:
-        return False  # torch's result has memory of its own
-    if isinstance(value, Pending) and not value.group.closed and node.target in RESHAPES:
+    # Torch's result may have memory of its own, which another node writes to.
+    apart = node in builder.written and _on_layout(builder, node, _layout_in_torch(fake)) is None
+    if isinstance(value, Pending) and not value.group.closed and node.target in RESHAPES and not apart:
         own = builder.fake_or_none(node)
         if own is not None and squeezed(own.shape) == squeezed(fake.shape):
             builder.share(node, source)
             return True
     base = builder.resting(source)
-    result = _on_layout(builder, node, base.layout)
+    result = None if apart else _on_layout(builder, node, base.layout)
     if result is None:  # of a copy, which lies in order, there is every view
         if base.layout.dtype not in REGISTER_DTYPES:
             return False

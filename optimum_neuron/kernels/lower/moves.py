@@ -81,7 +81,8 @@ def lower_cat(builder: PlanBuilder, node: Node) -> bool:
     parts = list(arguments(node)[0])
     dim = option(node, 1, "dim", 0)
     fake = builder.fake(node)
-    if {builder.fake(part).dtype for part in parts} != {fake.dtype} or fake.dtype not in REGISTER_DTYPES:
+    dtypes = {builder.fake(part).dtype for part in parts}
+    if fake.dtype not in REGISTER_DTYPES or not (dtypes == {fake.dtype} or dtypes <= {*FLOATS}):
         return False
     output = builder.allocate_wide(node, fake.shape)
     start = 0

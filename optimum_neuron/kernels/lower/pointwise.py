@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from ..operators import NAMESPACE
 
@@ -27,7 +28,7 @@ ARITHMETIC: dict[Any, tuple[str, str | None]] = {
     for op, integer_op, names in (
         ("add", "iadd", "add.Tensor add.Scalar"),
         ("sub", "isub", "sub.Tensor sub.Scalar"),
-        ("mul", "imul", "mul.Tensor mul.Scalar"),
+        ("mul", "imul", "mul.Tensor mul.Scalar multiply.Tensor"),
         ("div", None, "div.Tensor div.Scalar"),
         ("max", "imax", "maximum.default max.other"),
         ("min", "imin", "minimum.default min.other"),
@@ -36,7 +37,10 @@ ARITHMETIC: dict[Any, tuple[str, str | None]] = {
     for each in _list(names)
 }
 # Torch takes their second operand as it is where it is a constant; others are rounded to the result's type.
-KEEPS_CONSTANT = frozenset(_list("mul.Tensor mul.Scalar div.Tensor div.Scalar"))
+KEEPS_CONSTANT = frozenset(_list("mul.Tensor mul.Scalar multiply.Tensor div.Tensor div.Scalar"))
+# Of whole numbers by one above 0, rounded down; and what they leave.
+DIVISIONS = frozenset(_list("floor_divide.default floor_divide.Scalar div.Tensor_mode div.Scalar_mode"))
+REMAINDERS = frozenset(_list("remainder.Scalar remainder.Tensor"))
 COMPARISONS: dict[Any, str] = {
     each: name for name in ("lt", "le", "gt", "ge", "eq", "ne") for each in _list(f"{name}.Tensor {name}.Scalar")
 }
@@ -97,3 +101,11 @@ UNDEFINED = frozenset(_list("new_empty.default empty_like.default empty.memory_f
 JOINING = frozenset(_list("cat.default stack.default concat.default concatenate.default"))
 # Of each row of 2n columns, the second half negated, and then the first; only a plan has it.
 ROTATE_HALF = getattr(torch.ops, NAMESPACE).rotate_half.default
+
+
+def find_divisor(node: Node) -> int | None:
+    """Return the number above 0 by which a node divides whole numbers, rounding down; None where it does something else."""
+    if node.target not in DIVISIONS | REMAINDERS or node.kwargs.get("rounding_mode", "floor") != "floor":
+        return None
+    divisor: Any = node.args[1]
+    return divisor if type(divisor) is int and 0 < divisor < 1 << 31 else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrites of a program before it is lowered: products with weights as linear layers, rotations as one operator, results in place of writes."""
+"""Rewrites of a program before it is lowered: rotations as one operator, and results in place of writes."""
 
 from __future__ import annotations
 
@@ -9,110 +9,14 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .builder import PlanBuilder, arguments
 from .fusion import FLOATS
 from .join import Join
 from .pointwise import ALIASES, CONVERSIONS, ROTATE_HALF, VIEWS, aten
-
-
-def split_heads(program: ExportedProgram) -> None:
-    """Replace `baddbmm` of a bias `[heads, 1, outputs]`, tokens `[heads, tokens, inputs]` and a parameter `[heads, inputs, outputs]`."""
-    specs = program.graph_signature.input_specs
-    parameters = {spec.arg.name for spec in specs if spec.kind is InputKind.PARAMETER}
-    graph = program.graph_module.graph
-    columns: dict[tuple[Node, int], Node] = {}
-    for node in list(graph.nodes):
-        if node.target is not aten.baddbmm.default or node.kwargs or len(node.args) != 3:
-            continue
-        bias, x, weight = arguments(node)
-        heads, _, outputs = weight.meta["val"].shape
-        if weight.name not in parameters or tuple(bias.meta["val"].shape) != (heads, 1, outputs):
-            continue
-        with graph.inserting_before(node):
-            result = _split(graph, bias, x, weight, columns)
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
-
-
-def find_layers(program: ExportedProgram, most: int) -> None:
-    """Replace products with a parameter `[inputs, outputs]` by linear layers, of weights that lie so, or have at most so many elements."""
-    specs = program.graph_signature.input_specs
-    parameters = {spec.arg.name for spec in specs if spec.kind is InputKind.PARAMETER}
-    graph = program.graph_module.graph
-    for node in list(graph.nodes):
-        if node.target not in _PRODUCTS or node.kwargs:
-            continue
-        *bias, x, weight = arguments(node)
-        base, fake = weight, weight.meta["val"]
-        while base.target in VIEWS:
-            base = arguments(base)[0]
-        lies_so = fake.dim() == 2 and fake.t().is_contiguous()
-        fits = lies_so or (fake.dim() == 2 and fake.numel() <= most)
-        if (
-            base.name not in parameters
-            or not fits
-            or x.meta["val"].dim() < 2
-            or any(each.meta["val"].dim() != 1 for each in bias)
-        ):
-            continue
-        with graph.inserting_before(node):
-            turned = _call(graph, aten.contiguous.default, _call(graph, aten.t.default, weight))
-            result = _call(graph, aten.linear.default, x, turned, *bias)
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
-
-
-def spell_out_attention(program: ExportedProgram) -> None:
-    """Replace attention that no kernel of ours takes by two products with a softmax between them."""
-    graph = program.graph_module.graph
-    for node in list(graph.nodes):
-        if (
-            node.target is not aten.scaled_dot_product_attention.default
-            or len(node.args) != 4
-            or "scale" not in node.kwargs
-        ):
-            continue
-        query, keys, values, bias = arguments(node)
-        if node.kwargs.keys() != {"scale"} or bias.meta["val"].dtype not in FLOATS:
-            continue
-        # Finite: a row that sees nothing is no NaN.
-        lowest = torch.finfo(bias.meta["val"].dtype).min
-        with graph.inserting_before(node):
-            scores = _call(graph, aten.matmul.default, query, _call(graph, aten.transpose.int, keys, -1, -2))
-            scaled = _call(graph, aten.mul.Tensor, scores, node.kwargs["scale"])
-            masked = _call(graph, aten.add.Tensor, scaled, _call(graph, aten.clamp_min.default, bias, lowest))
-            result = _call(graph, aten.matmul.default, _call(graph, aten.softmax.int, masked, -1), values)
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
-
-
-_PRODUCTS = (aten.matmul.default, aten.mm.default, aten.addmm.default)
-
-
-def _split(graph: Graph, bias: Node, x: Node, weight: Node, columns: dict[tuple[Node, int], Node]) -> Node:
-    """Return `[heads, tokens, outputs]`, with adjacent elements of a token."""
-    turned = _call(graph, aten.contiguous.default, _call(graph, aten.transpose.int, weight, 1, 2))
-    found = []
-    for head in range(weight.meta["val"].shape[0]):
-        if (x, head) not in columns:  # products of the same tokens are one step
-            columns[x, head] = _call(graph, aten.select.int, x, 0, head)
-        own = _call(graph, aten.select.int, _call(graph, aten.select.int, bias, 0, head), 0, 0)
-        layer = _call(graph, aten.select.int, turned, 0, head)
-        found.append(_call(graph, aten.linear.default, columns[x, head], layer, own))
-    return _call(graph, aten.transpose.int, _call(graph, aten.stack.default, found, 1), 0, 1)
-
-
-def _call(graph: Graph, operator: Callable[..., Any], *args: Any) -> Node:
-    node = graph.call_function(operator, args)
-    values = [each.meta["val"] if isinstance(each, Node) else each for each in args]
-    if isinstance(args[0], list):
-        values[0] = [each.meta["val"] for each in args[0]]
-    node.meta["val"] = operator(*values)
-    return node
+from .spell_out import add_call
 
 
 def find_rotations(program: ExportedProgram) -> None:
@@ -159,7 +63,7 @@ _SHARING = VIEWS | ALIASES | {aten.contiguous.default}
 
 
 def drop_writes(program: ExportedProgram, known: Collection[Any]) -> None:
-    """Replace an operator that writes to a tensor of the graph's own by the one that returns its result, if it is `known`."""
+    """Replace an operator that writes to a tensor by the one that returns its result, if it is `known`, and a copy where others see it."""
     graph = program.graph_module.graph
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -167,13 +71,16 @@ def drop_writes(program: ExportedProgram, known: Collection[Any]) -> None:
         if plain not in known or not isinstance(target := arguments(node)[0], Node):
             continue
         own, value = target.meta["val"], _compute_on_meta(plain, node)
-        if (own.dtype, own.shape) != (value.dtype, value.shape) or not _is_alone(target, order, node):
+        if (own.dtype, own.shape) != (value.dtype, value.shape):
             continue
+        alone = _is_alone(target, order, node)
         with graph.inserting_before(node):
             result = graph.call_function(plain, node.args, dict(node.kwargs))
-        result.meta["val"], order[result] = value, order[node]
-        node.replace_all_uses_with(result)
-        for user in [each for each in target.users if order[each] > order[node]]:
+            result.meta["val"] = value
+            written = result if alone else add_call(graph, aten.copy_.default, target, result)
+        order[result] = order[written] = order[node]
+        node.replace_all_uses_with(written)
+        for user in [each for each in target.users if alone and order[each] > order[node]]:
             user.replace_input_with(target, result)
         graph.erase_node(node)
 

@@ -14,14 +14,15 @@ from torch.fx import Node
 
 from .builder import arguments
 from .choose import BY_NUMBER, LARGEST, finds_largest, takes_rows
-from .pointwise import ALIASES, COMPARISONS, CONVERSIONS, COPIES, JOINING, VIEWS, aten
+from .pointwise import ALIASES, COMPARISONS, CONVERSIONS, COPIES, JOINING, REMAINDERS, VIEWS, aten, find_divisor
 
 
 _Range = tuple[int, int]
 _RANGES: dict[torch.dtype, _Range] = {torch.int32: (-(2**31), 2**31 - 1), torch.bool: (0, 1)}
-# Tokens, places, slots and blocks: of what a step takes.
+# Tokens, places, slots, blocks and experts: of what a step takes, and of tables that a model keeps.
 _INPUTS = (-(2**30), 2**30)
-_KEEPING = VIEWS | ALIASES | COPIES | {aten.contiguous.default, aten.gather.default}
+_LOOKUPS = frozenset((aten.embedding.default, aten.index_select.default, aten.index.Tensor))
+_KEEPING = VIEWS | ALIASES | COPIES | _LOOKUPS | {aten.contiguous.default, aten.gather.default}
 _CHOICES = frozenset((aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar))
 _COUNTS = frozenset((aten.arange.default, aten.arange.start))
 _CLAMPS = frozenset((aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default))
@@ -38,10 +39,8 @@ _OF_TWO: dict[Any, Callable[[int, int], int]] = {
 # What takes them, and has results of which no element is one of them; or no effect.
 _TAKING = frozenset(
     (
-        aten.embedding.default,
-        aten.index_select.default,
-        aten.index.Tensor,
         aten._assert_tensor_metadata.default,
+        *_LOOKUPS,
         *COMPARISONS,
         *CONVERSIONS,
     )
@@ -51,15 +50,16 @@ _TAKING = frozenset(
 def narrow_whole_numbers(program: ExportedProgram) -> None:
     """Make int64 results int32 where their numbers fit, and nothing that reads them asks for more."""
     nodes = [node for node in program.graph_module.graph.nodes if node.op == "call_function"]
-    inputs = program.graph_signature.user_inputs
+    inputs, buffers = program.graph_signature.user_inputs, program.graph_signature.inputs_to_buffers
     ranges: dict[Node, _Range] = {}
     for node in program.graph_module.graph.nodes:
-        if node.op == "placeholder" and node.name in inputs and _has_type(node, torch.int32):
+        is_input = node.name in inputs and _has_type(node, torch.int32)
+        if is_input or (node.name in buffers and _has_type(node, torch.int64)):
             ranges[node] = _INPUTS
     for node in nodes:
         if (_has_type(node, torch.int64) or _has_type(node, torch.int32)) and (found := _find_range(node, ranges)):
             ranges[node] = found
-    ranges = {node: found for node, found in ranges.items() if _has_type(node, torch.int64)}
+    ranges = {node: found for node in nodes if _has_type(node, torch.int64) and (found := ranges.get(node))}
     while refused := [node for node in ranges if not _can_be_narrow(node, ranges)]:
         for node in refused:
             del ranges[node]
@@ -100,6 +100,8 @@ def _find_range(node: Node, ranges: dict[Node, _Range]) -> _Range | None:
     if target in _COUNTS:
         begin = operands[0] if target is aten.arange.start else 0
         return _unite([(begin, begin + len(node.meta["val"]))]) if isinstance(begin, int) else None
+    if (divisor := find_divisor(node)) is not None and (found := range_of(operands[0])) is not None:
+        return (0, divisor - 1) if target in REMAINDERS else (found[0] // divisor, found[1] // divisor)
     if target in _CLAMPS:
         return _unite(range_of(each) for each in operands if each is not None)
     if target in _OF_TWO and not node.kwargs:
@@ -122,11 +124,14 @@ def _unite(found: Iterable[_Range | None]) -> _Range | None:
 
 def _can_be_narrow(node: Node, ranges: dict[Node, _Range]) -> bool:
     """Return whether all that reads a node takes int32, and its own operator gives int32 where its operands have it."""
-    sources = [source for source in node.all_input_nodes if _has_type(source, torch.int64)]
+    taken = arguments(node)[:1] if node.target in _LOOKUPS else node.all_input_nodes
+    sources = [source for source in taken if _has_type(source, torch.int64)]
     if node.target not in CONVERSIONS and not all(source in ranges for source in sources):
         return False
-    return all(user in ranges or user.target in _TAKING or _is_row_index(user, node) for user in node.users)
+    return all(user in ranges or _takes_number(user, node) for user in node.users)
 
 
-def _is_row_index(user: Node, node: Node) -> bool:
-    return user.target in BY_NUMBER and arguments(user)[2] is node and takes_rows(user)
+def _takes_number(user: Node, node: Node) -> bool:
+    if user.target in BY_NUMBER:
+        return arguments(user)[2] is node and takes_rows(user)
+    return user.target in _TAKING and not (user.target in _LOOKUPS and arguments(user)[0] is node)

@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan bound to memory, and run: kernels by their library, other operators by torch. Steps have names for people."""
+"""A plan bound to memory, and run by the library of kernels. Steps have names for people."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from itertools import count
 
 import numpy as np
 
 from ..steps.access import PlanError, find_operands, list_written
-from ..steps.steps import Buffer, Linears, PlanData, Step, TorchCall
+from ..steps.operands import Buffer
+from ..steps.steps import Linears, PlanData, Step
 from .encode import encode_step
 from .memory import PlanMemory, TensorForm
 
 
 # Memory of these kinds is read by no later run.
 _OF_A_RUN = ("input", "output", "arena")
-# Runs a part of a plan, for so many live tokens.
-_Run = Callable[[int], None]
 
 
 class BoundPlan:
-    """One graph: its steps in order, as runs of kernels with calls of torch in between.
+    """One graph: its steps in order.
 
     Attributes:
         outputs: what the graph returns, in order: each run writes to the same memory, and so may runs of other plans.
@@ -45,58 +43,29 @@ class BoundPlan:
         self._plan = plan
         self._memory = PlanMemory(plan.buffers, inputs, outputs, tensors, arena)
         self.outputs = self._memory.outputs
-        words: list[int] = []
-        calls: list[_Run | None] = []  # for each step the call of torch that it is
-        for step in (*plan.once, *plan.steps):
-            if isinstance(step, TorchCall):
-                from .torch_call import bind_call  # imports torch, which most plans do without
-
-                calls.append(bind_call(step, self._memory))
-            else:
-                words += encode_step(step, plan.buffers, short_scales)
-                calls.append(None)
-        array = np.array(words, dtype=np.int64)
-        self._handle = library.step_plan(array.ctypes.data, len(words))
+        words = np.array(
+            [word for step in (*plan.once, *plan.steps) for word in encode_step(step, plan.buffers, short_scales)],
+            dtype=np.int64,
+        )
+        self._handle = library.step_plan(words.ctypes.data, len(words))
         if not self._handle:
             raise PlanError("its steps cannot be read")
-        once, self._calls = calls[: len(plan.once)], calls[len(plan.once) :]
-        self._first = once.count(None)  # the number of the first kernel that each run calls
-        self._segments = list(self._group_calls(self._calls, self._first))
-        self._state_steps = count_state_steps(plan)
-        self._state_segments = list(self._group_calls(self._calls[: self._state_steps], self._first))
-        for segment in self._group_calls(once, 0):
-            try:
-                segment(1)
-            except (RuntimeError, IndexError) as error:
-                raise PlanError(f"what it computes once fails: {(str(error).splitlines() or [''])[0]}") from error
+        self._first = len(plan.once)
+        self._end, self._states_end = (self._first + steps for steps in (len(plan.steps), count_state_steps(plan)))
+        try:
+            self._run_steps(0, self._first, 1)
+        except IndexError as error:
+            raise PlanError(f"what it computes once fails: {error}") from error
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.step_free(self._handle)
 
-    def _group_calls(self, calls: Sequence[_Run | None], begin: int) -> Iterator[_Run]:
-        """Yield what runs steps in order, of which kernel `begin` is the first: adjacent kernels as one, and the calls of torch between."""
-        end = begin  # numbers of kernel steps
-        for call in calls:
-            if call is None:
-                end += 1
-                continue
-            if end > begin:
-                yield self._bind_kernels(begin, end)
-            begin = end
-            yield call
-        if end > begin:
-            yield self._bind_kernels(begin, end)
-
-    def _bind_kernels(self, begin: int, end: int) -> _Run:
-        # It does not hold the plan, which holds it: memory is free once the last user is gone, and waits for no collector.
-        library, handle, addresses, threads = self._library, self._handle, self._memory.addresses, self._threads
-
-        def run_kernels(live: int) -> None:
-            if library.step_run(handle, begin, end, addresses, live, threads()) >= 0:
-                raise IndexError("it takes a token, position or slot that the graph does not have")
-
-        return run_kernels
+    def _run_steps(self, begin: int, end: int, live: int) -> None:
+        """Run steps by their numbers, for so many live tokens; those that are computed once come first."""
+        run = self._library.step_run
+        if begin < end and run(self._handle, begin, end, self._memory.addresses, live, self._threads()) >= 0:
+            raise IndexError("it takes a token, position or slot that the graph does not have")
 
     def run(self, inputs: Sequence[np.ndarray], live: int) -> tuple[np.ndarray, ...]:
         """Run the graph for its first `live` tokens, and return its outputs; their rows of other tokens are undefined.
@@ -105,32 +74,27 @@ class BoundPlan:
             IndexError: a step takes an index that its operand does not have.
         """
         self._memory.take_inputs(inputs)
-        for segment in self._segments:
-            segment(live)
+        self._run_steps(self._first, self._end, live)
         return self.outputs
 
     def run_for_states(self, inputs: Sequence[np.ndarray], live: int) -> None:
         """Run the graph without what only outputs need."""
         self._memory.take_inputs(inputs)
-        for segment in self._state_segments:
-            segment(live)
+        self._run_steps(self._first, self._states_end, live)
 
     def run_by_operators(
         self, inputs: Sequence[np.ndarray], live: int, ended: Callable[[str], None], *, outputs: bool
     ) -> tuple[np.ndarray, ...]:
         """Do as `run`, or without `outputs` as `run_for_states`, a step at a time; `ended` gets the name of each."""
         self._memory.take_inputs(inputs)
-        for name, run in self._operators if outputs else self._operators[: self._state_steps]:
-            run(live)
-            ended(name)
+        for number in range(self._first, self._end if outputs else self._states_end):
+            self._run_steps(number, number + 1, live)
+            ended(self._names[number - self._first])
         return self.outputs
 
     @cached_property
-    def _operators(self) -> list[tuple[str, _Run]]:
-        names = [name_step(step, self._plan.buffers) for step in self._plan.steps]
-        native = count(self._first)
-        runs = [call or self._bind_kernels(number := next(native), number + 1) for call in self._calls]
-        return list(zip(names, runs, strict=True))
+    def _names(self) -> list[str]:
+        return [name_step(step, self._plan.buffers) for step in self._plan.steps]
 
 
 def count_state_steps(plan: PlanData) -> int:
@@ -143,7 +107,7 @@ def count_state_steps(plan: PlanData) -> int:
 
 def name_step(step: Step, buffers: Sequence[Buffer]) -> str:
     """Return a name as "Linears model.model.layers.0.self_attn.q_proj.weight + 2", of three that share their input."""
-    kind = step.operator if isinstance(step, TorchCall) else type(step).__name__
+    kind = type(step).__name__
     layers = [layer.weight for layer in step.layers] if isinstance(step, Linears) else []
     members = ("state", "weight", "keys", "source", "cache", "codes", "items")  # the first that it has names it
     naming = next((getattr(step, each) for each in members if hasattr(step, each)), layers)

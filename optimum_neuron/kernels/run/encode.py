@@ -12,9 +12,9 @@ from typing import Any
 
 from ..steps import steps
 from ..steps.access import COLUMN_BLOCK, HEAD_DIM_LIMIT, SIZES, TYPES, float_bits, require
+from ..steps.operands import Buffer
 from ..steps.steps import (
     Attend,
-    Buffer,
     Convolve,
     Gather,
     Map,

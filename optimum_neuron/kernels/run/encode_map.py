@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from ..steps.access import TYPES, PlanError, check_operand, float_bits, require
-from ..steps.steps import OPS, REDUCTIONS, Buffer, Item, Map, Operand
+from ..steps.operands import Buffer, Operand
+from ..steps.steps import OPS, REDUCTIONS, Item, Map
 from .encode_products import OperandWords
 
 
@@ -90,6 +91,10 @@ def _check_form(item: Item, step: Map) -> None:
     fixed = [index for index, is_constant in enumerate(item.constants) if is_constant]
     require(not fixed or (count > 1 and fixed[-1] < 2), "it has a constant where a register belongs")
     require(count == 0 or len(fixed) < count, "it has an operator without operands")
+    if item.op == "ifloor_div":  # by 0, or the least number by -1, it would end the process
+        by = item.operands[1]
+        positive = fixed == [1] and isinstance(by, int) and 0 < by < 1 << 31
+        require(positive, "it divides whole numbers by what may be no number above 0")
 
 
 def _find_extents(item: Item) -> tuple[bool, bool]:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..steps.access import SIZES, TYPES, check_operand, require
-from ..steps.steps import Buffer, Codes, Experts, Layer, Linears, Operand
+from ..steps.operands import Buffer, Codes, Layer, Operand
+from ..steps.steps import Experts, Linears
 
 
 FLOATS = ("float32", "bfloat16", "float16")

@@ -12,8 +12,9 @@ import ml_dtypes as ml_dtypes  # from here on numpy knows bfloat16 and float8_e4
 import numpy as np
 
 from ..host.machine import machine_memory
-from ..steps.access import ALIGNMENT, PlanError, check_operand
-from ..steps.steps import Buffer, Operand, PlanData
+from ..steps.access import ALIGNMENT, PlanError
+from ..steps.operands import Buffer
+from ..steps.steps import PlanData
 
 
 class TensorForm(Protocol):
@@ -83,18 +84,6 @@ class PlanMemory:
             fits = 0 <= buffer.offset <= buffer.offset + buffer.bytes <= has and buffer.offset % ALIGNMENT == 0
         if not fits or buffer.bytes < 0:
             raise PlanError(f"it takes {buffer.bytes} bytes of {buffer.kind} {buffer.name!r}, which has {has}")
-
-    def find_bytes(self, operand: Operand) -> np.ndarray:
-        """Return the bytes of an operand's buffer.
-
-        Raises:
-            PlanError: the operand leaves its buffer, or is an output of the graph, which kernels alone write.
-        """
-        check_operand(operand, self._buffers)
-        memory = self._memory.get(operand.buffer)
-        if memory is None:
-            raise PlanError("a call of torch uses an output of the graph")
-        return memory
 
     def take_inputs(self, inputs: Sequence[np.ndarray]) -> None:
         """Copy the inputs of a run."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of plans as data: calls of kernels, and of torch's operators where there is no kernel."""
+"""Steps of plans as data: calls of kernels."""

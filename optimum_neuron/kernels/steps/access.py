@@ -9,21 +9,20 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from .steps import Buffer, Linears, Map, Operand, Step, TorchCall
+from .operands import Buffer, Operand
+from .steps import Linears, Map, Step
 
 
 # As in native/common/kernels.h.
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "int64": 4, "bool": 5}
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
-# Also the types that calls of torch and quantized weights have.
+# Also the types that quantized weights have.
 ALL_SIZES = SIZES | dict.fromkeys(("int8", "uint8", "float8_e4m3fn"), 1)
-ALL_SIZES |= {"complex64": 8, "complex128": 16, "float64": 8, "int16": 2}
 ALIGNMENT = 64  # bytes of a cache line
 # What the kernel of attention takes: dimensions of heads, and columns at a time, which lie in one block. kBlock of
 # native/attention/attention_call.h is the latter.
 HEAD_DIM_LIMIT, COLUMN_BLOCK = 512, 64
 LARGEST = 1 << 48  # bytes or elements that native code can count
-_OVERWRITING = ("aten.copy_.default", "aten.fill_.Scalar", "aten.zero_.default")
 
 
 class PlanError(ValueError):
@@ -80,9 +79,6 @@ def find_operands(value: Any) -> Iterator[Operand]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from find_operands(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from find_operands(each)
     else:
         kind: Any = type(value)
         for name in _members(kind):
@@ -99,23 +95,11 @@ def _members(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
 
 
-def writes_in_place(call: TorchCall) -> bool:
-    """Return whether an operator of torch writes to its first argument, by its name."""
-    return any(each.endswith("_") for each in call.operator.split(".")[1:2])
-
-
 def list_written(step: Step) -> list[Operand]:
-    """Return the operands that a step writes to; raise PlanError where a call of torch has no tensor to write to."""
+    """Return the operands that a step writes to."""
     if isinstance(step, Map):
         return [item.access for item in step.items if item.op == "store" and item.access is not None]
-    if not isinstance(step, TorchCall):
-        return [*_list_changed(step), *list_outputs(step)]
-    if not writes_in_place(step):
-        return [each for each in step.outputs if each is not None]
-    first = step.arguments[0] if step.arguments else None
-    if not isinstance(first, dict) or "tensor" not in first or step.outputs:
-        raise PlanError(f"its call of {step.operator} has no tensor to write to, or another one with it")
-    return [first["tensor"]]
+    return [*_list_changed(step), *list_outputs(step)]
 
 
 def list_outputs(step: Any) -> list[Operand]:
@@ -130,14 +114,12 @@ def _list_changed(step: Step) -> list[Operand]:
 
 
 def list_accesses(step: Step) -> Iterator[tuple[Operand, bool]]:
-    """Yield each operand in the order in which a step takes it, and whether it writes there; raise as `list_written`."""
+    """Yield each operand in the order in which a step takes it, and whether it writes there."""
     if isinstance(step, Map):
         yield from ((item.access, item.op == "store") for item in step.items if item.access is not None)
         return
     targets = list_written(step)
     changed = _list_changed(step)
-    if isinstance(step, TorchCall) and writes_in_place(step) and step.operator not in _OVERWRITING:
-        changed = targets
     for each in find_operands(step):
         if not any(each is target for target in targets) or any(each is part for part in changed):
             yield each, False

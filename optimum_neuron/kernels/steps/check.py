@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that a plan reads what is there, and writes to its own memory alone. Imports no torch.
 
-Kernels and torch check an index where they first meet it, and read it again while they write. So no step writes over what it reads: it
+Kernels check an index where they first meet it, and read it again while they write. So no step writes over what it reads: it
 could make an index of it that nothing has checked. A Map alone may, as it has no indices.
 
 Each step reads weights, states, inputs, and what earlier steps wrote. Buffers of the arena share places. So a write to one of
@@ -26,7 +26,8 @@ from .access import (
     list_written,
     require,
 )
-from .steps import STATES, Buffer, Map, Operand, PlanData, Step, TorchCall
+from .operands import STATES, Buffer, Operand
+from .steps import Map, PlanData, Step
 
 
 _ALWAYS = ("tensor", "constant")
@@ -43,15 +44,15 @@ def check_steps(plan: PlanData, dtypes: Mapping[str, str]) -> None:
             buffer.kind != "arena" or buffer.offset + buffer.bytes <= plan.arena
         )
         require(fits, f"it has a buffer at {buffer.offset} of an arena of {plan.arena}")
-    for call in plan.once:
-        _check_step(call, plan.buffers, dtypes, ("kept",))
+    for step in plan.once:
+        _check_step(step, plan.buffers, dtypes, ("kept",))
     for step in plan.steps:
         _check_step(step, plan.buffers, dtypes, ("arena", "output"))
     check_order(plan)
 
 
 def _check_step(step: Step, buffers: Sequence[Buffer], dtypes: Mapping[str, str], own: Collection[str]) -> None:
-    name = f"call of {step.operator}" if isinstance(step, TorchCall) else type(step).__name__
+    name = type(step).__name__
     spans, targets = [], list_written(step)
     for target in targets:
         _check_access(target, buffers, dtypes)

@@ -10,8 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from .access import ALL_SIZES
-from .steps import Operand, Step
+from .steps import Step
 
 
 _NUMBERS = ("inf", "-inf", "nan")  # JSON has no such numbers, so they are written as texts
@@ -30,8 +29,6 @@ def write_as_json(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple):
         return [write_as_json(each) for each in value]
-    if isinstance(value, dict):
-        return {name: write_as_json(each) for name, each in value.items()}
     kind = {"kind": type(value).__name__} if isinstance(value, Step) else {}
     members = {name: write_as_json(each) for name, each in vars(value).items()}
     if "operands" in members:
@@ -56,8 +53,6 @@ _Builder = Callable[[Any], Any]
 def _find_builder(kind: Any) -> _Builder:
     """Return what builds values of a type: a plan has many thousands of few types."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return _build_argument
     if kind is Step or kind in get_args(Step):
         return _make_step_builder(kind)
     if is_dataclass(kind):
@@ -121,18 +116,3 @@ def _build_number(value: Any) -> int | float:
     if isinstance(value, str) and value in _NUMBERS:
         return float(value)
     raise ValueError(f"it has {shorten(value)} where a number belongs")
-
-
-def _build_argument(value: Any) -> Any:
-    """Return an argument of a call of torch, in which tensors are operands."""
-    if isinstance(value, list):
-        return [_build_argument(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    kind, inner = next(iter(value.items())) if len(value) == 1 else ("", None)
-    if kind == "tensor":
-        return {"tensor": build_from_json(Operand, inner)}
-    is_dtype = kind == "dtype" and isinstance(inner, str) and inner in ALL_SIZES
-    if not is_dtype and not (kind == "number" and inner in _NUMBERS):
-        raise ValueError(f"it has {shorten(value)} where an argument belongs")
-    return value

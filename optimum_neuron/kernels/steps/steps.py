@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers, and steps over them, as plain data that is written as JSON. Imports no torch.
+"""Steps over buffers, as plain data that is written as JSON. Imports no torch.
 
 A step's `by_token` names the operands with a row per token, where a token's results depend on those rows alone. `changed` names those
 that it changes in place, of which the rest stays as it was. A step writes to its `output` too.
@@ -8,54 +8,20 @@ that it changes in place, of which the rest stays as it was. A step writes to it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
+
+from .operands import Buffer, Codes, Layer, Operand, Tokens
 
 
-BufferKind = Literal["input", "output", "tensor", "constant", "kept", "arena"]
-# How the names of states begin: of an artifact's tensors, steps write to these alone.
-STATES = "kv_cache."
 # The operators of a Map, numbered as in native/map/map.h.
 _OPS = """
-    load store add sub mul div max min pow iadd isub imul imax imin iand ior ixor lt le gt ge eq ne ilt ile igt ige
-    ieq ine where neg abs exp log sqrt rsqrt reciprocal sigmoid silu tanh erf gelu gelu_tanh relu sin cos floor ceil
+    load store add sub mul div max min pow iadd isub imul imax imin iand ior ixor ifloor_div lt le gt ge eq ne
+    ilt ile igt ige ieq ine where neg abs exp log sqrt rsqrt reciprocal sigmoid silu tanh erf gelu gelu_tanh relu sin cos floor ceil
     round trunc isnan expm1 log1p softplus round_bfloat16 round_float16 ineg iabs inot to_float to_int to_bool
     ito_bool sum row_max row_min isum irow_max irow_min spread rotate_half
 """
 OPS = _OPS.split()
 REDUCTIONS = frozenset(["sum", "row_max", "row_min", "isum", "irow_max", "irow_min"])
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A piece of memory, at `offset` in the arena where it lives there.
-
-    A "tensor" is a weight or state of the artifact. What is "kept" is computed once, when the plan is bound. What lives within a step is
-    in the "arena". The name of an input or output is its number.
-    """
-
-    kind: BufferKind
-    name: str
-    bytes: int
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor in a buffer; `offset` and `strides` in elements."""
-
-    buffer: int
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of the graph, in order, that a step computes one by one: the step may end at the last live one."""
-
-    first: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -87,36 +53,6 @@ class Map:
     def needs_rows(self) -> bool:
         """Return whether an operator takes whole rows, or has an element of each."""
         return any(item.rows or item.op == "rotate_half" for item in self.items)
-
-
-@dataclass(frozen=True)
-class Codes:
-    """Scales and shifts of a quantized weight of a kind of step/features/codes/weight.py: a code stands for code * scale + shift.
-
-    `scale [..., outputs, groups]` is float32, float16 or bfloat16, `shift` the same in float32. Without one, codes of int4 stand for
-    themselves less 8. With `activations="int8"` rows of x are rounded to it before (step/features/codes/activations.py).
-    """
-
-    kind: str
-    scale: Operand
-    shift: Operand | None
-    activations: str | None = None
-
-    @property
-    def can_be_short(self) -> bool:
-        """Return whether kernels may take such codes times their scales as numbers of bfloat16."""
-        unrounded = self.shift is None and self.activations is None
-        return self.kind == "int4" and unrounded and self.scale.dtype == "float16"
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A linear layer: `output [rows, outputs] = x @ weight.T + bias`. Layers of a step have `codes` of one kind and group, or none."""
-
-    weight: Operand
-    bias: Operand | None
-    output: Operand
-    codes: Codes | None = None
 
 
 @dataclass(frozen=True)
@@ -317,41 +253,13 @@ class Sample:
     by_token: ClassVar = ("logits", "params", "uniforms")
 
 
-@dataclass(frozen=True)
-class TorchCall:
-    """An operator of torch: its results are copied to the outputs, unless it writes to its first argument.
-
-    Arguments are JSON values, with {"tensor": operand}, {"dtype": name} and lists of them. It computes all tokens of its graph.
-    """
-
-    operator: str
-    arguments: list[Any]
-    keywords: dict[str, Any]
-    outputs: tuple[Operand | None, ...]
-
-
-Step = (
-    Map
-    | Linears
-    | Experts
-    | Attend
-    | Select
-    | WriteCache
-    | WriteCodes
-    | Convolve
-    | Walk
-    | Sample
-    | MatMul
-    | TopK
-    | Gather
-    | Scatter
-    | TorchCall
-)
+_OfTables = Select | TopK | Gather | Scatter | WriteCache | WriteCodes
+Step = Map | Linears | Experts | MatMul | Attend | Convolve | Walk | Sample | _OfTables
 
 
 @dataclass(frozen=True)
 class PlanData:
-    """A graph's steps over buffers; `once` is called when it is bound, and `arena` are bytes of what lives within a step."""
+    """A graph's steps over buffers; `once` is computed when it is bound, and `arena` are bytes of what lives within a step."""
 
     buffers: tuple[Buffer, ...]
     once: tuple[Step, ...]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,11 +83,8 @@ def _count_plans(artifact: Artifact) -> _CountedGraphs:
         if not isinstance(plan, dict) or not isinstance(plan.get("steps"), list):
             raise ArtifactError(f"{path} holds no plan; export the model again")
         once = plan.get("once")
-        steps = (
-            each if isinstance(each, dict) else {}
-            for each in (*(once if isinstance(once, list) else ()), *plan["steps"])
-        )
-        kinds = (step.get("operator" if step.get("kind") == "TorchCall" else "kind") for step in steps)
+        steps = (*(once if isinstance(once, list) else ()), *plan["steps"])
+        kinds = (step.get("kind") if isinstance(step, dict) else None for step in steps)
         known = Counter(kind if isinstance(kind, str) else "unknown" for kind in kinds)
         operators[graph.name] = dict(known.most_common())
         size = plan.get("arena")
@@ -190,34 +187,17 @@ def _rank_states(artifact: Artifact) -> Iterable[TensorSpec]:
 
 
 def print_artifact(artifact: Artifact, terminal: Console) -> None:
-    """Print the tables; no weights are read. Raise ArtifactError where a plan is malformed."""
+    """Print the tables; no weights are read."""
     speeds, _ = read_speeds(artifact)
     terminal.print(_facts_table(artifact))
     if artifact.config.activations is not None:
         terminal.print(rounding_text(artifact.config.activations), soft_wrap=True)
     terminal.print(graph_table(artifact, f"{len(artifact.graphs)} graphs for {artifact.target}"))
-    if artifact.target not in HLO_TARGETS:
-        for line in list_torch_calls(artifact):
-            terminal.print(line, soft_wrap=True)
     if speeds:
         table = make_table("speeds", ("measured", "with"), ("value", "unit"))
         for each in speeds:
             table.add_row(each["name"], pairs_text(each["conditions"]), f"{each['value']:,.4g}", each["unit"])
         terminal.print(table)
-
-
-def list_torch_calls(artifact: Artifact) -> Iterator[str]:
-    """Yield a line for each graph with a plan that calls torch, which a process that runs it imports; one line where none does."""
-    plans = _count_plans(artifact).operators
-    calling = {
-        name: {each: count for each, count in operators.items() if each.startswith("aten.")}
-        for name, operators in plans.items()
-    }
-    for name, called in calling.items():
-        if called:
-            yield f"{name} calls torch: {', '.join(f'{each} {count}' for each, count in called.items())}"
-    if plans and not any(calling.values()):
-        yield "No plan calls torch: what runs them does not import it."
 
 
 def pairs_text(pairs: Mapping[str, Any]) -> str:

@@ -21,7 +21,8 @@ from optimum_neuron.kernels import plan as plan_module
 from optimum_neuron.kernels.plan import FORMAT, OldPlanError, Plan
 from optimum_neuron.kernels.run.encode import encode_step
 from optimum_neuron.kernels.steps.access import PlanError
-from optimum_neuron.kernels.steps.steps import Buffer, Item, Map, Operand, TorchCall
+from optimum_neuron.kernels.steps.operands import Buffer, Operand
+from optimum_neuron.kernels.steps.steps import Item, Map
 from optimum_neuron.step.attention.state import KeyValueState
 from optimum_neuron.step.features.convolution.state import ConvolutionState
 from optimum_neuron.step.model_spec import ModelSpec
@@ -35,8 +36,8 @@ GRAPH = f"graphs/{SPEC.name}.json"
 FACTS = PlanFacts(SPEC, ModelSpec(300, (KeyValueState(0, 2, 16, 16),), num_embeddings=300), "float32")
 TENSORS = {"model.a": torch.ones(2, 3), "kv_cache.key_0": torch.ones(4, dtype=torch.bfloat16)}
 A = Operand(0, "float32", 0, (2, 3), (3, 1))
-CALL = TorchCall("aten.clamp.default", [{"tensor": A}, {"number": "-inf"}, 3.5], {"x": {"dtype": "bool"}}, (A, None))
-PLAN = Plan((Buffer("tensor", "model.a", 24), Buffer("arena", "", 64, 128)), (), (CALL,), 192)
+BOUNDED = Map(2, 3, 1, (Item("load", 0, access=A), Item("max", 0, (0, float("-inf")), (False, True), True)))
+PLAN = Plan((Buffer("tensor", "model.a", 24), Buffer("arena", "", 64, 128)), (), (BOUNDED,), 192)
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_a_damaged_plan_or_one_that_does_not_name_its_tensors_and_steps_is_refus
     for damaged, words in (
         (b"", "Expecting value"),
         (data[: len(data) // 2], "Unterminated|Expecting"),
-        (data.replace(b"3.5", b"3.6"), "its digest is another"),
+        (data.replace(b'"-inf"', b'"inf"'), "its digest is another"),
         (data.replace(b'"float32"', b'"float16"', 1), "compiled for|digest is another"),
         (b"[" + data + b"]", "not an object"),
         (signed(content), r"it uses 'model\.a', of which it says nothing"),

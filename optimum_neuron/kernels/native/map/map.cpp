@@ -142,6 +142,7 @@ void compute(const Tile& tile, const Item& item) {
     case Op::kIAnd: return binary<I, I>(tile, item, [](I a, I b) { return a & b; });
     case Op::kIOr: return binary<I, I>(tile, item, [](I a, I b) { return a | b; });
     case Op::kIXor: return binary<I, I>(tile, item, [](I a, I b) { return a ^ b; });
+    case Op::kIFloorDiv: return binary<I, I>(tile, item, [](I a, I b) { return a / b - (a % b < 0); });  // b > 0
     case Op::kLt: return binary<I, float>(tile, item, [](float a, float b) { return I{a < b}; });
     case Op::kLe: return binary<I, float>(tile, item, [](float a, float b) { return I{a <= b}; });
     case Op::kGt: return binary<I, float>(tile, item, [](float a, float b) { return I{a > b}; });

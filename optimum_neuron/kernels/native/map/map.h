@@ -28,11 +28,11 @@ struct Access {
 };
 
 // Operators on 32-bit registers: float32, or int32, which also stands for bool. An `i` in front: on integers.
-// Kept in step with `Op` in plan/program.py.
+// Kept in step with `_OPS` in steps/steps.py.
 enum class Op : int32_t {
   kLoad, kStore,
   kAdd, kSub, kMul, kDiv, kMax, kMin, kPow,
-  kIAdd, kISub, kIMul, kIMax, kIMin, kIAnd, kIOr, kIXor,
+  kIAdd, kISub, kIMul, kIMax, kIMin, kIAnd, kIOr, kIXor, kIFloorDiv,
   kLt, kLe, kGt, kGe, kEq, kNe,
   kILt, kILe, kIGt, kIGe, kIEq, kINe,
   kWhere,
