@@ -108,7 +108,8 @@ def make_finite(module: Any) -> None:
 
 
 def fold_trivial(module: Any) -> None:
-    """Remove what changes nothing: converts to the same type or of scalar constants, tuples taken apart again, factors of 1, and tokens.
+    """Remove what changes nothing: converts to the same type or of scalar constants, tuples taken apart again, transposes to the
+    same order, factors of 1, and tokens.
 
     torch-xla multiplies what is added or subtracted by torch's `alpha`. It orders collectives by a token: a zero that passes through
     every all-reduce as a second tensor, and is added to the input of the next collective. They depend on each other only where their data
@@ -136,6 +137,8 @@ def fold_trivial(module: Any) -> None:
                     same = operands[0] if ones[1] else operands[1]
             elif each.opcode == "get-tuple-element" and source.opcode == "tuple":
                 same = source.operand_ids[each.tuple_index]
+            elif each.opcode == "transpose" and list(each.dimensions) == sorted(each.dimensions):
+                same = source.id
             elif each.opcode == "get-tuple-element" and source.opcode == "all-reduce" and each.tuple_index > 0:
                 zeros.add(each.id)
             elif (each.opcode == "get-tuple-element" and source.opcode == "all-reduce") or (

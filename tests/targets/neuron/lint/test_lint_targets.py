@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
-from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.config import NeuronConfig
-from optimum_neuron.targets.neuron.lint.lint import lint_artifact
 from optimum_neuron.targets.neuron.lowering import lower_all as model
 from optimum_neuron.targets.neuron.lowering.lower_all import model_graphs
 from optimum_neuron.targets.neuron.sdk import devices
@@ -37,13 +34,3 @@ def test_auto_is_this_machines_devices_before_sizes_follow_from_it(
         next(model_graphs(tmp_path, NeuronConfig(tensor_parallel_size=4)))
     assert list(model_graphs(tmp_path, NeuronConfig(sequence_length=4096))) == []
     assert [(one.target, one.context_buckets) for one in lowered] == [("trn1", (256, 1024, 4096))]
-
-
-def test_an_artifact_is_held_to_the_rules_of_this_machine(
-    hlo_artifact: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    artifact = Artifact.open(hlo_artifact("llama"))
-    with pytest.raises(ValueError, match="'auto': this machine has no Neuron device"):
-        lint_artifact(artifact, "auto")
-    monkeypatch.setattr(devices, "find_devices", lambda: NeuronDevices("trn1", 1, 2))
-    assert lint_artifact(artifact, "auto") == []

@@ -167,6 +167,13 @@ def test_reductions_have_the_shape_that_torch_gives_them(reduce: Callable[[Tenso
     assert not lint(graph.name, graph.hlo, graph.io, "hlo")
 
 
+def test_transposes_to_the_same_order_disappear() -> None:
+    for order, expected in (((0, 1, 2), 0), ((0, 2, 1), 1)):
+        graph = lower_function(lambda x, order=order: x.permute(order) + 1, [torch.ones(2, 3, 4)])
+        module = hlo.parse(graph.hlo)
+        assert [each.opcode for _, each in hlo.instructions(module)].count("transpose") == expected
+
+
 def test_infinite_masks_become_finite_and_unused_computations_disappear() -> None:
     graph = lower_function(lambda x: (x.amax(), x.sum())[1], [torch.ones(4)])
     assert len(hlo.parse(graph.hlo).computations) == 2
