@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from serving import serving, stop
 
-from optimum_neuron.targets.neuron.sdk.devices import VISIBLE_CORES, take_replica_cores
+from optimum_neuron.targets.neuron.sdk.devices import VISIBLE_CORES, VISIBLE_DEVICES, take_replica_cores
 
 
 REPLICAS = 2
@@ -55,8 +55,10 @@ def test_a_replica_takes_the_cores_behind_those_of_the_replicas_before_it(
     monkeypatch.setenv(VISIBLE_CORES, visible or "")  # so that what is set below is undone
     if visible is None:
         monkeypatch.delenv(VISIBLE_CORES)
+    else:
+        monkeypatch.setenv(VISIBLE_DEVICES, visible)
     take_replica_cores(replica, ranks)
-    assert os.environ.get(VISIBLE_CORES) == taken
+    assert os.environ.get(VISIBLE_CORES) == taken and VISIBLE_DEVICES not in os.environ
 
 
 def test_more_replicas_than_visible_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

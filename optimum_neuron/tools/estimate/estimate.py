@@ -22,7 +22,7 @@ from ...step.features.codes.modules import WeightFormat
 from ...step.features.recurrence.state import RecurrentState
 from ...step.spec import graph_specs
 from ...targets.neuron.sdk.devices import resolve_neuron_target
-from ...targets.neuron.sdk.hardware import CHIPS, PARALLEL_SIZES, Instance, check_parallel_size, hosts_of
+from ...targets.neuron.sdk.hardware import Instance, check_parallel_size, chip_of, hosts_of, parallel_sizes
 from .core_sizes import CoreSizes, core_sizes
 from .model_sizes import ModelSizes, measure_model
 from .step_needs import CoreMemory, core_memory, largest_batch, longest_sequence
@@ -137,7 +137,7 @@ def _core_groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[st
         except ValueError as error:
             refused.append(error)
             continue
-        sizes = PARALLEL_SIZES[target] if size is None else (size,)
+        sizes = parallel_sizes(target) if size is None else (size,)
         groups += [{"target": target, "tensor_parallel_size": cores} for cores in sizes]
     if not groups:
         raise refused[-1]
@@ -208,7 +208,7 @@ def estimate_target(sizes: CoreSizes, options: Mapping[str, Any], context: int, 
     The options of a NeuronConfig have a Neuron target and a dtype that is not "auto"; `longest` is the model's limit of sequence_length.
     """
     config = NeuronConfig.from_dict(options)
-    chip, cores = CHIPS[config.target], config.tensor_parallel_size
+    chip, cores = chip_of(config.target), config.tensor_parallel_size
     family = GraphFamily(graph_specs(config))
     blocks = min(config.kv_blocks, config.batch_size * config.blocks_of(context))
     decode = family.select("token_generation", context, blocks=blocks)

@@ -18,7 +18,7 @@ from ...kernels.host.machine import available_memory
 from ...runtime.timing import measure_seconds
 from ...step.spec import GraphSpec, graph_specs
 from ...step.state_specs import byte_count
-from ...targets.neuron.sdk.hardware import CHIPS
+from ...targets.neuron.sdk.hardware import chip_of
 from ...targets.neuron.sdk.step_times import DECODE, PREFILL
 from ..estimate.core_sizes import CoreSizes
 from ..estimate.step_needs import core_memory
@@ -123,7 +123,7 @@ class DeviceMachine(Machine):
         self, sizes: CoreSizes, target: str, cores: int, minutes: float | None = None, notes: Sequence[str] = ()
     ) -> None:
         self._sizes, self._cores, self._minutes = sizes, cores, minutes
-        self._chip, self.reuses_prefixes = CHIPS[target], sizes.spec.reuses_prefixes
+        self._chip, self.reuses_prefixes = chip_of(target), sizes.spec.reuses_prefixes
         self.about = (
             f"Step times are predicted from published runs, not measured on a device: a decode step may take {DECODE.low:g} to "
             f"{DECODE.high:g} times as long, a chunk {PREFILL.low:g} to {PREFILL.high:g} times.",

@@ -33,11 +33,11 @@ from optimum_neuron.tools.estimate.step_needs import cache_bytes
 
 def test_each_host_takes_what_its_cores_and_its_topology_allow() -> None:
     sizes = {host.name: host.parallel_sizes for host in INSTANCES}
-    assert (sizes["inf2.xlarge"], sizes["inf2.48xlarge"]) == ((1, 2), (1, 2, 4, 8, 24))
+    assert (sizes["inf2.xlarge"], sizes["inf2.48xlarge"]) == ((1, 2), (1, 2, 4, 8, 12, 24))
     assert (sizes["trn1n.32xlarge"], sizes["trn2.3xlarge"]) == ((1, 2, 8, 16, 32), (1, 2, 4))
     assert sizes["trn2.48xlarge"] == sizes["trn3 Gen1 server"] == (1, 2, 4, 8, 16, 32, 64)
     assert [host.name for host in hosts_of("inf2", 8)] == ["inf2.24xlarge", "inf2.48xlarge"]
-    assert hosts_of("inf2", 12) == ()
+    assert [host.name for host in hosts_of("inf2", 12)] == ["inf2.24xlarge", "inf2.48xlarge"]
     for target in NEURON_TARGETS:
         for size in PARALLEL_SIZES[target]:
             check_parallel_size(target, size)
@@ -46,7 +46,7 @@ def test_each_host_takes_what_its_cores_and_its_topology_allow() -> None:
 
 def test_other_sizes_are_refused_with_the_nearest(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint, nearest = tiny_checkpoints["llama"], {
-        ("inf2", 12): "inf2 connects, which are 1, 2, 4, 8, 24; use 8 or 24", ("inf2", 25): "use 24",
+        ("inf2", 16): "inf2 connects, which are 1, 2, 4, 8, 12, 24; use 12 or 24", ("inf2", 25): "use 24",
         ("trn1", 4): "1, 2, 8, 16, 32; use 2 or 8", ("trn3", 48): "use 32 or 64",
     }  # fmt: skip
     for (target, size), told in nearest.items():

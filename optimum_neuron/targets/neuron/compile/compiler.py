@@ -29,7 +29,8 @@ from ..graphs.io import write_graph
 from ..kernels.kernel import KERNEL_PACKAGES, KERNELS, EnumMember, Kernel
 from ..lowering.kernel_calls import called_kernels, kernel_calls, without_references
 from ..rank.packages import installed_version
-from ..sdk.flags import FLAGS_VARIABLE, LNC_VARIABLE, add_user_flags, compiler_flags, logical_core_size
+from ..sdk.flags import FLAGS_VARIABLE, add_user_flags, compiler_flags
+from ..sdk.hardware import logical_core_size
 from . import neuron_cc
 from .neuron_cc import DISTRIBUTION, NEFF_SUFFIX
 
@@ -123,8 +124,7 @@ def find_keys(graphs: Sequence[LoweredGraph], target: str) -> dict[str, str]:
 
 def _read_environment(target: str) -> tuple[int, str]:
     """Return the physical cores of a logical one, and the compiler's version."""
-    lnc = logical_core_size(target, os.environ.get(LNC_VARIABLE))
-    return lnc, neuron_cc.compiler_version(neuron_cc.find_compiler())
+    return logical_core_size(target), neuron_cc.compiler_version(neuron_cc.find_compiler())
 
 
 def _make_job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:

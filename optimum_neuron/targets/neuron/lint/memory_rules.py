@@ -63,7 +63,7 @@ def collectives(graph: LintGraph) -> Iterator[Place]:
 
 def memory(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF009, EOOM001 and EOOM002 of the SDK: inputs and outputs above what a logical core has."""
-    chip = CHIPS.get(graph.target)
+    chip = chip_of(graph.target) if graph.target in CHIPS else None
     aliased = {entry.output_shape_index[0] for entry in graph.module.input_output_alias.entries}
     results = [shape for index, shape in enumerate(hlo.results(graph.module)) if index not in aliased]
     needed = sum(map(hlo.byte_count, [*(each.shape for each in hlo.parameters(graph.module)), *results]))

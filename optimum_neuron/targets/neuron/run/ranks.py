@@ -22,9 +22,10 @@ import numpy as np
 from ....step.spec import LOGITS
 from ... import IN_ENVIRONMENT, RankOptions
 from ..rank.plan import HALVES, RankPlan
-from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES, check_devices
+from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES, VISIBLE_DEVICES, check_devices
 from ..sdk.errors import NeuronRuntimeError
-from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, LNC_VARIABLE, has_paired_cores, runtime_environment, step_timeout
+from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, runtime_environment, step_timeout
+from ..sdk.hardware import LNC_VARIABLE, has_paired_cores
 from ..sdk.stacks import NXD, choose_runtime
 from .executors import AheadExecutable, returned_names
 from .load_plan import LoadPlan, SharedTensors, find_weights, join_states, split_state
@@ -101,8 +102,8 @@ class RankedExecutable(AheadExecutable):
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             port = str(probe.getsockname()[1])
-        inherited = interpreter.environment()
-        inherited.pop(NUMBER_OF_CORES, None)
+        others = (NUMBER_OF_CORES, VISIBLE_DEVICES)  # a rank's own cores take the place of both
+        inherited = {name: value for name, value in interpreter.environment().items() if name not in others}
         environment = runtime_environment(inherited, self._limit, options.capture) | {
             "NEURON_RT_ROOT_COMM_ID": f"localhost:{port}",  # where the ranks meet
             "MASTER_ADDR": "localhost",

@@ -7,16 +7,18 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .flags import LNC_VARIABLE, has_paired_cores
-from .hardware import CHIPS
+from .hardware import CHIPS, LNC_VARIABLE, has_paired_cores
 
 
 VISIBLE_CORES, NUMBER_OF_CORES = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
+# The list as AWS's vLLM plugin takes it (SDK 2.32, vllm-neuron/docs/tutorials/tutorial-gpt-oss.md), of logical cores as well.
+VISIBLE_DEVICES = "NEURON_VISIBLE_DEVICES"
 _DEVICE_FOLDER = Path("/dev")
 _PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 _LIST_TOOL = "/opt/aws/neuron/bin/neuron-ls"  # where its package puts it; not always on PATH
@@ -102,18 +104,32 @@ def take_replica_cores(replica: int, world_size: int) -> None:
 
     Raise RuntimeError where fewer are visible.
     """
-    if replica == 0 and VISIBLE_CORES not in os.environ:
+    if replica == 0 and _visible_variable() is None:
         return  # the first ones, which a process takes by itself
     last = (replica + 1) * world_size
-    visible = _take_cores(None, last)
-    os.environ[VISIBLE_CORES] = ",".join(str(core) for core in visible[replica * world_size : last])
+    show_cores(_take_cores(None, last)[replica * world_size :])
+
+
+def show_cores(cores: Sequence[int]) -> None:
+    """Make these the cores that this process and its children see."""
+    os.environ.pop(VISIBLE_DEVICES, None)
+    os.environ[VISIBLE_CORES] = ",".join(map(str, cores))  # Ray reads no ranges
+
+
+def _visible_variable() -> str | None:
+    """Return the variable that names the visible cores, or None; raise ValueError where two name different ones."""
+    given = {name: os.environ[name] for name in (VISIBLE_CORES, VISIBLE_DEVICES) if name in os.environ}
+    if len({tuple(_parse_cores(name)) for name in given}) > 1:
+        both = " and ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(f"{both} name different cores; unset one of them")
+    return next(iter(given), None)
 
 
 def _take_cores(present: int | None, world_size: int, replicas: int = 1) -> list[int]:
-    wanted, visible = world_size * replicas, os.environ.get(VISIBLE_CORES)
-    cores = list(range(wanted if present is None else present)) if visible is None else _parse_cores(visible)
+    wanted, variable = world_size * replicas, _visible_variable()
+    cores = list(range(wanted if present is None else present)) if variable is None else _parse_cores(variable)
     if len(cores) < wanted:
-        source = f"{VISIBLE_CORES}={visible} names" if visible is not None else "this machine has"
+        source = f"{variable}={os.environ[variable]} names" if variable is not None else "this machine has"
         each = "" if replicas == 1 else f" for {replicas} replicas"
         raise RuntimeError(
             f"tensor_parallel_size={world_size} needs {wanted} logical cores{each}, and {source} {len(cores)}; run it on a "
@@ -122,13 +138,13 @@ def _take_cores(present: int | None, world_size: int, replicas: int = 1) -> list
     return cores[:wanted]
 
 
-def _parse_cores(text: str) -> list[int]:
-    """Return the numbers of a list like 0-3,6."""
-    numbers: list[int] = []
+def _parse_cores(variable: str) -> list[int]:
+    """Return the numbers of a variable's list, like 0-3,6."""
+    text, numbers = os.environ[variable], list[int]()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or not (last or first).isdigit():
-            raise ValueError(f"{VISIBLE_CORES}={text!r} is no list of cores like 0-3,6; correct or unset it")
+            raise ValueError(f"{variable}={text!r} is no list of cores like 0-3,6; correct or unset it")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
 

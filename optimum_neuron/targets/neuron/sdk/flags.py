@@ -10,12 +10,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .hardware import CHIPS
+from .hardware import LNC_VARIABLE, has_paired_cores
 
 
 # The first compiler with options for 64-bit integers; their announced defaults are slower, and our graphs have none.
 INT64_OPTIONS_SINCE = (2, 27, 5334)
-LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 FLAGS_VARIABLE = "NEURON_CC_FLAGS"
 EXEC_TIMEOUT_VARIABLE = "NEURON_RT_EXEC_TIMEOUT"
 # Seconds. nrt-developer-guide.rst has 600 for trn1 and inf2, and the list of variables 30; the first execution also sets up the
@@ -37,27 +36,6 @@ _REPLACEABLE = ("-O", "--model-type", "--tensorizer-options")
 # Options with a list of options of a part of the compiler.
 _NESTED = ("--tensorizer-options", "--internal-hlo2tensorizer-options", "--internal-backend-options")
 _OWN = ("--framework", "--output", "--logfile")
-
-
-def logical_core_size(target: str, environment: str | None) -> int:
-    """Return physical cores per logical one (LNC).
-
-    NEURON_LOGICAL_NC_CONFIG, `environment`, wins over the default; raise ValueError where the target does not allow its value.
-    """
-    sizes = range(1, CHIPS[target].physical_cores + 1)
-    if environment is None:
-        return CHIPS[target].physical_cores
-    if environment not in map(str, sizes):
-        raise ValueError(
-            f"{LNC_VARIABLE}={environment}, but a logical core of {target} has {' or '.join(map(str, sizes))} physical "
-            f"cores; unset it or set it to {sizes[-1]}"
-        )
-    return int(environment)
-
-
-def has_paired_cores(target: str) -> bool:
-    """Return whether a logical core of a target may be two physical ones."""
-    return CHIPS[target].physical_cores > 1
 
 
 def step_timeout(given: float | None) -> float:

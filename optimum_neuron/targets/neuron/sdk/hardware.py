@@ -4,19 +4,22 @@
 Chips and instances are from the AWS Neuron SDK documentation (about-neuron/arch/neuron-hardware, release 2.32), except
 trn2.3xlarge, which is from Amazon's list of instance types; widths and clocks of vector engines are from its guides for NKI
 (nki/guides/architecture). A core here is a logical NeuronCore, on which one rank of a tensor parallel group runs.
-Trainium2 and Trainium3 join two physical cores to one by default (LNC 2), and so does this project.
+Trainium2 and Trainium3 join two physical cores to one by default (LNC 2); NEURON_LOGICAL_NC_CONFIG=1 leaves them apart.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from ....config import NEURON_TARGETS
 
 
 GIB = 1 << 30
 MIB = 1 << 20
+LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +93,42 @@ CHIPS = {
 assert tuple(CHIPS) == NEURON_TARGETS
 
 
-def chip_of(target: str) -> Chip:
-    """Return a target's chip; for `hlo`, which is none, that with the least on-chip memory."""
-    return CHIPS.get(target) or min(CHIPS.values(), key=lambda chip: chip.core_sbuf)
+def has_paired_cores(target: str) -> bool:
+    """Return whether a logical core of a target may be two physical ones."""
+    return CHIPS[target].physical_cores > 1
+
+
+def logical_core_size(target: str) -> int:
+    """Return physical cores per logical one (LNC): those of NEURON_LOGICAL_NC_CONFIG, or as many as a target joins.
+
+    Raise ValueError where the target does not allow the variable's value.
+    """
+    most, given = CHIPS[target].physical_cores, os.environ.get(LNC_VARIABLE)
+    if given is None:
+        return most
+    sizes = [str(size) for size in range(1, most + 1)]
+    if given not in sizes:
+        raise ValueError(
+            f"{LNC_VARIABLE}={given}, but a logical core of {target} has {' or '.join(sizes)} physical cores; unset it or "
+            f"set it to {most}"
+        )
+    return int(given)
+
+
+def chip_of(target: str, lnc: int | None = None) -> Chip:
+    """Return a target's chip, with `lnc` physical cores per logical one; None: as `logical_core_size` says.
+
+    For `hlo`, which is no chip, it is the one with the least on-chip memory. Where no cores are joined, the variable says nothing.
+    """
+    if target not in CHIPS:
+        return min(CHIPS.values(), key=lambda chip: chip.core_sbuf)
+    return _regroup(CHIPS[target], (lnc or logical_core_size(target)) if has_paired_cores(target) else 1)
+
+
+@cache
+def _regroup(chip: Chip, lnc: int) -> Chip:
+    cores = chip.cores * chip.physical_cores // lnc
+    return chip if lnc == chip.physical_cores else replace(chip, cores=cores, physical_cores=lnc)
 
 
 @dataclass(frozen=True)
@@ -110,7 +146,7 @@ class Instance:
 
     @property
     def cores(self) -> int:
-        return self.chips * CHIPS[self.target].cores
+        return self.chips * chip_of(self.target).cores
 
     @property
     def hbm(self) -> int:
@@ -119,7 +155,7 @@ class Instance:
     @property
     def parallel_sizes(self) -> tuple[int, ...]:
         """Return the tensor parallel sizes that its topology takes."""
-        return tuple(size for size in PARALLEL_SIZES[self.target] if size <= self.cores)
+        return tuple(size for size in parallel_sizes(self.target) if size <= self.cores)
 
 
 # By target, smallest first. The servers of Trn3 UltraServers have no instance name in the documentation.
@@ -138,18 +174,25 @@ INSTANCES = (
     Instance("trn3 Gen1 server", "trn3", 16),
 )
 
-# What the runtime connects, in logical cores. Neuron SDK documentation of release 2.32:
+# What the runtime connects, in logical cores as chips join them. Neuron SDK documentation of release 2.32:
 # - inf2, trn1, trn2: libraries/nxd-inference/developer_guides/feature-guide.rst, "Tensor-parallelism". Older pages differ:
-#   archive/transformers-neuronx lists no 16 on trn1, about-neuron/transformers lists 12 on inf2.
+#   archive/transformers-neuronx lists no 16 on trn1, about-neuron/transformers lists 12 on inf2, all cores of an inf2.24xlarge.
+#   Hugging Face publishes runs on these (docs/optimum-neuron/benchmarks/inferentia-mistral-small).
 # - trn3: no page lists its sizes. vllm-neuron/docs/model-recipes/qwen3-embedding-8b.md was validated with 2 to 32 there, and
 #   guides/features-guide.md serves gpt-oss in a format that trn3 alone has with 64; a single core needs no connection.
 PARALLEL_SIZES = {
-    "inf2": (1, 2, 4, 8, 24),
+    "inf2": (1, 2, 4, 8, 12, 24),
     "trn1": (1, 2, 8, 16, 32),
     "trn2": (1, 2, 4, 8, 16, 32, 64),
     "trn3": (1, 2, 4, 8, 16, 32, 64),
 }
 assert tuple(PARALLEL_SIZES) == NEURON_TARGETS
+
+
+def parallel_sizes(target: str) -> tuple[int, ...]:
+    """Return the tensor parallel sizes of a target; where paired cores are apart, twice the largest one, too."""
+    sizes, apart = PARALLEL_SIZES[target], CHIPS[target].physical_cores // chip_of(target).physical_cores
+    return sizes if apart == 1 else (*sizes, apart * sizes[-1])
 
 
 def hosts_of(target: str, parallel_size: int = 1) -> tuple[Instance, ...]:
@@ -159,8 +202,8 @@ def hosts_of(target: str, parallel_size: int = 1) -> tuple[Instance, ...]:
 
 def check_parallel_size(target: str, size: int) -> None:
     """Raise ValueError where no host of a target takes a tensor parallel size; the message names the nearest that one does."""
-    sizes = PARALLEL_SIZES.get(target)
-    if sizes is None or size in sizes:
+    sizes = parallel_sizes(target) if target in PARALLEL_SIZES else (size,)
+    if size in sizes:
         return
     below, above = [one for one in sizes if one < size], [one for one in sizes if one > size]
     nearest = " or ".join(map(str, below[-1:] + above[:1]))

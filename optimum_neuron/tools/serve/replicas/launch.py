@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 
 from ....artifact.artifact import Artifact
 from ....kernels.host.machine import usable_cores
-from ....targets.neuron.sdk.devices import VISIBLE_CORES, check_devices
+from ....targets.neuron.sdk.devices import check_devices, show_cores
 from ....targets.neuron.sdk.hardware import CHIPS
 from ..gate import Gate
 from ..http import KeyCheck
@@ -70,7 +70,7 @@ def _start_cluster(artifact: Artifact, most: int, ranks: int) -> dict[str, Any]:
     cpus, devices = usable_cores(), {}
     if ranks:
         cores = check_devices(artifact.target, artifact.manifest["target_data"]["lnc"], ranks, most)
-        os.environ[VISIBLE_CORES] = ",".join(map(str, cores))  # Ray reads no ranges
+        show_cores(cores)
         devices[_CORES] = len(cores)
     share = replica_resources([{"CPU": cpus, **devices}], most, ranks)
     ray.init("local", include_dashboard=False, num_cpus=cpus, resources=devices, **_QUIET)

@@ -97,14 +97,17 @@ def check_results(loaded: RankedExecutable) -> None:
 def test_each_rank_has_its_own_core_and_weights_and_rank_0_answers(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "2-3")
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "2-3")
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "2")
     loaded = load()
     found = [environment(process) for process in processes(loaded)]
     assert [each["NEURON_RT_VISIBLE_CORES"] for each in found] == ["2", "3"]
     alike = {"NEURON_LOGICAL_NC_CONFIG": "2", "NEURON_RT_IO_RING_CACHE_SIZE": "32", "NEURON_RT_EXEC_TIMEOUT": "600"}
     alike["NEURON_RT_ROOT_COMM_ID"] = f"{found[0]['MASTER_ADDR']}:{found[0]['MASTER_PORT']}"  # one place to meet
-    assert all(alike.items() <= each.items() and "NEURON_RT_NUM_CORES" not in each for each in found)
+    assert all(
+        alike.items() <= each.items() and not {"NEURON_RT_NUM_CORES", "NEURON_VISIBLE_DEVICES"} & {*each}
+        for each in found
+    )
     assert not [name for each in found for name in each if name.startswith("NEURON_RT_INSPECT")]
     check_results(loaded)
 

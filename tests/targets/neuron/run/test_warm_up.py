@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fakes.tools import NeuronTools
 from helpers import artifact_runner, export_tiny, random_tokens, read_state, reuse_prefix, write_state
 from torch import Tensor
 
@@ -21,10 +20,8 @@ from optimum_neuron.runtime.step_tensors import DecodeRows
 from optimum_neuron.step.spec import DECODE, SamplingParams
 from optimum_neuron.targets.neuron.graphs.io import CACHE, CHOSEN, SCORES
 from optimum_neuron.targets.neuron.run.executors import HloProgram
-from optimum_neuron.targets.neuron.run.ranks import RankedExecutable
 
 
-pytest_plugins = ("fakes.plugin",)
 SAMPLED = SamplingParams(20, 0.9, 0.8)
 OPTIONS: dict[str, Any] = {"top_logprobs": 2, "output_logits": False}
 
@@ -80,22 +77,3 @@ def test_no_request_pays_for_the_first_run_of_a_graph(
     assert compiled() == before
     runner.warm_up()
     assert max(runs.values()) == 2  # only sampled_steps ran a graph again
-
-
-def test_devices_run_every_graph(
-    neuron_sdk: Callable[..., NeuronTools], tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    neuron_sdk("trn2", "nrt")
-    path = export_tiny(tiny_checkpoint, tmp_path / "out", target="trn2", mixed_step=False, **OPTIONS)
-    runner = artifact_runner(path)
-    runs: list[str] = []
-    start = RankedExecutable.start
-
-    def noted(executable: RankedExecutable, graph: str, inputs: Sequence[Tensor], *, logits: bool) -> Any:
-        runs.append(graph)
-        return start(executable, graph, inputs, logits=logits)
-
-    monkeypatch.setattr(RankedExecutable, "start", noted)
-    runner.warm_up()
-    assert sorted(runs) == sorted(each.stem for each in (path / "graphs").glob("*.hlo"))
-    sampled_steps(runner)

@@ -25,10 +25,16 @@ def test_devices_are_found_by_neuron_ls(neuron_sdk: Sdk, monkeypatch: pytest.Mon
     assert check_devices("trn2", 2, 2, replicas=2) == [8, 9, 10, 11]
     with pytest.raises(RuntimeError, match=r"tensor_parallel_size=8 .* NEURON_RT_VISIBLE_CORES=8-11,20 names 5"):
         check_devices("trn2", 2, 8)
-    with pytest.raises(
-        RuntimeError, match=r"tensor_parallel_size=2 needs 6 logical cores for 3 replicas, and .* names 5"
-    ):
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "8,9,10,11,20")
+    with pytest.raises(RuntimeError, match=r"=2 needs 6 logical cores for 3 replicas, and .* names 5"):
         check_devices("trn2", 2, 2, replicas=3)
+    monkeypatch.setenv("NEURON_VISIBLE_DEVICES", "8-10")
+    with pytest.raises(ValueError, match=r"_RT_VISIBLE_CORES=8-11,20 and NEURON_VISIBLE_DEVICES=8-10 name different"):
+        check_devices("trn2", 2, 2)
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES")
+    assert check_devices("trn2", 2, 2) == [8, 9]
+    with pytest.raises(RuntimeError, match=r"and NEURON_VISIBLE_DEVICES=8-10 names 3"):
+        check_devices("trn2", 2, 8)
 
 
 def test_devices_are_found_without_neuron_ls(

@@ -10,10 +10,10 @@ import pytest
 from optimum_neuron.targets.neuron.sdk.flags import (
     add_user_flags,
     compiler_flags,
-    logical_core_size,
     runtime_environment,
     step_timeout,
 )
+from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB, chip_of, hosts_of, logical_core_size
 
 
 TENSORIZER = "--tensorizer-options=--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma"
@@ -32,7 +32,7 @@ NEW, OLD = "2.27.5334.0+f702b353", "2.26.6360.0"
     ],
 )
 def test_options_of_each_target_and_kind(target: str, kind: str, version: str, expected: str) -> None:
-    flags = compiler_flags(target, kind, lnc=logical_core_size(target, None), compiler_version=version)
+    flags = compiler_flags(target, kind, lnc=logical_core_size(target), compiler_version=version)
     level, *others = expected.split()
     tensorizer = [] if target == "trn3" else [TENSORIZER]
     assert flags == ("--model-type=transformer", "--auto-cast=none", level, *tensorizer, *others)
@@ -47,13 +47,19 @@ def test_trn2_alone_is_told_to_take_its_own_e4m3() -> None:
         assert {*told} - {*plain} == expected
 
 
-def test_logical_core_size_follows_the_environment_where_the_target_allows_it() -> None:
-    assert logical_core_size("trn2", "1") == 1
-    assert logical_core_size("trn1", "1") == 1
+def test_logical_core_size_follows_the_environment_where_the_target_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    assert logical_core_size("trn2") == logical_core_size("trn1") == 1
+    apart, host = chip_of("trn2"), hosts_of("trn2", 128)[0]
+    assert (host.name, host.cores, apart.core_hbm) == ("trn2.48xlarge", 128, 12 * GIB) and apart is chip_of("trn2")
+    assert 2 * apart.core_sbuf == CHIPS["trn2"].core_sbuf and chip_of("trn2", 2) is CHIPS["trn2"]
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    assert chip_of("trn2") is CHIPS["trn2"] and chip_of("inf2") is CHIPS["inf2"] and not hosts_of("trn2", 128)
     with pytest.raises(ValueError, match=r"NEURON_LOGICAL_NC_CONFIG=2, but a logical core of trn1 has 1 physical"):
-        logical_core_size("trn1", "2")
+        logical_core_size("trn1")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "3")
     with pytest.raises(ValueError, match=r"=3, but a logical core of trn2 has 1 or 2 physical cores; .* set it to 2"):
-        logical_core_size("trn2", "3")
+        chip_of("trn2")
 
 
 @pytest.mark.parametrize(
