@@ -13,7 +13,6 @@ from .graph_options import MOST_LOGPROBS as MOST_LOGPROBS
 from .graph_options import NEURON_TARGETS as NEURON_TARGETS
 from .graph_options import SMALLEST_BLOCK as SMALLEST_BLOCK
 from .graph_options import TARGETS as TARGETS
-from .graph_options import TARGETS_WITHOUT_FP8 as TARGETS_WITHOUT_FP8
 from .graph_options import TASKS as TASKS
 from .graph_sizes import LARGEST_SCAN_BLOCK as LARGEST_SCAN_BLOCK
 from .neuron_config import NeuronConfig as NeuronConfig

@@ -96,11 +96,6 @@ def check_quantization(config: GraphSizes) -> None:
 def check_types(config: GraphSizes) -> None:
     """Check codes, kernels and log-probabilities with the target and with each other."""
     target = config.target
-    for name, value in (("quantization", config.quantization), ("kv_cache_dtype", config.kv_cache_dtype)):
-        if value == "fp8" and target in known.TARGETS_WITHOUT_FP8:
-            raise ValueError(
-                f"{name}='fp8' needs a type that target={target!r} lacks; use {name}='int8', or target='trn2' or later"
-            )
     if config.kernels and target not in known.KERNEL_TARGETS:
         raise ValueError(
             f"kernels={config.kernels} run on {', '.join(known.KERNEL_TARGETS[1:])}, and target={target!r} has none; leave kernels out"

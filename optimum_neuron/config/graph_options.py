@@ -18,8 +18,6 @@ TARGETS = ("auto", "cpu", "eager", *HLO_TARGETS)
 # Kernels of the SDK by name, and targets that run them: they need a Trainium 2 or later; on hlo their references run.
 KERNELS = ("attention_cte", "moe_tkg")
 KERNEL_TARGETS = ("auto", "hlo", "trn2", "trn3")
-# Their compiler takes no e4m3 number as the Open Compute Project has it; error code EVRF051 of the SDK.
-TARGETS_WITHOUT_FP8 = ("inf2", "trn1")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("int8", "fp8")
 # Codes that activations are rounded to. "auto" takes the faster choice on this machine, "none" keeps activations as they are.

@@ -15,8 +15,8 @@ from ...step.features.codes.weight import INT4_MIDDLE, UNUSED_SCALE_BITS, Quanti
 
 
 FP8_LARGEST = 448.0  # e4m3 as the Open Compute Project has it
-# Where the largest number is another one: the bits above stand for infinity and NaN there.
-FP8_LARGEST_ON = {"trn2": 240.0}
+# Where the largest number is another one: the bits above stand for infinity and NaN there. nki-library's qkv_cte has the same limits.
+FP8_LARGEST_ON = dict.fromkeys(("inf2", "trn1", "trn2"), 240.0)
 _INT8_LARGEST, _INT4_CODES = 127, 15
 # Parts of the scale that just holds a group's largest value: a smaller one clips that, and rounds the others finer.
 _SHRUNK = tuple(1 - step / 40 for step in range(9))

@@ -15,7 +15,7 @@ from ...artifact.quantization import read_formats
 from ...checkpoints.checkpoint import Checkpoint
 from ...checkpoints.find import find_checkpoint
 from ...checkpoints.quantize.quantize import formats_of
-from ...config import TARGETS_WITHOUT_FP8, NeuronConfig
+from ...config import NeuronConfig
 from ...parity.inspect import check_states
 from ...step.family import GraphFamily
 from ...step.features.codes.modules import WeightFormat
@@ -101,7 +101,7 @@ def estimate_model(
         exported = Artifact.open(path, with_graphs=False).config.to_dict()
         names = _INHERITED if options.keys() - {"dtype"} else _INHERITED + _FOLLOWING
         given = {name: exported[name] for name in names} | given
-    targets, without = _with_types(list(dict.fromkeys(map(resolve_neuron_target, targets))), given)
+    targets = list(dict.fromkeys(map(resolve_neuron_target, targets)))
     cores = 1 if tensor_parallel_size is None else tensor_parallel_size
     config = NeuronConfig.from_dict(given | {"target": targets[0], "tensor_parallel_size": cores})
     groups, notes = _core_groups(targets, tensor_parallel_size)
@@ -115,15 +115,7 @@ def estimate_model(
     sizes, assumed = measure_checkpoint(found, config)
     check_states(sizes.model, sizes.spec, config)
     estimates, refused = _estimates(sizes, given | {"dtype": sizes.dtype}, groups, context)
-    return EstimateReport(model, sizes, context, estimates, (*assumed, *without, *notes, *refused))
-
-
-def _with_types(targets: Sequence[str], options: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return targets that have the types of weights, or all where none does; and the reasons to leave others out."""
-    has_fp8 = "fp8" in (options.get("quantization"), options.get("kv_cache_dtype"))
-    left = [target for target in targets if target in TARGETS_WITHOUT_FP8 and has_fp8]
-    kept = [target for target in targets if target not in left]
-    return (kept, [f"{target} has no fp8." for target in left]) if kept else (list(targets), [])
+    return EstimateReport(model, sizes, context, estimates, (*assumed, *notes, *refused))
 
 
 def _core_groups(targets: Sequence[str], size: int | None) -> tuple[list[dict[str, Any]], list[str]]:

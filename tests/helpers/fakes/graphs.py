@@ -41,15 +41,31 @@ class _Copy(nn.Module):
 
 
 @cache
-def step_graph(
-    name: str = "token_generation", *, size: int = 2, dtype: str = "float32", ranks: int = 1
-) -> LoweredGraph:
+def step_graph(name: str = "token_generation", *, size: int = 2, ranks: int = 1) -> LoweredGraph:
     """A step of a model with one weight and one state, per element: `state += x * weight + rank`; returns it, doubled.
 
     Shapes are those of a KV cache: `[1, 1, 1, size]`. The rank is a weight, as in real graphs.
     """
-    x = torch.zeros(1, 1, 1, size, dtype=getattr(torch, dtype))
+    x = torch.zeros(1, 1, 1, size)
     return lower_module(_Step(x, ranks), {"decode.x": x}, ["decode.y"], name, "token_generation", ranks)
+
+
+class _Swap(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        state, weight = self.buffers()
+        before = state.clone()
+        state.copy_(x)
+        return before, weight.clone(), x.clone()
+
+
+@cache
+def swap_graph(dtype: str) -> LoweredGraph:
+    """A graph that computes nothing: it returns its state, weight and input, all of a type, and keeps the input as the state."""
+    module, x = _Swap(), torch.zeros(1, 1, 1, 2).to(getattr(torch, dtype))
+    for name in ("kv_cache", "model"):
+        module.add_module(name, nn.Module())
+        module.get_submodule(name).register_buffer(f"of_{dtype}", x.clone())
+    return lower_module(module, {f"{dtype}.x": x}, ["state", "weight", "x"], f"swap_{dtype}", "token_generation")
 
 
 @cache

@@ -130,13 +130,6 @@ def test_cores_share_codes_as_ranks_do(estimated: Callable[..., EstimateReport],
     assert estimated("int8", cores=4).estimates[0].memory.weights == sum(sizes) + 4
 
 
-def test_a_target_without_the_type_is_left_out_with_a_reason(estimated: Callable[..., EstimateReport]) -> None:
-    report = estimated("fp8", "inf2", "trn2")
-    assert [each.config.target for each in report.estimates] == ["trn2"] and "inf2 has no fp8." in report.notes
-    with pytest.raises(ValueError, match="quantization='fp8' needs a type that target='inf2' lacks"):
-        estimated("fp8", "inf2")
-
-
 def test_codes_are_not_known_from_a_config(estimated: Callable[..., EstimateReport], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="its config alone is read here; give the kind of codes"):
         estimated("checkpoint")
@@ -156,7 +149,7 @@ def test_bytes_of_codes_are_those_of_the_states(kind: str, tmp_path: Path) -> No
     TINY_CONFIGS["llama"]().save_pretrained(tmp_path)
     options = {"batch_size": 2, "sequence_length": 128, "kv_cache_dtype": kind, "dtype": "bfloat16"}
     report = estimate_model(str(tmp_path), options, ("trn1", "trn2"), tensor_parallel_size=1)
-    assert {each.config.target for each in report.estimates} == ({"trn2"} if kind == "fp8" else {"trn1", "trn2"})
+    assert {each.config.target for each in report.estimates} == {"trn1", "trn2"}
     coded = StateSizes.measure(state_specs(tiny_config(dtype="bfloat16", kv_cache_dtype=kind), sizes.spec)).per_token
     core = core_sizes(sizes, 1)
     assert replace(core, cache_has_codes=True).token_bytes == coded < core.token_bytes

@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ....config import TARGETS_WITHOUT_FP8
 from ..graphs import hlo
 from .graph import INTEGERS, LintGraph, Place
 
 
 # An operator's result holds what its operand does.
 _KEEPS_VALUES = {"parameter", "reshape", "bitcast", "copy", "slice", "gather", "transpose", "broadcast", "scatter", "select"}  # fmt: skip
-_LARGEST_FP8 = 240.0  # of trn2's float8_e4m3
+_LARGEST_FP8 = 240.0  # of float8_e4m3, which all but trn3 have
 CONSTANT_LIMIT = 1 << 20  # bytes; beyond, compile times grow: such tables belong with the weights
 # A power of two above half of the largest number of a type: two that are as large add up to infinity.
 MASK_LIMITS = {"float32": 2.0**127, "bfloat16": 2.0**127, "float16": 2.0**15}
@@ -23,7 +22,7 @@ MASK_LIMITS = {"float32": 2.0**127, "bfloat16": 2.0**127, "float16": 2.0**15}
 def types(graph: LintGraph) -> Iterator[Place]:
     """Error codes EVRF004, EVRF005, EVRF051, EVRF052, ESFH002 and ESPP004 of the SDK.
 
-    By an option of its compiler (sdk/flags.py), trn2 takes float8_e4m3fn for its own e4m3, which ends at 240: weights are rounded so, but
+    By an option (sdk/flags.py), the compiler takes float8_e4m3fn for e4m3 before trn3, which ends at 240: weights are rounded so, but
     computed numbers might be larger, unless they are clamped.
     """
     reported = set()
@@ -37,7 +36,7 @@ def types(graph: LintGraph) -> Iterator[Place]:
 
 def _is_clamped(graph: LintGraph, instruction: Any) -> bool:
     """Return whether a number is converted to fp8 after a clamp to what all targets with fp8 represent."""
-    if instruction.opcode != "convert" or graph.target in TARGETS_WITHOUT_FP8:
+    if instruction.opcode != "convert":
         return False
     source = graph.origin(graph.operands(instruction)[0])
     bounds = graph.operands(source)[::2] if source.opcode == "clamp" else []
@@ -55,9 +54,7 @@ def _type_remedy(name: str, opcode: str, target: str) -> str | None:
         return "use the 32-bit type"
     if name.endswith("fnuz"):
         return "use float8_e4m3 or float8_e5m2"
-    if name == "float8_e4m3fn" and target in TARGETS_WITHOUT_FP8:
-        return "use bfloat16"
-    if name == "float8_e4m3fn" and target in ("trn2", "hlo") and opcode not in _KEEPS_VALUES:
+    if name == "float8_e4m3fn" and target != "trn3" and opcode not in _KEEPS_VALUES:
         return "use bfloat16, or float8_e4m3 scaled to 240"
     return "use float8_e4m3fn" if name == "float8_e4m3" and target == "trn3" else None
 

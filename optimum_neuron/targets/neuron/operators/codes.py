@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, library, nn
 
 from ....checkpoints.quantize.rounding import FP8_LARGEST_ON
-from ....config import TARGETS_WITHOUT_FP8
 from ....step.features.codes.modules import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -164,14 +163,9 @@ def _half_values(codes: Tensor, half: int, kind: str, dtype: torch.dtype, *, has
 
 
 def check_weight_types(model: nn.Module, target: str) -> None:
-    """Raise ValueError where a target has no fp8, or no number as large as a code of a checkpoint's weights."""
+    """Raise ValueError where a target has no number as large as a code of fp8 that a checkpoint's weights have."""
     for _, prefix, weight in list_quantized(model):
         name = prefix[:-1]
-        if weight.kind == "fp8" and target in TARGETS_WITHOUT_FP8:
-            raise ValueError(
-                f"{name} has weights of fp8, a type that target={target!r} lacks; use target='trn2' or later, or pass "
-                f"--dequantize (dequantize=True)"
-            )
         limit, parts = FP8_LARGEST_ON.get(target), weight.codes.flatten(0, -2).split(1024)
         if limit is None or weight.kind != "fp8":
             continue

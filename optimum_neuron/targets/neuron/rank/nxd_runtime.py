@@ -109,8 +109,8 @@ class _Reorder:
 
 _TYPES = {"input": "USER_INPUT", "state": "INPUT_STATE", "weight": "INPUT_WEIGHT"}
 _DATA_TYPES = {
-    each: each.upper() for each in ("bfloat16", "float16", "int32", "int64", "int8", "uint8", "bool")
-} | {"float32": "FLOAT"}  # fmt: skip
+    each: each.upper() for each in ("bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+} | {"float32": "FLOAT", "float8_e4m3fn": "F8E4M3FN"}  # fmt: skip
 
 
 def build_metaneff(graph: RankGraph, schema: Any) -> Any:

@@ -26,8 +26,8 @@ LONGEST_TIMEOUT = 1e6
 # not need their result, in pieces of which two are under way (cc_pipeline_tiling_factor of its NeuronConfig), and strided copies are
 # single descriptors of DMA. NxDI knows no trn3, so nothing is given there.
 _TENSORIZER = "--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma"
-# libtorch_neuronx_lite gives it for trn2 alone, where e4m3 ends at 240 (rounding.py): up to there it has the same bits. trn3's compiler
-# refuses the option, and takes the type (error codes EVRF051 and EOCP001).
+# Before trn3 e4m3 ends at 240 (rounding.py), and up to there it has the same bits as the type in the graph. NxDI and vLLM Neuron give the
+# option for all these targets, as error code EVRF051 says; trn3 has the type itself, and mixes no two (EOCP001).
 _FP8 = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 _TENSORIZER_TARGETS = ("inf2", "trn1", "trn2")
 _ALIASES = {"--optlevel": "-O", "-lnc": "--lnc", "--logical-nc-config": "--lnc", "-o": "--output"}
@@ -82,7 +82,7 @@ def compiler_flags(
     flags = ["--model-type=transformer", "--auto-cast=none", "-O2" if kind == "token_generation" else "-O1"]
     if target in _TENSORIZER_TARGETS:
         flags.append(f"--tensorizer-options={_TENSORIZER}")
-    if has_fp8 and target == "trn2":
+    if has_fp8 and target != "trn3":
         flags.append(f"--internal-hlo2tensorizer-options={_FP8}")
     if has_paired_cores(target):
         flags.append(f"--lnc={lnc}")

@@ -36,6 +36,7 @@ OPTIONS = {
     "--enable-fast-context-switch": None, "--enable-fast-loading-neuron-binaries": None,
     "--internal-hlo2tensorizer-options": "*", "--tensorizer-options": "*",
 }  # fmt: skip
+FP8 = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
 TENSORIZER_OPTIONS = ("--enable-ccop-compute-overlap", "--cc-pipeline-tiling-factor", "--vectorize-strided-dma")
 INT64_SINCE = (2, 27, 5334)
 # As the documentation lists them for older releases; in the last line, what notes of later ones and real graphs add.
@@ -118,6 +119,10 @@ def compile_file(path: Path, options: dict[str, str | None]) -> int:
         described = describe_module(data)
     except (OSError, ValueError) as error:
         return fail(log, "NCC_EVRF064", f"HLO verification failed: {error}")
+    if any(dtype == "float8_e4m3fn" for _, _, _, dtype, *_ in described["instructions"]):
+        converted = FP8 in (options.get("--internal-hlo2tensorizer-options") or "").split()
+        if converted == (options["--target"] == "trn3"):
+            return fail(log, "NCC_EOCP001" if converted else "NCC_EVRF051", "Data type F8E4M3FN is not supported.")
     output.write_bytes(neff.pack(data, described, str(options["--target"]), int(lnc or 1)))
     sys.stdout.write("Compiler status PASS" + "\n")
     return 0

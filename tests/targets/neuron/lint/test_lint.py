@@ -63,7 +63,7 @@ def test_rules_that_no_finding_breaks_have_passed() -> None:
 def test_a_change_of_the_rules_is_a_new_version() -> None:
     """Of names alone: whoever changes what a rule finds raises the version too."""
     digest = hashlib.sha256(" ".join(rule.name for rule in RULES).encode()).hexdigest()
-    assert {RULES_VERSION: digest[:8]} == {8: "1e14846c"}
+    assert {RULES_VERSION: digest[:8]} == {9: "1e14846c"}
 
 
 def test_a_small_top_k_needs_no_sort_and_the_call_that_the_sdk_emits_passes() -> None:
@@ -85,10 +85,10 @@ def test_types_by_target() -> None:
             graph = edited(small(), lambda module, name=name: of_type(name)(first(module, "add")))
             for target in targets.split():
                 assert ("type" in rules(graph, target)) == refused, (name, target)
-    # Weights of fp8 are taken where the compiler is told.
+    # Weights of fp8 are taken: before trn3 the compiler is told.
     codes = torch.ones(4, 3).to(torch.float8_e4m3fn)
     graph = lower_function(lambda x, codes: x @ codes.float(), [floats(2, 4), codes])
-    assert [target for target in HLO_TARGETS if "type" in rules(graph, target)] == ["inf2", "trn1"]
+    assert not [target for target in HLO_TARGETS if "type" in rules(graph, target)]
 
 
 def test_weights_that_no_core_holds() -> None:

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
+from optimum_neuron.checkpoints.quantize.rounding import FP8_LARGEST, FP8_LARGEST_ON
 from optimum_neuron.step.state_specs import byte_count, state_specs
 from optimum_neuron.targets import resolve_target
 from optimum_neuron.targets.neuron.run import ranks
@@ -31,12 +32,10 @@ from optimum_neuron.tools.inspect.collect import collect_memory
 pytest_plugins = ("fakes.plugin",)
 PROMPTS = [random_tokens(length, seed=length).tolist() for length in (5, 21, 30, 13)]
 PROMPTS.append([*PROMPTS[2], 7])  # starts like another one: its cache rows are copied on the device
-# A target and the runtime that its graphs run on.
-RUNTIMES = [
-    ("trn3", "nrt"),
-    ("inf2", "nxd"),
-    *(pytest.param(*each, marks=pytest.mark.full) for each in (("trn1", "nxd"), ("trn2", "nrt"))),
-]
+FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+# A target, the runtime that its graphs run on, and options.
+MORE = ("trn1", "nxd", {}), ("trn2", "nrt", FP8), ("trn3", "nrt", FP8)
+RUNTIMES = [("trn3", "nrt", {}), ("inf2", "nxd", FP8), *(pytest.param(each, marks=pytest.mark.full) for each in MORE)]
 
 
 Export = Callable[..., Path]
@@ -61,12 +60,14 @@ def answers(model: NeuronModelForCausalLM) -> tuple:
     return greedy, sampled.tolist()
 
 
-@pytest.mark.parametrize(("target", "package"), RUNTIMES)
+@pytest.mark.parametrize("case", RUNTIMES)
 def test_generate_and_engine_give_the_tokens_of_the_eager_target(
-    target: str, package: str, export: Export, sharp_checkpoints: dict[str, Path]
+    case: Any, export: Export, sharp_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = NeuronModelForCausalLM.from_pretrained(export(target, package))
-    config = tiny_config(target="eager")
+    target, package, options = case
+    model = NeuronModelForCausalLM.from_pretrained(export(target, package, **options))
+    monkeypatch.setitem(FP8_LARGEST_ON, "eager", FP8_LARGEST_ON.get(target, FP8_LARGEST))
+    config = tiny_config(target="eager", **options)
     eager = NeuronModelForCausalLM.from_pretrained(sharp_checkpoints["llama"], export=True, config=config)
     assert answers(model) == answers(eager)
 

@@ -13,13 +13,14 @@ import fakes
 import numpy as np
 import pytest
 import torch
-from fakes.graphs import copy_graph, step_graph
-from fakes.tools import Sdk, cache_like, children, make_plan
-from helpers import run_tensors
+from fakes.graphs import copy_graph, swap_graph
+from fakes.tools import Sdk, children, make_plan
+from helpers import read_state, run_tensors, write_state
 
 from optimum_neuron import NeuronModelForCausalLM
 from optimum_neuron.artifact.artifact import Artifact
 from optimum_neuron.targets import RankOptions, get_target
+from optimum_neuron.targets.neuron.graphs.io import DTYPES, NARROW
 from optimum_neuron.targets.neuron.run import rank_process, ranks
 from optimum_neuron.targets.neuron.run.load_plan import LoadPlan
 from optimum_neuron.targets.neuron.run.rank_process import OLDEST_PYTHON, RANK_FOLDER, find_interpreter
@@ -70,28 +71,28 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_ranks_in_the_interpreter_that_the_variable_names_compute_in_bfloat16_without_torch(
-    neuron_sdk: Sdk, tmp_path: Path, bare: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("target", "packages"), [("trn3", ()), ("trn2", ("nxd",))])
+def test_weights_states_inputs_and_outputs_of_every_type_pass_unchanged_where_one_runtime_has_numpy_alone(
+    target: str, packages: tuple[str, ...], neuron_sdk: Sdk, tmp_path: Path, bare: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    neuron_sdk("inf2")
-    half = torch.bfloat16
-    weights = [
-        {"model.weight": cache_like(2.0, -0.5, dtype=half), "tensor_parallel.rank": cache_like(rank, rank).int()}
-        for rank in range(2)
-    ]
-    plan = make_plan(tmp_path / "graphs", [step_graph(dtype="bfloat16", ranks=2)], "inf2", *weights)
-    with pytest.raises(
-        RuntimeError, match=r"nothing in .* can run graphs on inf2: nrtpy is not installed; .*torch-neu"
-    ):
-        RankedExecutable(plan)
-    monkeypatch.setenv("OPTIMUM_NEURON_RANK_PYTHON", bare)
-    loaded = RankedExecutable(plan)
-    guards = [rank.process.pid for rank in loaded._ranks]
-    held = [pid for guard in guards for pid in Path(f"/proc/{guard}/task/{guard}/children").read_text().split()]
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in held)
-    assert len(held) == 2 and "numpy" in maps and "libtorch" not in maps
-    (result,) = run_tensors(loaded, "token_generation", [cache_like(1.5, 3.0, dtype=half)])
-    assert result.dtype == half and torch.equal(result, cache_like(6.0, -3.0, dtype=half))
+    neuron_sdk(target, *packages)
+    if not packages:
+        monkeypatch.setenv("OPTIMUM_NEURON_RANK_PYTHON", bare)
+    names = [each for each in DTYPES if each not in NARROW]  # all that a graph may have
+    assert {"bfloat16", "float16", "float8_e4m3fn", "int8", "uint8", "int16"} < {*names}
+    numbers = torch.tensor([[[[0.0, 3.0]]], [[[5.0, 0.0]]], [[[7.0, 1.0]]]])
+    values = {name: numbers.to(getattr(torch, name)) for name in names}
+    weights = {f"model.of_{name}": each[:1] for name, each in values.items()}
+    loaded = RankedExecutable(make_plan(tmp_path / "graphs", [swap_graph(name) for name in names], target, weights))
+    guard = loaded._ranks[0].process.pid
+    (held,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+    maps = Path(f"/proc/{held}/maps").read_text()
+    assert "numpy" in maps and ("libtorch" in maps) == ("nxd" in packages) and (packages or "ml_dtypes" not in maps)
+    for name, (weight, state, x) in ((name, each.split(1)) for name, each in values.items()):
+        write_state(loaded, f"kv_cache.of_{name}", state)
+        found = [*run_tensors(loaded, f"swap_{name}", [x]), read_state(loaded, f"kv_cache.of_{name}")]
+        assert all(map(torch.equal, found, (state, weight, x, x))), name
+        assert {each.dtype for each in found} == {x.dtype}
     loaded.close()
 
 

@@ -48,11 +48,14 @@ def load(neuron_sdk: Sdk, tmp_path: Path) -> Iterator[Callable[..., Executable]]
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_graphs_compute_on_one_state_and_one_copy_of_the_weights_until_an_error_from_which_a_runtime_cannot_recover(
-    load: Callable[..., Executable], runtime: str, neuron_tools: NeuronTools
+    load: Callable[..., Executable], runtime: str, neuron_tools: NeuronTools, tmp_path: Path
 ) -> None:
     graphs = [step_graph(), step_graph("token_generation_large"), step_graph("mixed")]
     # Inputs that a graph does not use are left out.
-    loaded = load(runtime, graphs, cache_like(2.0, 3.0), calls={"mixed": ("decode.unused", "decode.x")})
+    path = tmp_path / "tied.safetensors"  # one tensor under two names
+    save_file({"model.stored": cache_like(2.0, 3.0)}, path)
+    tied = {"weights": (path,), "tied_weights": {"model.weight": "model.stored"}}
+    loaded = load(runtime, graphs, cache_like(1.0, 1.0), calls={"mixed": ("decode.unused", "decode.x")}, **tied)
     assert torch.equal(read_state(loaded, "kv_cache.key_0"), cache_like(0.0, 0.0))
     x = cache_like(1.0, 10.0)
     (first,) = run_tensors(loaded, "token_generation", [x])
@@ -81,26 +84,9 @@ def test_graphs_compute_on_one_state_and_one_copy_of_the_weights_until_an_error_
         assert not error.value.recoverable
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_bfloat16_passes_unchanged_and_a_tied_weight_is_one_tensor_under_two_names(
-    load: Callable[..., Executable], runtime: str, tmp_path: Path
-) -> None:
-    half = torch.bfloat16
-    path = tmp_path / "tied.safetensors"
-    save_file({"model.stored": cache_like(2.0, -0.5, dtype=half)}, path)
-    tied = {"weights": (path,), "tied_weights": {"model.weight": "model.stored"}}
-    loaded = load(runtime, [step_graph(dtype="bfloat16")], cache_like(1.0, 1.0, dtype=half), **tied)
-    (result,) = run_tensors(loaded, "token_generation", [cache_like(1.5, 3.0, dtype=half)])
-    assert result.dtype == half and torch.equal(result, cache_like(6.0, -3.0, dtype=half))
-    state = read_state(loaded, "kv_cache.key_0")
-    assert state.dtype == half and torch.equal(state, cache_like(3.0, -1.5, dtype=half))
-
-
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     load: Callable[..., Executable], neuron_sdk: Sdk, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"has model.weight as float32 \[1, 1, 1, 3\], and a graph takes it as"):
-        load("nrtpy", [step_graph()], cache_like(1.0, 1.0, 1.0))
     with pytest.raises(ValueError, match=r"lacks model.weight, which a graph needs; export the model again"):
         load("nrtpy", [step_graph()], cache_like(1.0, 1.0), tied_weights={"model.weight": "model.other"})
     neuron_sdk("trn2", "nrt")

@@ -38,9 +38,9 @@ def test_options_of_each_target_and_kind(target: str, kind: str, version: str, e
     assert flags == ("--model-type=transformer", "--auto-cast=none", level, *tensorizer, *others)
 
 
-def test_trn2_alone_is_told_to_take_its_own_e4m3() -> None:
+def test_all_but_trn3_are_told_to_take_their_own_e4m3() -> None:
     added = "--internal-hlo2tensorizer-options=--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
-    for target, expected in (("trn2", {added}), ("trn3", set())):
+    for target, expected in (("inf2", {added}), ("trn2", {added}), ("trn3", set())):
         plain, told = (
             compiler_flags(target, "mixed", lnc=2, compiler_version=NEW, has_fp8=has_fp8) for has_fp8 in (False, True)
         )

@@ -74,7 +74,7 @@ class Program:
 
     def _run(self, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Executes the very bytes that were compiled."""
-        if all(each.opcode in _OPERATORS for each in self.module.instructions.values()):
+        if all(_is_simple(each) for each in self.module.instructions.values()):
             typed = [_decode(each, tensor) for each, tensor in zip(arguments, self.module.inputs, strict=True)]
             return interpret(self.module, typed)
         return self._run_by_xla(arguments)
@@ -97,6 +97,8 @@ class Program:
         return [result.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for result in results]
 
 
+# Types that numpy lacks, of which only bytes pass through here.
+_BYTES = ("float8_e4m3fn",)
 _OPERATORS: dict[str, Callable[[Instruction, list[Any]], Any]] = {
     "add": lambda each, operands: operands[0] + operands[1],
     "subtract": lambda each, operands: operands[0] - operands[1],
@@ -106,6 +108,10 @@ _OPERATORS: dict[str, Callable[[Instruction, list[Any]], Any]] = {
     "tuple": lambda each, operands: operands,
     "parameter": lambda each, operands: None,
 }
+
+
+def _is_simple(each: Instruction) -> bool:
+    return each.opcode in _OPERATORS and (each.dtype not in _BYTES or each.opcode in ("parameter", "tuple"))
 
 
 def interpret(module: Module, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -133,7 +139,7 @@ def _decode(data: np.ndarray, tensor: Tensor) -> np.ndarray:
 
 def _computed(dtype: str) -> np.dtype:
     """numpy has no bfloat16: its numbers are those of float32 that it can tell apart."""
-    return np.dtype("float32" if dtype == "bfloat16" else dtype)
+    return np.dtype("float32" if dtype == "bfloat16" else "uint8" if dtype in _BYTES else dtype)
 
 
 def _widen(half: np.ndarray) -> np.ndarray:
@@ -147,8 +153,7 @@ def _narrow(wide: np.ndarray) -> np.ndarray:
 
 def size_of(tensor: Tensor) -> int:
     """Bytes of a tensor."""
-    itemsize = 2 if tensor.dtype == "bfloat16" else np.dtype(tensor.dtype).itemsize
-    return math.prod(tensor.shape) * itemsize
+    return math.prod(tensor.shape) * (2 if tensor.dtype == "bfloat16" else _computed(tensor.dtype).itemsize)
 
 
 def capture(graph: str, rank: int) -> None:

@@ -15,7 +15,7 @@ from .proto import metaneff_pb2
 _TYPES = metaneff_pb2.MetaTensor.Type
 _TORCH_TYPES = {
     "FLOAT": torch.float32, "INT32": torch.int32, "UINT8": torch.uint8, "INT8": torch.int8, "BOOL": torch.bool,
-    "INT64": torch.int64, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16,
+    "INT64": torch.int64, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16, "INT16": torch.int16, "F8E4M3FN": torch.float8_e4m3fn,
 }  # fmt: skip
 
 
