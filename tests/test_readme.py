@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,8 @@ import pytest
 from documents import DOCUMENTS, PAGES, README, ROOT, SHELL, all_commands, blocks, by_hand, code_spans, commands, prose
 from optimum.commands import optimum_cli
 from parsers import command_classes, parser_of
+
+from optimum_neuron.targets.neuron.sdk import flags
 
 
 MOST_WORDS = 700
@@ -70,6 +73,7 @@ def test_a_help_begins_with_what_the_command_does_and_has_examples_that_parse(
 
 def test_options_in_the_text_exist() -> None:
     known = {option for words in command_classes() for option in parser_of(words)._option_string_actions}
+    known |= set(re.findall(r"--[a-z][\w-]+", inspect.getsource(flags)))  # those of the Neuron compiler
     spans = {span.split()[0].partition("=")[0] for span in code_spans() if span.startswith("--")}
     assert spans <= known
 

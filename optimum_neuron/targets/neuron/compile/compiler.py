@@ -17,19 +17,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from .... import progress
 from ....errors import first_line
 from ....kernels.host.processes import Processes, parallel_jobs, run_jobs
+from ....step.spec import LOGPROBS, GraphKind
 from ...cache.entries import About
 from ...cache.store import CompileCache
 from ..graphs import hlo
-from ..graphs.io import write_graph
+from ..graphs.io import COPIES, SAMPLERS, write_graph
 from ..kernels.kernel import KERNEL_PACKAGES, KERNELS, EnumMember, Kernel
 from ..lowering.kernel_calls import called_kernels, kernel_calls, without_references
 from ..rank.packages import installed_version
-from ..sdk.flags import FLAGS_VARIABLE, add_user_flags, compiler_flags
+from ..sdk.flags import FLAGS_VARIABLE, FlagFacts, add_user_flags, check_variables, compiler_flags, kind_variable
 from ..sdk.hardware import logical_core_size
 from . import neuron_cc
 from .neuron_cc import DISTRIBUTION, NEFF_SUFFIX
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE_KIND = "neuron"
+KINDS = (*get_args(GraphKind), *SAMPLERS.values(), LOGPROBS, *COPIES)
 # A graph of some billions of parameters takes neuronx-cc several GB; it dies by signal 9 where they are not there.
 COMPILER_MEMORY = 8 << 30
 COMPILE_TIMEOUT = 4 * 3600.0  # seconds per graph; large graphs take an hour
@@ -115,7 +117,9 @@ def check_environment(target: str) -> None:
             f"compiling for {target} needs the Neuron compiler, on x86 Linux with or without a device: {problem}; or export "
             f"with target='cpu', which runs on this machine"
         )
-    graph_flags(target, "token_generation", *_read_environment(target))
+    environment = _read_environment(target)
+    for kind in KINDS:
+        graph_flags(target, FlagFacts(kind), *environment)
 
 
 def find_keys(graphs: Sequence[LoweredGraph], target: str) -> dict[str, str]:
@@ -123,21 +127,34 @@ def find_keys(graphs: Sequence[LoweredGraph], target: str) -> dict[str, str]:
 
 
 def _read_environment(target: str) -> tuple[int, str]:
-    """Return the physical cores of a logical one, and the compiler's version."""
+    """Return the physical cores of a logical one, and the compiler's version; raise ValueError for a variable of no kind of graph."""
+    check_variables(KINDS)
     return logical_core_size(target), neuron_cc.compiler_version(neuron_cc.find_compiler())
 
 
 def _make_job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
-    has_fp8 = any(each.dtype == "float8_e4m3fn" for each in graph.io.inputs)
-    flags = graph_flags(target, graph.kind, lnc, version, has_fp8=has_fp8)
+    flags = graph_flags(target, _flag_facts(graph), lnc, version)
     arguments = neuron_cc.compiler_arguments(graph.name, target, flags)
     return _Job(graph, arguments, graph_key(graph.hlo, target, flags, version))
 
 
-def graph_flags(target: str, kind: str, lnc: int, version: str, *, has_fp8: bool = False) -> tuple[str, ...]:
-    """Return the compiler's options for a graph, with those of NEURON_CC_FLAGS; raise ValueError where a target cannot do these."""
-    flags = compiler_flags(target, kind, lnc=lnc, compiler_version=version, has_fp8=has_fp8)
-    return add_user_flags(flags, os.environ.get(FLAGS_VARIABLE, ""), target)
+def _flag_facts(graph: LoweredGraph) -> FlagFacts:
+    has_fp8 = any(each.dtype == "float8_e4m3fn" for each in graph.io.inputs)
+    module, weights = hlo.parse(graph.hlo), graph.io.names("weight")
+    matrices = {each.id for each in hlo.parameters(module) if each.name in weights and len(each.shape.dimensions) > 2}
+    gathers = any(
+        each.opcode == "gather" and each.operand_ids[0] in matrices for each in hlo.entry(module).instructions
+    )
+    return FlagFacts(graph.kind, (graph.io.spec or {}).get("sequence_length", 0), has_fp8, gathers)
+
+
+def graph_flags(target: str, graph: FlagFacts, lnc: int, version: str) -> tuple[str, ...]:
+    """Return the compiler's options for a graph, with those of NEURON_CC_FLAGS and of the variable for its kind.
+
+    Raise ValueError where a target cannot do these.
+    """
+    user = {name: os.environ.get(name, "") for name in (FLAGS_VARIABLE, kind_variable(graph.kind))}
+    return add_user_flags(compiler_flags(target, graph, lnc=lnc, compiler_version=version), target, user)
 
 
 def graph_key(data: bytes, target: str, flags: Sequence[str], version: str) -> str:

@@ -70,7 +70,7 @@ def list_operators(compiler: Path) -> frozenset[str]:
 
 def _read_environment() -> dict[str, str]:
     """Return what a compiler inherits: all but options, which it gets as arguments."""
-    return {name: value for name, value in os.environ.items() if name != FLAGS_VARIABLE}
+    return {name: value for name, value in os.environ.items() if not name.startswith(FLAGS_VARIABLE)}
 
 
 def _run_command(compiler: Path, *arguments: str) -> str:

@@ -14,8 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from fakes.graphs import copy_graph, step_graph
 from fakes.tools import NeuronTools, Sdk
+from lowered import lower_module
+from torch import Tensor, nn
 
 import optimum_neuron.version
 from optimum_neuron.targets.neuron.compile import compiler
@@ -51,8 +54,8 @@ def test_graphs_are_compiled_in_folders_of_their_own_and_recorded(neuron_tools: 
     assert record["graphs"]["token_generation"]["argv"] == [
         "neuronx-cc", "compile", "token_generation.hlo", "--framework=XLA", "--target=trn2",
         "--output=token_generation.neff", "--logfile=compiler.log", "--model-type=transformer", "--auto-cast=none", "-O2",
-        "--tensorizer-options=--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma", "--lnc=2",
-        "--native-int64=disabled", "--implicit-integer-downcast=all",
+        "--tensorizer-options=--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=1 --vectorize-strided-dma",
+        "--internal-hlo2tensorizer-options=--verify-hlo=true", "--lnc=2", "--native-int64=disabled", "--implicit-integer-downcast=all",
     ]  # fmt: skip
     calls = neuron_tools.calls()
     assert sorted(call["argv"][1] for call in calls) == ["copy_slot.hlo", "mixed.hlo", "token_generation.hlo"]
@@ -67,7 +70,8 @@ def test_lnc_and_flags_come_from_the_environment_and_an_old_compiler_gets_no_opt
     neuron_tools: NeuronTools, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable, value in {
-        "NEURON_LOGICAL_NC_CONFIG": "1", "NEURON_CC_FLAGS": "-O3 --verbose=35", "FAKE_NCC_VERSION": OLD,
+        "NEURON_LOGICAL_NC_CONFIG": "1", "NEURON_CC_FLAGS": "-O1 --verbose=35", "NEURON_CC_FLAGS_TOKEN_GENERATION": "-O3",
+        "FAKE_NCC_VERSION": OLD,
     }.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
     record = compile_graphs([step_graph()], "trn2", folder)
@@ -76,7 +80,7 @@ def test_lnc_and_flags_come_from_the_environment_and_an_old_compiler_gets_no_opt
     assert "--lnc=1" in argv and "-O3" in argv and "-O2" not in argv and argv[-1] == "--verbose=35"
     assert not any("int64" in argument for argument in argv)
     # The compiler gets them once: as arguments.
-    assert "NEURON_CC_FLAGS" not in neuron_tools.calls()[0]["environment"]
+    assert not [name for name in neuron_tools.calls()[0]["environment"] if name.startswith("NEURON_CC_FLAGS")]
 
 
 def test_a_cached_graph_is_not_compiled_again(
@@ -132,10 +136,20 @@ def test_a_failed_compilation_names_graph_rule_and_remedy(
     _assert_nothing_left(folder)
 
 
-def test_hlo_that_does_not_parse_is_refused(neuron_tools: NeuronTools, folder: Path) -> None:
-    broken = replace(step_graph(), hlo=step_graph().hlo[:-7])
-    with pytest.raises(RuntimeError, match="NCC_EVRF064: shapes of the graph contradict each other"):
-        compile_graphs([broken], "trn2", folder)
+class _Choice(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(shape))
+
+    def forward(self, index: Tensor) -> tuple[Tensor]:
+        return (self.get_buffer("weight").index_select(0, index),)
+
+
+def test_matrices_of_a_weight_that_a_step_chooses_need_an_option_of_trn1_and_rows_need_none() -> None:
+    for shape, expected in (((6, 2), False), ((6, 2, 2), True)):
+        graph = lower_module(_Choice(*shape), {"x": torch.zeros(1, dtype=torch.int32)})
+        flags = compiler._make_job(graph, "trn1", 1, OLD).arguments
+        assert (" --internal-enable-dge-levels vector_dynamic_offsets " in " ".join(flags)) == expected
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.checkpoints.quantize.rounding import FP8_LARGEST, FP8_LARGEST_ON
 from optimum_neuron.step.state_specs import byte_count, state_specs
 from optimum_neuron.targets import resolve_target
+from optimum_neuron.targets.neuron.compile.compiler import KINDS
 from optimum_neuron.targets.neuron.run import ranks
 from optimum_neuron.targets.neuron.sdk.errors import NeuronRuntimeError
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
@@ -33,7 +34,6 @@ pytest_plugins = ("fakes.plugin",)
 PROMPTS = [random_tokens(length, seed=length).tolist() for length in (5, 21, 30, 13)]
 PROMPTS.append([*PROMPTS[2], 7])  # starts like another one: its cache rows are copied on the device
 FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
-# A target, the runtime that its graphs run on, and options.
 MORE = ("trn1", "nxd", {}), ("trn2", "nrt", FP8), ("trn3", "nrt", FP8)
 RUNTIMES = [("trn3", "nrt", {}), ("inf2", "nxd", FP8), *(pytest.param(each, marks=pytest.mark.full) for each in MORE)]
 
@@ -84,7 +84,7 @@ def test_manifest_and_inspect_tell_how_every_graph_was_compiled_and_loading_need
     assert sorted(data["graphs"]) == sorted([*manifest["graphs"], "copy_slot", "sample_chunk", "sample_decode"])
     for name, graph in data["graphs"].items():
         level = "-O2" if graph["kind"] == "token_generation" else "-O1"
-        assert {f"{name}.hlo", "--target=trn2", level} <= set(graph["argv"])
+        assert graph["kind"] in KINDS and {f"{name}.hlo", "--target=trn2", level} <= set(graph["argv"])
     kept = {Path(name).suffix for name in manifest["files"] if name.startswith("graphs/")}
     assert kept == {".hlo", ".json", ".neff"}
     capsys.readouterr()
@@ -190,7 +190,13 @@ def test_lint_refuses_in_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("NEURON_LOGICAL_NC_CONFIG", "3"), ("NEURON_CC_FLAGS", "--target=trn1")]
+    ("variable", "value"),
+    [
+        ("NEURON_LOGICAL_NC_CONFIG", "3"),
+        ("NEURON_CC_FLAGS", "--target=trn1"),
+        ("NEURON_CC_FLAGS_MIXED", "--lnc=1"),
+        ("NEURON_CC_FLAGS_DECODE", "-O1"),  # a kind is token_generation
+    ],
 )
 def test_a_wrong_environment_is_refused_before_anything_is_written(
     variable: str, value: str, export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,47 +4,66 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
+from collections.abc import Sequence
 
 import pytest
 
 from optimum_neuron.targets.neuron.sdk.flags import (
+    FlagFacts,
     add_user_flags,
     compiler_flags,
+    kind_variable,
     runtime_environment,
     step_timeout,
 )
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS, GIB, chip_of, hosts_of, logical_core_size
 
 
-TENSORIZER = "--tensorizer-options=--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=2 --vectorize-strided-dma"
 NEW, OLD = "2.27.5334.0+f702b353", "2.26.6360.0"
+FP8, INT64 = "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3", "--native-int64=disabled --implicit-integer-downcast=all"
+DGE = "--internal-enable-dge-levels vector_dynamic_offsets"
+_TENSORIZER = "--enable-ccop-compute-overlap --cc-pipeline-tiling-factor={} --vectorize-strided-dma"
+NXDI = "--auto-cast=none --model-type=transformer --verify-hlo=true --lnc=2 " + _TENSORIZER
+DECODE, CONTEXT = NXDI.format(1) + " -O2", NXDI.format(2) + " -O1 --modular-flow-mac-threshold=10"
+LONG = CONTEXT.replace(" --vectorize-strided-dma", "")
+# Mixtral and Qwen3-MoE of both; accumulation in float32 is the compiler's default.
+MOE = f"--auto-cast=none --model-type=transformer -O1 --enable-saturate-infinity {DGE} --verify-hlo=true {_TENSORIZER.format(2)}"
+VLLM = "--auto-cast=none -O1 --modular-flow-mac-threshold=10"  # and options of the backend, for NKI kernels
+
+
+def words(flags: Sequence[str]) -> set[str]:
+    nested = r"^--(?:tensorizer|internal-hlo2tensorizer)-options="
+    return {word for flag in flags for word in re.sub(nested, "", flag).split()}
 
 
 @pytest.mark.parametrize(
-    ("target", "kind", "version", "expected"),
+    ("graph", "target", "lnc", "version", "public", "removed", "added"),
     [
-        ("trn1", "token_generation", NEW, "-O2 --enable-saturate-infinity"),
-        ("inf2", "chunked_prefill", NEW, "-O1 --enable-saturate-infinity"),
-        ("trn2", "token_generation", NEW, "-O2 --lnc=2 --native-int64=disabled --implicit-integer-downcast=all"),
-        ("trn2", "mixed", OLD, "-O1 --lnc=2"),
-        ("trn3", "chunked_prefill", "2.28.1", "-O1 --lnc=2 --native-int64=disabled --implicit-integer-downcast=all"),
-        ("trn3", "copy_slot", OLD, "-O1 --lnc=2"),
+        # NxD Inference 4bcdc54 and vLLM Neuron 0.24; what else they give chunked prefill unrolls layers, which no document explains
+        (FlagFacts("token_generation"), "trn2", 2, OLD, DECODE, "", ""),
+        (FlagFacts("chunked_prefill"), "trn2", 2, OLD, CONTEXT, "", ""),
+        (FlagFacts("scoring", 128 * 1024), "trn2", 2, OLD, LONG, "", ""),
+        (FlagFacts("mixed", 128 * 1024), "trn2", 1, OLD, CONTEXT, "--lnc=2", "--lnc=1"),
+        (FlagFacts("chunked_prefill", has_fp8=True), "trn2", 2, NEW, f"{CONTEXT} {FP8}", "", INT64),
+        (FlagFacts("token_generation", has_fp8=True), "inf2", 1, NEW, f"{DECODE} {FP8}", "--lnc=2", "--enable-saturate-infinity"),
+        (FlagFacts("sample_decode"), "trn2", 2, OLD, DECODE, "-O2", "-O1"),
+        (FlagFacts("copy_slot"), "trn2", 2, OLD, CONTEXT, "--modular-flow-mac-threshold=10", ""),
+        (FlagFacts("chunked_prefill", gathers_matrices=True), "trn1", 1, NEW, MOE, "", "--modular-flow-mac-threshold=10"),
+        (FlagFacts("chunked_prefill", gathers_matrices=True), "trn2", 2, OLD, f"{CONTEXT} {DGE}", "", ""),
+        (FlagFacts("chunked_prefill", gathers_matrices=True), "trn2", 2, NEW, CONTEXT, "", INT64),
+        (FlagFacts("scoring", has_fp8=True), "trn3", 2, NEW, VLLM, "", f"--model-type=transformer --lnc=2 {INT64}"),
+        (FlagFacts("token_generation"), "trn3", 2, OLD, VLLM, "-O1 --modular-flow-mac-threshold=10", "-O2 --model-type=transformer --lnc=2"),
     ],
-)
-def test_options_of_each_target_and_kind(target: str, kind: str, version: str, expected: str) -> None:
-    flags = compiler_flags(target, kind, lnc=logical_core_size(target), compiler_version=version)
-    level, *others = expected.split()
-    tensorizer = [] if target == "trn3" else [TENSORIZER]
-    assert flags == ("--model-type=transformer", "--auto-cast=none", level, *tensorizer, *others)
-
-
-def test_all_but_trn3_are_told_to_take_their_own_e4m3() -> None:
-    added = "--internal-hlo2tensorizer-options=--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
-    for target, expected in (("inf2", {added}), ("trn2", {added}), ("trn3", set())):
-        plain, told = (
-            compiler_flags(target, "mixed", lnc=2, compiler_version=NEW, has_fp8=has_fp8) for has_fp8 in (False, True)
-        )
-        assert {*told} - {*plain} == expected
+)  # fmt: skip
+def test_options_are_those_of_public_code_but_for_these(
+    graph: FlagFacts, target: str, lnc: int, version: str, public: str, removed: str, added: str
+) -> None:
+    ours = words(compiler_flags(target, graph, lnc=lnc, compiler_version=version))
+    more, less = ours - {*public.split()}, {*public.split()} - ours
+    sys.stdout.write(f"{target} {graph}: without {' '.join(sorted(less))}; with {' '.join(sorted(more))}\n")
+    assert (less, more) == ({*removed.split()}, {*added.split()})
 
 
 def test_logical_core_size_follows_the_environment_where_the_target_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,24 +81,26 @@ def test_logical_core_size_follows_the_environment_where_the_target_allows_it(mo
         chip_of("trn2")
 
 
+HLO = "--internal-hlo2tensorizer-options"
+OURS = ("--auto-cast=none", "-O1", "--lnc=2", f"{HLO}={FP8} --verify-hlo=true")
+SAME = " ".join(OURS)
+
+
 @pytest.mark.parametrize(
-    ("user", "expected"),
+    ("user", "of_kind", "expected"),
     [
-        ("", "--auto-cast=none -O1 --lnc=2"),
-        ("--verbose 35 --internal-x='a b'", "--auto-cast=none -O1 --lnc=2 --verbose 35 --internal-x=a b"),
-        ("--optlevel 3", "--auto-cast=none -O3 --lnc=2"),
-        ("-lnc 2 --target=trn2", "--auto-cast=none -O1 --lnc=2"),
-        (
-            "--tensorizer-options '--cc-pipeline-tiling-factor=4 --a'",
-            "--auto-cast=none -O1 --lnc=2 --tensorizer-options --cc-pipeline-tiling-factor=4 --a",
-        ),
-        ("--enable-fast-context-switch", "--auto-cast=none -O1 --lnc=2 --enable-fast-context-switch"),
+        ("--verbose 35 --internal-x='a b'", "", f"{SAME} --verbose 35 --internal-x=a b"),
+        ("--optlevel 3", "", SAME.replace("-O1", "-O3")),
+        ("-O3 --verbose=35", "-O2 --verbose=0", f"{SAME.replace('-O1', '-O2')} --verbose=0"),
+        ("-lnc 2 --target=trn2", "--enable-fast-context-switch", f"{SAME} --enable-fast-context-switch"),
+        ("", f"{HLO} '--a --b'", SAME.replace(f"{FP8} --verify-hlo=true", f"--a --b {FP8}")),
+        (f"{HLO}={FP8}", "", SAME.replace(" --verify-hlo=true", "")),
+        ("", "--tensorizer-options '--a=4 --b'", f"{SAME} --tensorizer-options --a=4 --b"),
     ],
 )
-def test_user_flags_are_added_or_replace_what_only_changes_speed(user: str, expected: str) -> None:
-    assert " ".join(add_user_flags(("--auto-cast=none", "-O1", "--lnc=2"), user, "trn2")) == expected
-    flags = add_user_flags((TENSORIZER,), "--tensorizer-options='--cc-pipeline-tiling-factor=1'", "inf2")
-    assert flags[0] == "--tensorizer-options=--cc-pipeline-tiling-factor=1"
+def test_user_flags_are_added_or_replace_what_only_changes_speed(user: str, of_kind: str, expected: str) -> None:
+    given = {"NEURON_CC_FLAGS": user, kind_variable("mixed"): of_kind}
+    assert " ".join(add_user_flags(OURS, "trn2", given)) == expected
 
 
 @pytest.mark.parametrize(
@@ -130,4 +151,4 @@ def test_what_is_no_time_is_refused(
 )
 def test_user_flags_that_contradict_are_refused(user: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        add_user_flags(("--auto-cast=none", "-O1", "--lnc=2"), user, "trn2")
+        add_user_flags(OURS, "trn2", {"NEURON_CC_FLAGS": user})
