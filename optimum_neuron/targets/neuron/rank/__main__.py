@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts worker.py in the interpreter that runs this folder: `PYTHON FOLDER probe`, or `PYTHON FOLDER serve SOCKET MEMORY`.
+"""Starts worker.py in the interpreter that runs this folder: `PYTHON FOLDER probe`, or `PYTHON FOLDER serve SOCKET MEMORY EVENTS`.
 
 The package has a name of its own here, so the package around it need not be installed, and no folder is searched. An interpreter that is
 too old for the other files reports its version by this one.

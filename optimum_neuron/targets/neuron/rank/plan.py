@@ -76,13 +76,14 @@ class RankGraph:
 class RankPlan:
     """The graphs, which share states, and the weights of each of its ranks that one process loads into a runtime of choose_runtime.
 
-    `memory` is the size in bytes of half of what all processes map.
+    `memory` is the size in bytes of half of the inputs and outputs that all processes map, `cpus` those to run on, none for any.
     """
 
     runtime: str
     ranks: Sequence[int]
     world_size: int
     memory: int
+    cpus: Sequence[int]
     weights: Sequence[Sequence[RankWeight]]
     graphs: dict[str, RankGraph]
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a rank, or of all: `probe` describes this interpreter, `serve SOCKET MEMORY` answers commands.
+"""The process of a rank, or of all: `probe` describes this interpreter, `serve SOCKET MEMORY EVENTS` answers commands.
 
-SOCKET and MEMORY are descriptors. The first command holds the plan to load; the process ends when the socket does.
+These are descriptors, and steps come through MEMORY. The first command holds the plan to load; the process ends when the socket does.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -18,22 +19,24 @@ from .wire import Channel, RankError, doing
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `probe`, or `serve SOCKET MEMORY`."""
+    """Run `probe`, or `serve SOCKET MEMORY EVENTS`."""
     if arguments[0] == "probe":
         sys.stdout.write(json.dumps(_describe_interpreter()) + "\n")
         return
     channel, memory = Channel(socket.socket(fileno=int(arguments[1]))), int(arguments[2])
     graphs: Any = None
+    steps: Any = None
     while True:
+        step = steps and steps.wait_for_step()
         try:
-            command, data = channel.receive()
+            command, data = (step, b"") if step else channel.receive()
         except EOFError:
             return
         answer: dict[str, Any] = {}
         result = b""
         try:
             if "load" in command:
-                graphs = load_plan(command["load"], memory)
+                graphs, steps = load_plan(command["load"], memory, arguments[3], channel.fileno())
             elif "run" in command:
                 for graph, read in command["run"]:
                     with doing(f"graph {graph}"):
@@ -46,7 +49,10 @@ def main(arguments: Sequence[str]) -> None:
                     graphs.write_state(command["write"], data)
         except RankError as error:
             answer = {"error": str(error), "doing": error.doing, "missing": error.missing}
-        channel.send(answer, result)
+        if answer or not step:
+            channel.send(answer, result)
+        if step:
+            steps.end_step(bool(answer))
 
 
 def _describe_interpreter() -> dict[str, Any]:
@@ -63,19 +69,25 @@ def _describe_interpreter() -> dict[str, Any]:
     return found
 
 
-def load_plan(data: dict[str, Any], memory: int) -> Any:
-    """Return the graphs of a plan, loaded; `memory` is the descriptor of what all processes map."""
+def load_plan(data: dict[str, Any], memory: int, events: str, channel: int) -> tuple[Any, Any]:
+    """Return the graphs of a plan, loaded, and the steps that they run; `memory` is the descriptor of what all processes map."""
     import numpy as np
 
     from .plan import HALVES, RankPlan
+    from .steps import RankSteps, board_bytes
 
     with doing("reading what to load"):
         plan = RankPlan.from_dict(data)
-        shared = np.frombuffer(mmap.mmap(memory, HALVES * plan.memory), dtype=np.uint8).reshape(HALVES, plan.memory)
+        if plan.cpus:  # before a runtime starts threads, which inherit it
+            os.sched_setaffinity(0, plan.cpus)
+        size = HALVES * plan.memory
+        whole = memoryview(mmap.mmap(memory, size + board_bytes(plan.world_size)))
+        shared = np.frombuffer(whole[:size], dtype=np.uint8).reshape(HALVES, plan.memory)
+        steps = RankSteps(whole[size:], list(map(int, events.split(","))), plan.ranks[0], channel)
     if plan.runtime == "nrtpy":
         from .core import CoreGraphs
 
-        return CoreGraphs(plan, shared)
+        return CoreGraphs(plan, shared), steps
     from .nxd_runtime import NxDGraphs
 
-    return NxDGraphs(plan, shared)
+    return NxDGraphs(plan, shared), steps

@@ -20,6 +20,7 @@ from ..compile.neuron_cc import NEFF_SUFFIX
 from ..graphs.checks import check_weights
 from ..graphs.io import GraphIO, InputBinding, OutputBinding, cut_dim
 from ..rank.plan import HALVES, RankGraph, RankTensor, RankWeight
+from ..rank.steps import board_bytes
 
 
 _ALIGNMENT = 64
@@ -59,7 +60,8 @@ class SharedTensors:
     """Tensors in a block of memory, `file`. Equal ones of different graphs are one: one graph runs at a time.
 
     The block has halves of one layout, of `size` bytes each: a step is written to one while another runs in the other. `graphs` have the
-    offsets; `inputs` and `outputs` are by half and graph, in a step's order, with None for an input that the graph does not use.
+    offsets; `inputs` and `outputs` are by half and graph, in a step's order, with None for an input that the graph does not use. The
+    memory of a StepBoard follows.
     """
 
     def __init__(self, plan: LoadPlan) -> None:
@@ -73,8 +75,10 @@ class SharedTensors:
             self.graphs[name] = RankGraph(str(plan.neff(name)), inputs, outputs)
         self.size = max(self.size, _ALIGNMENT)  # there is no block of nothing
         self.file = os.memfd_create("optimum_neuron")
-        os.ftruncate(self.file, HALVES * self.size)
-        block = np.frombuffer(mmap.mmap(self.file, HALVES * self.size), dtype=np.uint8).reshape(HALVES, self.size)
+        size = HALVES * self.size
+        os.ftruncate(self.file, size + board_bytes(plan.world_size))
+        memory = memoryview(mmap.mmap(self.file, 0))
+        block, self.board = np.frombuffer(memory[:size], np.uint8).reshape(HALVES, self.size), memory[size:]
         self.inputs: list[dict[str, list[np.ndarray | None]]] = [{} for _ in block]
         self.outputs: list[dict[str, list[np.ndarray]]] = [{} for _ in block]
         for number, half in enumerate(block):

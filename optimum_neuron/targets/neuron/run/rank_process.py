@@ -117,10 +117,10 @@ def _probe_interpreter(where: str, interpreter: Interpreter) -> dict[str, Any]:
 
 
 class RankProcess:
-    """A child process that holds one logical core for each of its ranks; it has `grace` seconds to end by itself."""
+    """A child process with a core for each of its ranks, and memory and events by the descriptors `shared`; it has `grace` seconds to end."""
 
     def __init__(
-        self, interpreter: Interpreter, plan: RankPlan, environment: Mapping[str, str], memory: int, grace: float
+        self, interpreter: Interpreter, plan: RankPlan, environment: Mapping[str, str], shared: list[int], grace: float
     ) -> None:
         self.plan, self.grace = plan, grace
         ranks = ", ".join(map(str, plan.ranks))
@@ -129,12 +129,12 @@ class RankProcess:
         self.pipe = Channel(parent)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process runs
         self.process = TiedProcess(
-            interpreter.command("serve", str(child.fileno()), str(memory)),
+            interpreter.command("serve", str(child.fileno()), str(shared[0]), ",".join(map(str, shared[1:]))),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log.fileno(),
             stderr=subprocess.STDOUT,
-            pass_fds=(child.fileno(), memory),
+            pass_fds=(child.fileno(), *shared),
             grace=grace,
         )
         child.close()
@@ -181,8 +181,8 @@ class RankProcess:
         return f"\n{text[-1500:]}" if text else ""
 
 
-def end_processes(ranks: Sequence[RankProcess]) -> None:
-    """End all processes together, as one may wait for another; kill those that do not end."""
+def end_processes(ranks: Sequence[RankProcess], events: Sequence[int]) -> None:
+    """End all processes together, as one may wait for another; kill those that do not end. Close the events of their steps."""
     for rank in ranks:
         rank.pipe.close()
     deadline = time.monotonic() + max((rank.grace for rank in ranks), default=0.0)
@@ -190,3 +190,5 @@ def end_processes(ranks: Sequence[RankProcess]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(0.0, deadline - time.monotonic()))
         rank.end()
+    for event in events:
+        os.close(event)

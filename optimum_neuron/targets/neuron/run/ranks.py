@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs in processes of their own, one per rank or one for all; each rank holds one logical core, and all run the same step.
 
-Inputs and rank 0's outputs pass through memory that all processes map; commands and answers through a socket per process.
+Inputs, rank 0's outputs and the starts and ends of steps pass through memory that all processes map; other commands, their answers and errors
+through a socket per process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import numpy as np
 from ....step.spec import LOGITS
 from ... import IN_ENVIRONMENT, RankOptions
 from ..rank.plan import HALVES, RankPlan
-from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES, VISIBLE_DEVICES, check_devices
+from ..rank.steps import FAILED, PLACES, WAITED, ParentSteps
+from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES, VISIBLE_DEVICES, check_devices, find_cpus
 from ..sdk.errors import NeuronRuntimeError
 from ..sdk.flags import EXEC_TIMEOUT_VARIABLE, runtime_environment, step_timeout
 from ..sdk.hardware import LNC_VARIABLE, has_paired_cores
@@ -82,9 +84,10 @@ class RankedExecutable(AheadExecutable):
         self._returned = {name: returned_names(io) for name, io in plan.graphs.items()}
         self._ranks: list[RankProcess] = []
         self._underway: deque[StartedStep] = deque()
-        self._half = 0
+        self._number = 0  # of the next step
         self._world_size = plan.world_size
-        self.close = weakref.finalize(self, end_processes, self._ranks)
+        self._steps = ParentSteps(self._tensors.board)
+        self.close = weakref.finalize(self, end_processes, self._ranks, self._steps.events)
         try:
             self._start_processes(plan, runtime, interpreter, cores, options)
             commands = [{"load": asdict(rank.plan)} for rank in self._ranks]
@@ -113,21 +116,24 @@ class RankedExecutable(AheadExecutable):
         if has_paired_cores(plan.target):
             environment[LNC_VARIABLE] = str(plan.lnc)
         grace = GRACE if options.capture is None else CAPTURE_GRACE
-        everyone = tuple(range(plan.world_size))
+        everyone, near = tuple(range(plan.world_size)), find_cpus()
         weights = [find_weights(plan, rank) for rank in everyone]
         # NxDModel holds all ranks in one process; the others join theirs through the device's own collectives.
         for ranks in [everyone] if runtime == NXD else [(rank,) for rank in everyone]:
             files = tuple(weights[rank] for rank in ranks)
-            load = RankPlan(runtime, ranks, plan.world_size, self._tensors.size, files, self._tensors.graphs)
+            cpus = sorted({cpu for rank in ranks for cpu in near.get(cores[rank], ())})
+            load = RankPlan(runtime, ranks, plan.world_size, self._tensors.size, cpus, files, self._tensors.graphs)
             own = {VISIBLE_CORES: ",".join(str(cores[rank]) for rank in ranks)}
-            self._ranks.append(RankProcess(interpreter, load, environment | own, self._tensors.file, grace))
+            shared = [self._tensors.file, *self._steps.events]
+            self._ranks.append(RankProcess(interpreter, load, environment | own, shared, grace))
+            self._steps.poll.register(self._ranks[-1].pipe, 0)  # its end alone
 
     def start(self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool) -> StartedStep:
         """Start a step; raise NeuronRuntimeError of an earlier step, and again in all later calls where ranks cannot continue."""
         while len(self._underway) >= HALVES:
             self.settle_first()
         self._check_open()
-        half = self._half
+        half = self._number % HALVES
         due = self.find_due(graph, inputs)
         for name, given in ((graph, inputs), *((draw.graph, taken) for draw, taken in due)):
             for shared, array in zip(self._tensors.inputs[half][name], given, strict=True):
@@ -146,20 +152,34 @@ class RankedExecutable(AheadExecutable):
         ]
         step = StartedStep(self, f"graph {' and '.join(name for name, _ in runs)}", outputs)
         with self._ending_on_failure(step.doing):
-            for rank in self._ranks:
-                rank.send({"run": runs, "half": half}, b"", self._patience)
+            self._steps.start(self._number, {"run": runs, "half": half}, len(self._ranks))
         self._underway.append(step)
-        self._half = (half + 1) % HALVES
+        self._number += 1
         return step
 
     def settle_first(self) -> None:
         """Wait until the ranks have answered the first step under way; raise the error after which they cannot continue."""
         self._check_open()
-        step = self._underway.popleft()
+        number, step = self._number - len(self._underway), self._underway.popleft()
         with self._ending_on_failure(step.doing):
-            _, step.error = self._collect_answers(step.doing, self._patience, 0)
+            step.error = self._end_step(step.doing, number)
         if step.error is None:  # copies, as the next step but one overwrites them
             step.outputs = [None if each is None else each.copy() for each in step.shared]
+
+    def _end_step(self, doing: str, number: int) -> NeuronRuntimeError | None:
+        """Wait until all processes have run a step; return a recoverable error, and raise NeuronRuntimeError for any other."""
+        ended, ready = self._steps.wait(self._patience)
+        ends = list(zip(self._ranks, self._steps.ends[number % PLACES], strict=False))
+        error: NeuronRuntimeError | None = None
+        for rank in [rank for rank, end in ends if end == FAILED or (not ended and rank.pipe.fileno() in ready)]:
+            failure, _ = rank.receive(doing, self._patience, 0)
+            error = error or failure
+        if not ended:
+            silent = [rank for rank, end in ends if end == WAITED]
+            raise error or self._explain_silence(doing, self._patience, silent)
+        if error is not None and not error.recoverable:
+            raise error
+        return error
 
     def read_state(self, name: str) -> np.ndarray:
         state = self._states[name]

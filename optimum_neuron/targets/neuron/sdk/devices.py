@@ -19,6 +19,7 @@ from .hardware import CHIPS, LNC_VARIABLE, has_paired_cores
 VISIBLE_CORES, NUMBER_OF_CORES = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
 # The list as AWS's vLLM plugin takes it (SDK 2.32, vllm-neuron/docs/tutorials/tutorial-gpt-oss.md), of logical cores as well.
 VISIBLE_DEVICES = "NEURON_VISIBLE_DEVICES"
+_LOW_LATENCY_CPUS = "NEURON_RT_LOW_LATENCY_TASKS_CPU_AFFINITY"
 _DEVICE_FOLDER = Path("/dev")
 _PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")
 _LIST_TOOL = "/opt/aws/neuron/bin/neuron-ls"  # where its package puts it; not always on PATH
@@ -119,15 +120,30 @@ def show_cores(cores: Sequence[int]) -> None:
 def _visible_variable() -> str | None:
     """Return the variable that names the visible cores, or None; raise ValueError where two name different ones."""
     given = {name: os.environ[name] for name in (VISIBLE_CORES, VISIBLE_DEVICES) if name in os.environ}
-    if len({tuple(_parse_cores(name)) for name in given}) > 1:
+    if len({tuple(_parse_list(name)) for name in given}) > 1:
         both = " and ".join(f"{name}={value}" for name, value in given.items())
         raise ValueError(f"{both} name different cores; unset one of them")
     return next(iter(given), None)
 
 
+def find_cpus() -> dict[int, set[int]]:
+    """Return the CPUs near each logical core's device that this process may use, by the core; nothing where neuron-ls does not say.
+
+    Those of NEURON_RT_LOW_LATENCY_TASKS_CPU_AFFINITY are left to the runtime. Raise ValueError where that is no list.
+    """
+    usable = os.sched_getaffinity(0)
+    usable -= set(_parse_list(_LOW_LATENCY_CPUS)) if os.environ.get(_LOW_LATENCY_CPUS) else set()
+    near: dict[int, set[int]] = {}
+    for device in _list_devices():
+        with suppress(ValueError):
+            cpus = usable.intersection(_parse_list("cpu_affinity", str(device.get("cpu_affinity"))))
+            near |= dict.fromkeys(device.get("neuroncore_ids") or (), cpus)
+    return near
+
+
 def _take_cores(present: int | None, world_size: int, replicas: int = 1) -> list[int]:
     wanted, variable = world_size * replicas, _visible_variable()
-    cores = list(range(wanted if present is None else present)) if variable is None else _parse_cores(variable)
+    cores = list(range(wanted if present is None else present)) if variable is None else _parse_list(variable)
     if len(cores) < wanted:
         source = f"{variable}={os.environ[variable]} names" if variable is not None else "this machine has"
         each = "" if replicas == 1 else f" for {replicas} replicas"
@@ -138,13 +154,13 @@ def _take_cores(present: int | None, world_size: int, replicas: int = 1) -> list
     return cores[:wanted]
 
 
-def _parse_cores(variable: str) -> list[int]:
-    """Return the numbers of a variable's list, like 0-3,6."""
-    text, numbers = os.environ[variable], list[int]()
+def _parse_list(variable: str, text: str | None = None) -> list[int]:
+    """Return the numbers of a list like 0-3,6: a variable's, or `text`."""
+    text, numbers = os.environ[variable] if text is None else text, list[int]()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or not (last or first).isdigit():
-            raise ValueError(f"{variable}={text!r} is no list of cores like 0-3,6; correct or unset it")
+            raise ValueError(f"{variable}={text!r} is no list like 0-3,6; correct or unset it")
         numbers += range(int(first), int(last or first) + 1)
     return numbers
 

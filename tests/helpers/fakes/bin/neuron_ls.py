@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fake neuron-ls: FAKE_NEURON_INSTANCE is like trn2.3xlarge:1, an instance type and its number of devices; empty is none."""
+"""Fake neuron-ls: FAKE_NEURON_INSTANCE is like trn2.3xlarge:1, type and number of devices, or empty; FAKE_NEURON_CPUS are near all."""
 
 import json
 import os
@@ -22,6 +22,7 @@ def main() -> int:
             "instance_type": instance,
             "neuron_device": index,
             "bdf": f"0000:{index:02}:00.0",
+            "cpu_affinity": os.environ.get("FAKE_NEURON_CPUS", ""),
             "connected_to": None,
             "nc_count": cores,
             "logical_neuroncore_config": lnc,

@@ -22,7 +22,6 @@ from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
 from optimum_neuron.checkpoints.checkpoint import Checkpoint
 from optimum_neuron.checkpoints.quantize.rounding import FP8_LARGEST, FP8_LARGEST_ON
 from optimum_neuron.step.state_specs import byte_count, state_specs
-from optimum_neuron.targets import resolve_target
 from optimum_neuron.targets.neuron.compile.compiler import KINDS
 from optimum_neuron.targets.neuron.run import ranks
 from optimum_neuron.targets.neuron.sdk.errors import NeuronRuntimeError
@@ -119,12 +118,6 @@ def test_an_export_after_the_runtime_refused_a_neff_compiles_it_again(
             NeuronModelForCausalLM.from_pretrained(path)
         export()
         assert len(neuron_tools.calls()) == times * compiled
-
-
-def test_auto_is_the_device_that_the_machine_has(neuron_sdk: Callable[..., NeuronTools]) -> None:
-    assert resolve_target("auto") == "cpu"
-    neuron_sdk("trn2", "nrt")
-    assert resolve_target("auto") == "trn2" and resolve_target("cpu") == "cpu"
 
 
 def run_command(*arguments: str) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a rank and its parent: whole, or told from what is none."""
+"""Between ranks and their parent: messages are whole, or told from what is none, and a step ends with the last rank."""
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from optimum_neuron.targets.neuron.rank.steps import FAILED, PLACES, RAN, WAITED, ParentSteps, RankSteps, board_bytes
 from optimum_neuron.targets.neuron.rank.wire import Channel, WireError
 
 
@@ -65,3 +67,28 @@ def test_a_message_that_does_not_come_to_its_end_is_a_timeout_or_the_end(
         ends[0].close()
     with pytest.raises(error):
         ends[1].receive(60.0 if closed else 0.05)
+
+
+def test_a_step_ends_with_the_last_rank_and_a_quick_one_runs_the_next_step_meanwhile() -> None:
+    memory, pairs = memoryview(bytearray(board_bytes(2))), [socket.socketpair() for _ in range(2)]
+    steps = ParentSteps(memory)
+    quick, slow = (RankSteps(memory, steps.events, rank, end.fileno()) for rank, (end, _) in enumerate(pairs))
+    for _, end in pairs:
+        steps.poll.register(end, 0)
+    for first in (0, 2):
+        for number in (first, first + 1):
+            steps.start(number, {"run": number}, 2)
+            assert quick.wait_for_step() == {"run": number}
+            pairs[0][0].sendall(b"failed" * (number - first))
+            quick.end_step(failed=number > first)
+        pairs[0][1].sendall(b"command")
+        assert quick.wait_for_step() is None  # nor a step again that the slow one runs
+        assert steps.wait(0.0) == (False, []) and list(steps.ends[first % PLACES]) == [RAN, WAITED]
+        for number, end in ((first, RAN), (first + 1, FAILED)):
+            assert slow.wait_for_step() == {"run": number}
+            slow.end_step(failed=False)
+            assert steps.wait(60.0) == (True, [steps.done]) and list(steps.ends[number % PLACES]) == [end, RAN]
+    pairs[1][0].close()
+    assert steps.wait(60.0) == (False, [pairs[1][1].fileno()])
+    for file in (*steps.events, *(end.detach() for end in (pairs[1][1], *pairs[0]))):
+        os.close(file)

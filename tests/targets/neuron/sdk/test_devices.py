@@ -18,7 +18,7 @@ pytest_plugins = ("fakes.plugin",)
 
 def test_devices_are_found_by_neuron_ls(neuron_sdk: Sdk, monkeypatch: pytest.MonkeyPatch) -> None:
     neuron_sdk("trn2", instance="trn2.48xlarge:16")
-    assert find_devices() == NeuronDevices("trn2", 16, 128)
+    assert find_devices() == NeuronDevices("trn2", 16, 128) and device.resolve_neuron_target("auto") == "trn2"
     assert check_devices("trn2", 2, 8) == list(range(8))
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "8-11,20")
     assert check_devices("trn2", 2, 5) == [8, 9, 10, 11, 20]
