@@ -90,9 +90,7 @@ def test_keys_that_a_table_of_places_hides_are_refused_whatever_the_window(windo
         inspect_model(tiny_model("gpt_neo", window_size=window))
 
 
-def test_attention_of_a_models_own_is_compared_behind_its_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_of_a_models_own_is_compared_behind_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "check_own_masks", lambda model: None)
     config = tiny_config("gpt_neo")
     config.window_size, config.max_position_embeddings = 32, 1024

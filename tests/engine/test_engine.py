@@ -7,17 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engine_requests import EVILS, SAMPLED, Arrival, evil_request, serve, serve_alone
-from helpers import (
-    CHUNK_SIZE,
-    LENGTH,
-    VOCAB,
-    Opener,
-    eager_runner,
-    examples,
-    generate,
-    random_tokens,
-    tiny_config,
-)
+from helpers import CHUNK_SIZE, LENGTH, VOCAB, Opener, eager_runner, examples, generate, random_tokens, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from invariants import held_tokens

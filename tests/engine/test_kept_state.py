@@ -16,15 +16,7 @@ import selecting
 import torch
 from engine_requests import serve, serve_alone
 from feature_models import cached
-from helpers import (
-    VOCAB,
-    eager_runner,
-    examples,
-    export_tiny,
-    load_model,
-    random_tokens,
-    tiny_config,
-)
+from helpers import VOCAB, eager_runner, examples, export_tiny, load_model, random_tokens, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from invariants import check_cache

@@ -60,12 +60,7 @@ def test_an_unfinished_prompt_goes_before_a_waiting_one_that_came_earlier() -> N
 
 @pytest.mark.parametrize(
     ("policy", "kinds"),
-    [
-        ("mixed", "mmmmm"),
-        ("alternate", "cdcdc"),
-        ("prefill_first", "ccccc"),
-        ("all_chunks", "cccdc"),
-    ],
+    [("mixed", "mmmmm"), ("alternate", "cdcdc"), ("prefill_first", "ccccc"), ("all_chunks", "cccdc")],
 )
 def test_prompts_and_decodes_share_steps_as_the_policy_says(policy: str, kinds: str) -> None:
     scheduler = with_decodes(1, chunk=4, policy=policy)

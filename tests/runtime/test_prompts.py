@@ -20,10 +20,7 @@ def test_packed_prompts_are_taken_apart(lengths: list[int]) -> None:
     assert [prompt.tolist() for prompt in unpack(packed, bounds, VOCAB)] == [prompt.tolist() for prompt in prompts]
 
 
-@pytest.mark.parametrize(
-    "bounds",
-    [[1, 5], [[0, 5]], [0], [0, 3, 3, 5], [0, 4, 3, 5], [0, 4], [0, 6]],
-)
+@pytest.mark.parametrize("bounds", [[1, 5], [[0, 5]], [0], [0, 3, 3, 5], [0, 4, 3, 5], [0, 4], [0, 6]])
 def test_bounds_that_do_not_fit_are_refused(bounds: list[int]) -> None:
     with pytest.raises(ValueError, match=r"must rise from 0.* packed row, and input_ids has shape \[1, 5\]"):
         unpack(torch.arange(5)[None], torch.tensor(bounds), VOCAB)

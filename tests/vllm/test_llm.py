@@ -70,10 +70,7 @@ def test_greedy_tokens_are_transformers_whatever_was_compiled_and_whatever_the_o
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_one_thread_runs_all_graphs_from_the_first_run_on(
-    export_text: Callable[..., Path],
-    open_llm: Callable[..., LLM],
-    monkeypatch: pytest.MonkeyPatch,
-    asynchronous: bool,
+    export_text: Callable[..., Path], open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     threads: dict[str, set[int]] = {}
 

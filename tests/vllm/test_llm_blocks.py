@@ -91,12 +91,7 @@ def checkpoint(request: pytest.FixtureRequest, tiny_checkpoints: dict[str, Path]
 
 @pytest.mark.parametrize(
     ("checkpoint", "sizes"),
-    [
-        ("lfm2", SIZES),
-        ("gated delta", STATE_BLOCKS),
-        ("mamba2", SIZES),
-        ("qwen3_5_text", SIZES),
-    ],
+    [("lfm2", SIZES), ("gated delta", STATE_BLOCKS), ("mamba2", SIZES), ("qwen3_5_text", SIZES)],
     indirect=["checkpoint"],
     ids=["slots", "a hybrid over blocks", "recurrences alone", "whose code in vLLM needs torchvision"],
 )

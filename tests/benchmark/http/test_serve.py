@@ -40,9 +40,7 @@ def test_numbers_are_medians_of_rounds_and_failed_requests_are_counted() -> None
         results.numbers_of(broken)
 
 
-def test_this_project_is_compared_by_its_defaults_and_all_are_shown(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_this_project_is_compared_by_its_defaults_and_all_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = (results.numbers_of(client_result(scale)) for scale in (4, 1))
     run = report(vllm_cpu=[fast], all_chunks=[fast], optimum_neuron=[slow])
     assert list(run["numbers"]["1 req/s"]) == ["optimum_neuron", "all_chunks", "vllm_cpu"]

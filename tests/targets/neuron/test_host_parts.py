@@ -95,15 +95,3 @@ def test_it_is_the_beginning_of_a_stable_sort(
     assert torch.equal(indices, places) and values.dtype == dtype
     torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(values, torch.topk(x, k, dim).values, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("x", "options"),
-    [
-        (torch.ones(40), {"k": LARGEST_K + 1}),
-        (torch.ones(40), {"k": 2, "largest": False}),
-        (torch.ones(40, dtype=torch.int32), {"k": 2}),
-    ],
-)
-def test_what_it_does_not_serve_is_left_to_the_lint(x: Tensor, options: dict[str, int]) -> None:
-    assert top_k(x, **options) is NotImplemented

@@ -16,7 +16,6 @@ import torch
 from fakes.tools import NeuronTools
 from helpers import artifact_runner, export_tiny, generate, random_tokens, tiny_config
 from neuron_fixtures import certificate_of
-from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from optimum_neuron.artifact.artifact import MANIFEST_NAME, Artifact
@@ -63,22 +62,6 @@ def test_graphs_around_a_kernel_are_certified_and_give_the_tokens_of_the_model(
     (tokens, logits), (expected, reference) = (generate(each, prompt, 8) for each in (runner, eager))
     assert tokens == expected
     torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
-
-
-def test_a_kernel_that_is_called_wrongly_is_not_certified(
-    sharp_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = attention.call_kernel
-
-    def wrong(name: str, operands: list[Tensor]) -> Tensor:
-        return call(name, [*operands[:5], operands[5] - 1, *operands[6:]])  # another beginning
-
-    monkeypatch.setattr(attention, "call_kernel", wrong)
-    # Sizes other than those of graphs that were lowered before.
-    sizes: dict[str, Any] = {"target": "hlo", "kernels": KERNELS, "output_logits": False, "ctx_batch_size": 1}
-    with pytest.raises(ValueError, match="do not compute what the model does"):
-        export_tiny(sharp_checkpoints["llama"], tmp_path / "out", certificate=True, **sizes)
-    assert not (tmp_path / "out").exists()
 
 
 def test_layers_that_a_kernel_does_not_compute_keep_theirs_and_one_without_use_is_refused(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from optimum_neuron.targets.neuron.graphs.io import LoweredGraph
 from optimum_neuron.targets.neuron.lint.cost import GraphCost, graph_cost
 from optimum_neuron.targets.neuron.lowering.ops import write_cache
-from optimum_neuron.targets.neuron.operators import collectives
 from optimum_neuron.targets.neuron.sdk.hardware import CHIPS
 
 
@@ -81,18 +80,6 @@ def test_a_weight_that_changes_its_order_is_named_and_a_dimension_of_one_changes
     halves = torch.ones(4, 16, dtype=torch.bfloat16)
     assert of(lambda x, w: x @ w[:, :8].float().t(), torch.ones(8, 8), halves).transposed == 2 * 4 * 8
     assert of(lambda x: torch.relu(x).transpose(0, 1) + 1, torch.ones(1, 16)).transposed == 0
-
-
-@pytest.mark.parametrize(("ranks", "kind"), [(4, "all-reduce"), (2, "all-gather")])
-def test_collectives_are_counted_by_what_a_core_sends(ranks: int, kind: str) -> None:
-    def gathered(x: Tensor) -> Tensor:
-        reduces = kind == "all-reduce"
-        return collectives.all_reduce(x, ranks) if reduces else collectives.all_gather(x, 0, ranks)
-
-    found = of(gathered, torch.ones(4, 8, dtype=torch.bfloat16), ranks=ranks)
-    assert found.collectives == {kind: 1}
-    # A part to each other core, and for a sum one back from each.
-    assert found.collective_bytes == (2 * 3 * 2 * 8 if kind == "all-reduce" else 2 * 32)
 
 
 class _Step(nn.Module):
