@@ -30,7 +30,6 @@ from ...targets.neuron.graphs.io import CHOSEN, GraphIO
 
 
 _TIMEOUT = 3600.0  # seconds
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _ROOT = Path(__file__).parents[3]
 _NARROW = {"bfloat16": "bf16s", "float16": "f16s"}
 _FLOAT32 = hlo.ELEMENT_TYPES["float32"]
@@ -197,7 +196,7 @@ class RankGroup:
 def number_channels(data: bytes) -> bytes:
     """Give each collective a channel: XLA else uses its own number of the module, which differs between ranks."""
     module = hlo.parse(data)
-    collectives = [each for _, each in hlo.instructions(module) if each.opcode in _COLLECTIVES]
+    collectives = [each for _, each in hlo.instructions(module) if each.opcode in hlo.COLLECTIVES]
     for channel, instruction in enumerate(collectives, start=1):
         instruction.channel_id = channel
     return hlo.serialize(module) if collectives else data

@@ -81,6 +81,7 @@ ELEMENT_TYPES = {
 }  # fmt: skip
 TYPE_NAMES = {number: name for name, number in ELEMENT_TYPES.items()} | {13: "tuple", 14: "opaque", 17: "token"}
 MUST_ALIAS = 2
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def _module_class() -> Any:

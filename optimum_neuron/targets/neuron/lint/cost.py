@@ -24,10 +24,9 @@ from .graph import LintGraph
 from .memory_rules import changes_order
 
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # Operators that a compiler cannot join with the one that takes their result; all others are computed there.
 _KERNELS = frozenset({
-    *COLLECTIVES, "dot", "convolution", "reduce", "reduce-window", "select-and-scatter", "sort", "gather", "scatter",
+    *hlo.COLLECTIVES, "dot", "convolution", "reduce", "reduce-window", "select-and-scatter", "sort", "gather", "scatter",
     "dynamic-slice", "dynamic-update-slice", "custom-call", "transpose", "batch-norm-inference", "reverse", "tuple",
 })  # fmt: skip
 _RESHAPES = frozenset({"reshape", "bitcast", "copy", "broadcast"})
@@ -95,7 +94,7 @@ class _Counter:
             written += self._written_bytes(each)
             if each.opcode == "transpose":
                 transposed += self._count_of_memory(each)
-            elif each.opcode in COLLECTIVES:
+            elif each.opcode in hlo.COLLECTIVES:
                 collectives[each.opcode] += 1
                 taken = sum(_shape_bytes(part.shape) for part in graph.operands(each))
                 moved += bytes_sent(each.opcode, max(_shape_bytes(each.shape), taken), graph.io.world_size)

@@ -59,6 +59,7 @@ RULES = (
     Rule("dead-operand", "", values.dead_operands),
     Rule("alias", "EVRF064", memory.aliases),
     Rule("collective", "", memory.collectives),
+    Rule("order-token", "NRT 1003", memory.order_tokens),
     Rule("scores", "", memory.attention_scores),
     Rule("memory", "EVRF009, EOOM001", memory.memory),
     Rule("transposed-weight", "", memory.transposed_weights),

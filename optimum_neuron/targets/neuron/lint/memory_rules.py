@@ -16,7 +16,7 @@ from typing import Any
 from ..graphs import hlo
 from ..graphs.io import CACHE, KEEP_STATE, RESTORE_STATE
 from ..sdk.hardware import CHIPS, GIB, MIB, chip_of
-from .graph import LintGraph, Place
+from .graph import SHAPE_ONLY, LintGraph, Place
 
 
 def aliases(graph: LintGraph) -> Iterator[Place]:
@@ -52,13 +52,30 @@ def aliases(graph: LintGraph) -> Iterator[Place]:
 def collectives(graph: LintGraph) -> Iterator[Place]:
     """longdct/vllm-neuron: a rank as a trace constant makes a program per rank; all ranks of ours are one group."""
     everyone = [list(range(graph.io.world_size))]
-    for each in graph.of("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
+    for each in graph.of(*hlo.COLLECTIVES):
         groups = [list(group.replica_ids) for group in each.replica_groups]
         if groups != everyone:
             problem = f"replica groups {groups}, for {graph.io.world_size} ranks"
             yield each, problem, "let all ranks take part in one group", "error"
     for each in graph.of("partition-id", "replica-id"):
         yield each, "a rank as part of the program", "pass the rank as a weight", "error"
+
+
+def order_tokens(graph: LintGraph) -> Iterator[Place]:
+    """torch-xla's order of collectives: a number of one's result times zero is added to the next one's operand, and infinity times zero is NaN."""
+    for each in graph.of("multiply"):
+        left, right = graph.operands(each)
+        zeros = [graph.origin(one) for one in (left, right)]
+        for factor, other in ((zeros[0], right), (zeros[1], left)):
+            if factor.opcode != "constant" or any(hlo.literal_values(factor)):
+                continue
+            sources = graph.walk_sources(other, _NUMBERS_OF)
+            is_result = any(source.opcode in hlo.COLLECTIVES for source in sources)
+            if is_result and any(user.opcode in hlo.COLLECTIVES for user in graph.walk_uses(each)):
+                problem = (
+                    "a collective waits for another one's result times zero, so one row's infinity becomes NaN in all"
+                )
+                yield each, problem, "leave the product out", "error"
 
 
 def memory(graph: LintGraph) -> Iterator[Place]:
@@ -74,6 +91,8 @@ def memory(graph: LintGraph) -> Iterator[Place]:
         yield None, problem, "raise --tensor-parallel-size; optimum-cli neuron estimate shows what fits", "error"
 
 
+# Pass on, or choose, numbers of their operands.
+_NUMBERS_OF = SHAPE_ONLY | {"gather", "slice", "dynamic-slice", "get-tuple-element", "multiply"}
 _LARGEST_COPY = 1 << 20  # bytes: less stays in a core
 _CODES = ("int8", "uint8", "float8_e4m3fn")
 _SAME_ORDER = frozenset({"reshape", "bitcast", "copy", "convert", "slice", "broadcast", "concatenate"})

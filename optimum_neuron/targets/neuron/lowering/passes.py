@@ -111,26 +111,27 @@ def fold_trivial(module: Any) -> None:
     """Remove what changes nothing: converts to the same type or of scalar constants, tuples taken apart again, transposes to the
     same order, factors of 1, and tokens.
 
-    torch-xla multiplies what is added or subtracted by torch's `alpha`. It orders collectives by a token: a zero that passes through
-    every all-reduce as a second tensor, and is added to the input of the next collective. They depend on each other only where their data
-    does. An addition of zero goes, also where the model's own code shares the constant.
+    torch-xla multiplies what is added or subtracted by torch's `alpha`. It orders collectives by a token: a zero that is added to the
+    input of each, or passes through an all-reduce as a second tensor, and is multiplied by a number of the result. Infinity in one row would
+    so become NaN in all rows. Collectives depend on each other only where their data does. An addition of zero goes, also where the model's
+    own code shares the constant.
     """
     for computation in module.computations:
         by_id = {each.id: each for each in computation.instructions}
         stands_for: dict[int, int] = {}
-        zeros: set[int] = set()
+        tokens = _find_first_tokens(computation, by_id)
         for each in computation.instructions:
             operands = [stands_for.get(operand, operand) for operand in each.operand_ids]
             each.operand_ids[:] = operands
             source: Any = by_id[operands[0]] if operands else None
             same: int | None = None
-            if each.opcode in ("broadcast", "convert", "multiply", "reshape") and not zeros.isdisjoint(operands):
-                zeros.add(each.id)
+            if _passes_token(each) and not tokens.isdisjoint(operands):
+                tokens.add(each.id)
             if each.opcode == "all-reduce" and len(operands) == 2:
-                zeros.add(each.operand_ids.pop())
+                tokens.add(each.operand_ids.pop())
                 each.shape.CopyFrom(source.shape)
-            elif each.opcode == "add" and not zeros.isdisjoint(operands):
-                same = operands[0] if operands[1] in zeros else operands[1]
+            elif each.opcode == "add" and not tokens.isdisjoint(operands):
+                same = operands[0] if operands[1] in tokens else operands[1]
             elif each.opcode == "multiply":
                 ones = [_is_one(operand, by_id) for operand in operands]
                 if any(ones):
@@ -140,7 +141,7 @@ def fold_trivial(module: Any) -> None:
             elif each.opcode == "transpose" and list(each.dimensions) == sorted(each.dimensions):
                 same = source.id
             elif each.opcode == "get-tuple-element" and source.opcode == "all-reduce" and each.tuple_index > 0:
-                zeros.add(each.id)
+                tokens.add(each.id)
             elif (each.opcode == "get-tuple-element" and source.opcode == "all-reduce") or (
                 each.opcode == "convert" and source.shape.element_type == each.shape.element_type
             ):
@@ -152,13 +153,41 @@ def fold_trivial(module: Any) -> None:
         computation.root_id = stands_for.get(computation.root_id, computation.root_id)
 
 
-def _is_one(number: int, by_id: dict[int, Any]) -> bool:
+def _find_first_tokens(computation: Any, by_id: dict[int, Any]) -> set[int]:
+    """Return the zeros that are added to what a collective takes."""
+    taken = [
+        by_id[operand]
+        for each in computation.instructions
+        if each.opcode in hlo.COLLECTIVES
+        for operand in each.operand_ids
+    ]
+    added = (operand for each in taken if each.opcode == "add" for operand in each.operand_ids)
+    return {
+        each.id for each in (_find_scalar(operand, by_id) for operand in added) if each is not None and _holds(each, 0)
+    }
+
+
+def _passes_token(each: Any) -> bool:
+    return each.opcode in ("broadcast", "convert", "reshape") or (
+        each.opcode == "multiply" and not each.shape.dimensions
+    )
+
+
+def _find_scalar(number: int, by_id: dict[int, Any]) -> Any:
+    """Return the constant that an instruction repeats in any shape or type; None where it is more than one number, or computed."""
     instruction = by_id[number]
     while instruction.opcode in ("broadcast", "convert", "reshape"):
         instruction = by_id[instruction.operand_ids[0]]
-    if instruction.opcode != "constant" or instruction.shape.dimensions:
-        return False
-    return hlo.dtype_name(instruction.shape) != "bool" and list(hlo.literal_values(instruction)) == [1]
+    return instruction if instruction.opcode == "constant" and not instruction.shape.dimensions else None
+
+
+def _is_one(number: int, by_id: dict[int, Any]) -> bool:
+    scalar = _find_scalar(number, by_id)
+    return scalar is not None and _holds(scalar, 1)
+
+
+def _holds(scalar: Any, value: int) -> bool:
+    return hlo.dtype_name(scalar.shape) != "bool" and list(hlo.literal_values(scalar)) == [value]
 
 
 def _fold_scalar(convert: Any, source: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import InputBinding, LoweredGraph, Role
 from optimum_neuron.targets.neuron.lint.operator_rules import TOPK_CALL
+from optimum_neuron.targets.neuron.operators import collectives
 
 
 class Broken(NamedTuple):
@@ -215,6 +216,10 @@ BROKEN: dict[str, Broken] = {
     "an output that is an input": Broken("alias", lambda: edited(small(), _set_operand("tuple", 0, 0)), "needs a copy"),
     "a state without update": Broken("alias", _without_update, "is not updated in place"),
     "fewer ranks": renamed("collective", "partition-id", "a rank as part of the program"),
+    "an order token": lowered(
+        "order-token", lambda x: collectives.all_gather(x + collectives.all_gather(x, 0, 2)[0] * 0.0, 0, 2), [floats(3, 4)],
+        "waits for another one's result times zero", ranks=2,
+    ),
     "a copy of codes for two products": bound(
         "copied-codes", "weight", _products_of_one_copy,
         [floats(3, 512), torch.ones(512, 1024, dtype=torch.int8), floats(1, 1024)], "2 products read one copy of 2,097,152 bytes of the codes of x.1",

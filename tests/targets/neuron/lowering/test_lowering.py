@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch_xla
 from helpers import VOCAB, python_process, tiny_config
 from lowered import lower_function, lower_model
 from torch import Tensor, nn
+from torch_xla.core import xla_model as xm
 
 from optimum_neuron.step.model_spec import ModelSpec
 from optimum_neuron.step.spec import TensorSpec, graph_specs
@@ -22,8 +24,10 @@ from optimum_neuron.step.state_specs import state_specs
 from optimum_neuron.targets.neuron.graphs import hlo
 from optimum_neuron.targets.neuron.graphs.io import GraphIO, LoweredGraph
 from optimum_neuron.targets.neuron.lint.lint import lint
+from optimum_neuron.targets.neuron.lowering import xla_trace
 from optimum_neuron.targets.neuron.lowering.decompositions import decompose
 from optimum_neuron.targets.neuron.lowering.lower import lower_program
+from optimum_neuron.targets.neuron.operators.collectives import all_gather
 
 
 LOWER = """
@@ -35,6 +39,15 @@ from lowered import lower_model
 for graph in lower_model(load_model(Path(sys.argv[1])), tiny_config(target="hlo"), ["token_generation", "copy_slot"]):
     print(graph.name, graph.io.hlo_sha256)
 """
+
+
+GROUPS = {"groups": [[0, 1]], "pin_layout": False}
+BEGINNINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all-reduce": lambda x: torch_xla._XLAC._xla_all_reduce("sum", x, 1.0, [[0, 1]], False),
+    "reduce-scatter": lambda x: xm.reduce_scatter("sum", x, 1.0, 0, 2, **GROUPS),
+    "all-to-all": lambda x: xm.all_to_all(x, 0, 0, 2, **GROUPS),
+    "collective-permute": lambda x: xm.collective_permute(x, [[0, 1], [1, 0]]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +185,26 @@ def test_transposes_to_the_same_order_disappear() -> None:
         graph = lower_function(lambda x, order=order: x.permute(order) + 1, [torch.ones(2, 3, 4)])
         module = hlo.parse(graph.hlo)
         assert [each.opcode for _, each in hlo.instructions(module)].count("transpose") == expected
+
+
+@pytest.mark.parametrize("opcode", ["all-gather", *BEGINNINGS])
+def test_no_collective_waits_for_one_that_it_takes_nothing_from(opcode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, gather = iter([BEGINNINGS.get(opcode)]), xla_trace._Tracer._gather_along
+
+    def gather_or_begin(tracer: xla_trace._Tracer, own: Tensor, dim: int) -> Tensor:
+        begin = next(calls, None)
+        return gather(tracer, own, dim) if begin is None else begin(own)
+
+    monkeypatch.setattr(xla_trace._Tracer, "_gather_along", gather_or_begin)
+    three = [lambda x, scale=scale: all_gather(x * scale, 0, 2).sum() for scale in (2.0, 3.0, 5.0)]
+    graph = lower_function(lambda x: sum(each(x) for each in three), [torch.ones(4, 3)], 2)
+    instructions = {each.id: each for _, each in hlo.instructions(hlo.parse(graph.hlo))}
+    found = [each for each in instructions.values() if each.opcode in hlo.COLLECTIVES]
+    assert [each.opcode for each in found] == [opcode, "all-gather", "all-gather"]
+    for each in found:  # it takes a product of the parameter
+        sources = [instructions[operand].opcode for operand in instructions[each.operand_ids[0]].operand_ids]
+        assert sorted(sources) == ["broadcast", "parameter"]
+    assert "order-token" not in {each.rule for each in lint(graph.name, graph.hlo, graph.io, "trn2")}
 
 
 def test_infinite_masks_become_finite_and_unused_computations_disappear() -> None:
