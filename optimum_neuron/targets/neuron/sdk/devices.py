@@ -97,7 +97,11 @@ def check_devices(target: str, lnc: int, world_size: int, replicas: int = 1) -> 
             f"the artifact was compiled for {LNC_VARIABLE}={lnc}, and it is set to {wanted}; set it to {lnc}, or export "
             f"the model again"
         )
-    return _take_cores(None if found.physical_cores is None else found.physical_cores // lnc, world_size, replicas)
+    cores = _take_cores(None if found.physical_cores is None else found.physical_cores // lnc, world_size, replicas)
+    variable = _visible_variable()
+    if variable is not None:
+        _check_groups(variable, cores, world_size, CHIPS[target].cores * CHIPS[target].physical_cores // lnc)
+    return cores
 
 
 def take_replica_cores(replica: int, world_size: int) -> None:
@@ -152,6 +156,22 @@ def _take_cores(present: int | None, world_size: int, replicas: int = 1) -> list
             f"larger instance, or export the model with a smaller tensor_parallel_size"
         )
     return cores[:wanted]
+
+
+def _check_groups(variable: str, cores: list[int], size: int, per_device: int) -> None:
+    """Raise RuntimeError where the cores of a replica are on several devices that are no group of those that the runtime connects.
+
+    longdct/vllm-neuron (deepseek-v4-on-device-sampling.md) has wrong results of 8 ranks on cores 12 to 19 of trn2.
+    """
+    for start in range(0, len(cores), size):
+        group = cores[start : start + size]
+        first = group[0] // size * size
+        is_aligned = group == list(range(first, first + size))
+        if not is_aligned and len({core // per_device for core in group}) > 1:
+            raise RuntimeError(
+                f"{variable}={os.environ[variable]} gives {size} ranks the cores {', '.join(map(str, group))}, which are on "
+                f"several devices and do not begin at a multiple of {size}; name cores like {first}-{first + size - 1}"
+            )
 
 
 def _parse_list(variable: str, text: str | None = None) -> list[int]:

@@ -21,7 +21,7 @@ def test_devices_are_found_by_neuron_ls(neuron_sdk: Sdk, monkeypatch: pytest.Mon
     assert find_devices() == NeuronDevices("trn2", 16, 128) and device.resolve_neuron_target("auto") == "trn2"
     assert check_devices("trn2", 2, 8) == list(range(8))
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "8-11,20")
-    assert check_devices("trn2", 2, 5) == [8, 9, 10, 11, 20]
+    assert check_devices("trn2", 2, 1, replicas=5) == [8, 9, 10, 11, 20]
     assert check_devices("trn2", 2, 2, replicas=2) == [8, 9, 10, 11]
     with pytest.raises(RuntimeError, match=r"tensor_parallel_size=8 .* NEURON_RT_VISIBLE_CORES=8-11,20 names 5"):
         check_devices("trn2", 2, 8)
@@ -35,6 +35,10 @@ def test_devices_are_found_by_neuron_ls(neuron_sdk: Sdk, monkeypatch: pytest.Mon
     assert check_devices("trn2", 2, 2) == [8, 9]
     with pytest.raises(RuntimeError, match=r"and NEURON_VISIBLE_DEVICES=8-10 names 3"):
         check_devices("trn2", 2, 8)
+    for visible, wrong in (("12-19", "12, 13, 14, 15, 16, 17, 18, 19"), ("0-3,8-11", "0, 1, 2, 3, 8, 9, 10, 11")):
+        monkeypatch.setenv("NEURON_VISIBLE_DEVICES", visible)
+        with pytest.raises(RuntimeError, match=rf"={visible} gives 8 ranks the cores {wrong}, .* multiple of 8; name"):
+            check_devices("trn2", 2, 8)
 
 
 def test_devices_are_found_without_neuron_ls(
