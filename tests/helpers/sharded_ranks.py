@@ -173,8 +173,7 @@ def write_case(model: PreTrainedModel, world_size: int, folder: Path) -> ShardPl
 
 def sample_own(model: nn.Module, plan: ShardPlan, logits: Tensor, params: Tensor, uniforms: Tensor) -> Tensor:
     """The sampler over a rank's logits, as a graph of its own has it."""
-    first = model.get_buffer(RANK_BUFFER) * plan.local_vocab_size
-    tokens: Tensor = sample(logits, params, uniforms, first, plan.vocab_size, plan.world_size)
+    tokens: Tensor = sample(logits, params, uniforms, model.get_buffer(RANK_BUFFER), plan.vocab_size, plan.world_size)
     return tokens
 
 
@@ -191,7 +190,7 @@ def load_rank(folder: Path, plan: ShardPlan, rank: int, dtype: str) -> tuple[Pre
     tied = json.loads((folder / "tied.json").read_text())
     assign(model, tensors | {alias: tensors[stored] for alias, stored in tied.items()})
     # What a target does in a graph of its own, these steps do themselves.
-    return model, replace(sharded_ops(DEFAULT_OPS, model, plan), sample=partial(sample_own, model, plan))
+    return model, replace(sharded_ops(DEFAULT_OPS, plan), sample=partial(sample_own, model, plan))
 
 
 def as_ranks(world_size: int, function: Callable[[int], Result]) -> list[Result]:

@@ -7,8 +7,6 @@ whole number, so sums are exact: no order of summation, and no cut of the vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ from .exact_sums import (
     pick_part,
     split_blocks,
     sum_tokens,
-    take_part,
     to_digits,
     to_float,
     widen_digits,
@@ -44,23 +41,9 @@ _STEPS = FloatSteps(
 )
 _LOWEST = torch.finfo(torch.float32).min
 
-# From `[rows, n]` of this rank to `[rows, ranks, n]` of all.
-Gather = Callable[[Tensor], Tensor]
 
-
-def alone(own: Tensor) -> Tensor:
-    return own[:, None]
-
-
-def sample(
-    logits: Tensor,
-    sampling_params: Tensor,
-    uniforms: Tensor,
-    first: Tensor | int = 0,
-    vocab_size: int | None = None,
-    gather: Gather = alone,
-) -> Tensor:
-    """Choose one token per row, `[rows]` int32; where each rank has the logits of its own part of the vocabulary, the same on all.
+def sample(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+    """Choose one token per row, `[rows]` int32.
 
     Temperature 0 is the exact argmax (lowest index on a tie). Otherwise temperature, top-k, top-p and min-p are applied in transformers'
     order. All tokens that tie with the last one kept stay. The token is drawn by inverse CDF: the first one, in order of token ids, at
@@ -71,51 +54,31 @@ def sample(
         logits: `[rows, columns]` float32.
         sampling_params: `[rows, 4]` float32: top_k (below 1: none), top_p, temperature, min_p.
         uniforms: `[rows]` float32 in [0, 1).
-        first: the token of this rank's first column; ranks are in the order of their tokens.
-        vocab_size: columns of tokens from here on are padding; None: there is none.
-        gather: brings all ranks' numbers together.
     """
-    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     temperature = sampling_params[:, TEMPERATURE]
-    real = real_columns(logits, first, vocab_size)
-    logits = torch.where(real, logits, _LOWEST)
-    largest, greedy_token = _find_best(logits, first, vocab_size, gather)
     greedy = temperature <= 0
     divisor = torch.where(greedy, 1.0, temperature)[:, None]
-    best = largest / divisor
-    weights = kept_weights(logits / divisor, best, real, sampling_params, gather)
-    drawn = draw_tokens(weights, uniforms, first, gather)
+    best = logits.amax(-1, keepdim=True) / divisor
+    drawn = draw_tokens(kept_weights(logits / divisor, best, sampling_params), uniforms)
     drawable = (best.abs() <= -_LOWEST)[:, 0]
-    return torch.where(greedy | ~drawable, greedy_token, drawn).to(torch.int32)
+    return torch.where(greedy | ~drawable, first_largest(logits)[:, 0].float(), drawn).to(torch.int32)
 
 
-def largest_of_shard(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gather) -> Tensor:
-    """Choose as `sample` does at temperature 0."""
-    logits = torch.where(real_columns(logits, first, vocab_size), logits, _LOWEST)
-    return _find_best(logits, first, vocab_size, gather)[1].to(torch.int32)
-
-
-def real_columns(logits: Tensor, first: Tensor | int, vocab_size: int) -> Tensor:
-    return torch.arange(logits.shape[-1], dtype=torch.int32) + first < vocab_size
-
-
-def kept_weights(
-    scores: Tensor, best: Tensor, real: Tensor, sampling_params: Tensor, gather: Gather = alone
-) -> Tensor:
-    """Return weights as digits, `[digits, rows, size]` float32, padded; 0 for tokens that are left out. `best` belongs to all ranks."""
+def kept_weights(scores: Tensor, best: Tensor, sampling_params: Tensor) -> Tensor:
+    """Return weights as digits, `[digits, rows, size]` float32, padded; 0 for tokens that are left out. `best [rows, 1]` are the largest."""
     top_k, top_p, min_p = (sampling_params[:, i] for i in (TOP_K, TOP_P, MIN_P))
+    real = pad_tokens(torch.ones_like(scores), 0.0)
     scores = pad_tokens(scores, _LOWEST)
-    kept = (pad_tokens(real.float(), 0.0) > 0).expand(scores.shape)
     wanted = torch.where(top_k < 1, _UNREACHABLE, top_k)[:, None]
-    kept = kept & _keep_largest(scores, kept.float()[None], wanted, gather)
+    kept = (real > 0) & _keep_largest(scores, real[None], wanted)
     weights = weights_of(best - scores)
     digits = torch.where(kept, to_digits(weights, _WEIGHT_DIGITS).movedim(-1, 0), 0.0)
-    whole = _sum_ranks(sum_tokens(digits), gather)
+    whole = sum_tokens(digits)
     # The sum that the tokens within top-p reach; at least 1, so that there is one.
     nucleus = to_digits((top_p * to_float(whole)).ceil().clamp(min=1.0), whole.shape[-1])
     # All tokens at top_p = 1, also where rounding makes the product less than the whole.
     nucleus = torch.where(top_p[:, None] < 1, nucleus, _UNREACHABLE)
-    kept = _keep_largest(scores, digits, nucleus, gather)
+    kept = _keep_largest(scores, digits, nucleus)
     return torch.where(kept & (weights >= min_p[:, None] * WHOLE), digits, 0.0)
 
 
@@ -127,14 +90,6 @@ def first_largest(logits: Tensor) -> Tensor:
     # By what is less, not by what is equal: so there is an index whatever a device makes of NaN.
     less = (logits < largest) | (largest.isnan() & ~logits.isnan())
     return torch.where(less, size, index).amin(-1, keepdim=True)
-
-
-def _find_best(logits: Tensor, first: Tensor | int, vocab_size: int, gather: Gather) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of all ranks `[rows, 1]`, and its token `[rows]` float32."""
-    token = (first_largest(logits) + first).clamp(max=vocab_size - 1)  # of NaN alone, padding may count as the largest
-    ranks = gather(torch.cat([logits.amax(-1, keepdim=True), token.float()], dim=-1))
-    rank = first_largest(ranks[..., 0])
-    return ranks[..., 0].amax(-1, keepdim=True), take_part(ranks[..., 1:], rank[:, 0].float())[:, 0]
 
 
 def weights_of(distances: Tensor) -> Tensor:
@@ -156,12 +111,7 @@ def weights_of(distances: Tensor) -> Tensor:
     return (series * power).floor()
 
 
-def _sum_ranks(own: Tensor, gather: Gather) -> Tensor:
-    """Return `[rows, ..., digits]` of all ranks, from this rank's."""
-    return gather(own.flatten(1)).sum(1).unflatten(-1, own.shape[1:])
-
-
-def _keep_largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather) -> Tensor:
+def _keep_largest(scores: Tensor, digits: Tensor, target: Tensor) -> Tensor:
     """Return `[rows, size]` bool: the fewest tokens of the largest scores with numbers that add up to `target`, with all ties; else all.
 
     The smallest of their scores is found digit by digit. Tokens have the numbers `digits [digits, rows, size]`; `target` is
@@ -171,21 +121,19 @@ def _keep_largest(scores: Tensor, digits: Tensor, target: Tensor, gather: Gather
     def count_found(lowest: Tensor) -> Tensor:
         """Count the scores of `[rows, n]`, in their order, that are not too high."""
         counted = scores[:, None] >= lowest[..., None]
-        sums = _sum_ranks(sum_tokens(torch.where(counted, digits[:, :, None], 0.0)), gather)
+        sums = sum_tokens(torch.where(counted, digits[:, :, None], 0.0))
         return (~is_less(sums, target[:, None])).float().sum(-1, keepdim=True)
 
     return scores >= largest_float(count_found, scores[:, :1], _STEPS)
 
 
-def draw_tokens(weights: Tensor, uniforms: Tensor, first: Tensor | int = 0, gather: Gather = alone) -> Tensor:
+def draw_tokens(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return `[rows]` float32: each row's token, by inverse CDF in the order of tokens, from the weights of `kept_weights`."""
-    ranks = gather(sum_tokens(weights))
-    end = ranks.sum(1)
+    end = sum_tokens(weights)
     target = to_digits((uniforms * to_float(end)).floor(), end.shape[-1])
     last = torch.cat([end[:, :-1], end[:, -1:] - 1], dim=-1)
     target = torch.where(is_less(target, end)[:, None], target, last)  # rounding may reach the end
-    rank, base = pick_part(ranks, torch.zeros_like(end), target)
-    token = torch.zeros_like(rank)
+    base, token = torch.zeros_like(end), torch.zeros_like(uniforms)
     parts = split_blocks(weights).movedim(0, -1)  # [rows, blocks, groups, 16, 16, digits]
     while parts.ndim > 2:
         sums = parts.flatten(2, -2).sum(2) if parts.ndim > 3 else parts
@@ -193,7 +141,7 @@ def draw_tokens(weights: Tensor, uniforms: Tensor, first: Tensor | int = 0, gath
         token = token * parts.shape[1] + index
         chosen = torch.arange(parts.shape[1], dtype=torch.int32) == index[:, None]
         parts = torch.where(chosen.unflatten(-1, (-1, *[1] * (parts.ndim - 2))), parts, 0.0).sum(1)
-    return take_part(gather((token + first)[:, None]), rank)[:, 0]
+    return token
 
 
 _DIGITS = 4  # of sums, in base 4096: all but the highest are below it

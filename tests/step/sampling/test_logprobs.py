@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities are torch's, whatever part of the vocabulary a rank has."""
+"""Log-probabilities are torch's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import torch
 from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from sharded_ranks import as_ranks
 from torch import Tensor
 
 from optimum_neuron.step.sampling.logprobs import Logprobs, logprobs
-from optimum_neuron.targets.neuron.operators.sampler import of_all
 
 
 NOISE = 4e-6  # of sums of up to 500 exponentials in float32, in another order
@@ -35,27 +33,15 @@ def check(found: Logprobs, logits: Tensor, chosen: Tensor, count: int) -> None:
     seed=st.integers(0, 1000),
     vocab=st.integers(20, 500),
     count=st.integers(0, 20),
-    ranks=st.sampled_from([1, 2, 3, 5]),
     coarse=st.booleans(),
     data=st.data(),
 )
-def test_they_are_those_of_a_softmax(
-    seed: int, vocab: int, count: int, ranks: int, coarse: bool, data: st.DataObject
-) -> None:
+def test_they_are_those_of_a_softmax(seed: int, vocab: int, count: int, coarse: bool, data: st.DataObject) -> None:
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)) * 8 - 30
-    if coarse:  # with ties, within ranks and across them
+    if coarse:  # with ties
         logits = logits.round()
     chosen = torch.tensor(data.draw(st.lists(st.integers(0, vocab - 1), min_size=3, max_size=3)), dtype=torch.int32)
     check(logprobs(logits, chosen, count), logits, chosen, count)
-    columns = -(-vocab // ranks)
-    padded = torch.nn.functional.pad(logits, (0, ranks * columns - vocab), value=9.0)  # padding must not count
-
-    def own(rank: int) -> Logprobs:
-        part = padded[:, rank * columns : (rank + 1) * columns]
-        return logprobs(part, chosen, count, rank * columns, vocab, of_all(ranks))
-
-    for found in as_ranks(ranks, own):
-        check(found, logits, chosen, count)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4, 1e30])

@@ -63,7 +63,7 @@ def test_the_kept_tokens_are_those_of_transformers(
     warped = warpers(k, p, temperature, min_p)(torch.zeros((16, 1), dtype=torch.int64), logits.double())
     scores = logits / temperature
     params = torch.tensor([[k, p, temperature, min_p]]).expand(16, -1)
-    weights = kept_weights(scores, scores.amax(-1, keepdim=True), torch.ones(vocab, dtype=torch.bool), params)
+    weights = kept_weights(scores, scores.amax(-1, keepdim=True), params)
     expected, found = torch.softmax(warped, dim=-1), to_float(weights[:, :, :vocab].movedim(0, -1)).double()
     assert torch.equal(found > 0, expected > 0)
     torch.testing.assert_close(found / found.sum(-1, keepdim=True), expected, rtol=2e-6, atol=1e-10)

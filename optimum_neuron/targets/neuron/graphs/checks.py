@@ -12,14 +12,15 @@ from ....artifact.schema import first_difference, shown
 from ....artifact.tensor_file import TensorLike
 from ....step.spec import CHUNK, DECODE, GraphSpec, TensorSpec
 from ....step.state_specs import KEPT
-from .io import CACHE, CHOSEN, SCORES, GraphIO, InputBinding, OutputBinding, cut_dim
+from .io import CACHE, CHOSEN, PROBE, PROBE_INPUT, SCORES, GraphIO, InputBinding, OutputBinding, cut_dim
 from .state_graphs import chosen_state, score_graphs, state_graphs
 
 
 def graph_names(artifact: Artifact) -> tuple[str, ...]:
     """Return the names of an artifact's graphs: steps, then the graphs over states."""
     others = state_graphs(artifact.config, artifact.model, artifact.model.vocab_size)
-    return (*(spec.name for spec in artifact.graphs), *(graph.name for graph in others))
+    probe = (PROBE,) if artifact.config.tensor_parallel_size > 1 else ()
+    return (*(spec.name for spec in artifact.graphs), *(graph.name for graph in others), *probe)
 
 
 def left_states(artifact: Artifact) -> tuple[TensorSpec, ...]:
@@ -38,6 +39,10 @@ def check_graphs(artifact: Artifact, graphs: Mapping[str, GraphIO]) -> None:
     for name, io in graphs.items():
         try:
             _check_form(io, artifact.config.tensor_parallel_size)
+            if name == PROBE:
+                counts = [TensorSpec(each.name, (1,), "float32") for each in io.outputs]
+                _check_calls(io, [TensorSpec(PROBE_INPUT, (1,), "float32")], counts)
+                continue
             if name in others:
                 graph = others[name]
                 _check_calls(io, graph.inputs, graph.outputs)

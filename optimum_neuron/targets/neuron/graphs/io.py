@@ -23,6 +23,8 @@ DTYPES = (
 NARROW = {"int64": "int32", "float64": "float32", "uint32": "int32"}
 # The graphs that are no steps: see state_graphs.py.
 COPIES = COPY_SLOT, KEEP_STATE, RESTORE_STATE = "copy_slot", "keep_state", "restore_state"
+# The graph that tries the collectives of all others: its input, and the beginning of its outputs' names.
+PROBE, PROBE_INPUT, PROBED = "probe_collectives", "probe.scale", "probe."
 SAMPLERS = {DECODE: "sample_decode", CHUNK: "sample_chunk"}
 # The beginnings of the names of states. Every step updates those of the cache; scores belong to its groups of rows.
 CACHE, SCORES = "kv_cache.", "scores."

@@ -32,7 +32,7 @@ from ..graphs import hlo
 from ..graphs import io as graph_io
 from ..graphs.io import GraphIO, InputBinding, LoweredGraph, OutputBinding, Role
 from ..graphs.state_graphs import COPY_INPUTS, StateGraph
-from ..operators.sampler import of_all, sample
+from ..operators.sampler import gather_columns, sample
 from ..sharding import RANK_BUFFER, ShardPlan
 from . import kernel_calls, passes, weight_uses
 from .decompositions import decompose
@@ -102,18 +102,14 @@ class ScoreModule(nn.Module):
         ranks = 1 if self._plan is None else self._plan.world_size
         if self.chosen is not None:
             sampling_params, uniforms, slots = inputs
-            tokens = sample(logits, sampling_params, uniforms, self._first_token(), self._vocab_size, ranks)
+            rank = torch.zeros(1, dtype=torch.int32) if self._plan is None else self.model.get_buffer(RANK_BUFFER)
+            tokens = sample(logits, sampling_params, uniforms, rank, self._vocab_size, ranks)
             self.chosen.keep_tokens(tokens, slots)
             return (tokens,)
         (chosen,), outputs = inputs, self._graph.outputs
         count = outputs[-1].shape[1] if len(outputs[-1].shape) > 1 else 0
-        found = logprobs(logits, chosen, count, self._first_token(), self._vocab_size, of_all(ranks))
+        found = logprobs(gather_columns(logits, self._vocab_size, ranks), chosen, count)
         return tuple(found)[: len(outputs)]
-
-    def _first_token(self) -> Tensor:
-        if self._plan is None:
-            return torch.zeros((), dtype=torch.int32)
-        return self.model.get_buffer(RANK_BUFFER) * self._plan.local_vocab_size
 
 
 class RowCopy(nn.Module):

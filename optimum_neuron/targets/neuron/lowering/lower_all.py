@@ -44,6 +44,7 @@ from .decompositions import decompose
 from .kernel_calls import called_kernels
 from .lower import lower_state_graph, lower_step
 from .ops import NEURON_OPS, ops_for
+from .probe import Collective, find_trials, lower_probe
 from .split_tokens import SumsRule
 from .weight_uses import weight_layout
 
@@ -76,7 +77,7 @@ def lower_all(
     cache = KVCache(state_specs(config, rank.spec))
     others = state_graphs(config, rank.spec, rank.vocab_size)
     with progress.stage("Lowering graphs", len(specs) + len(others)) as advance:
-        called: set[str] = set()
+        called, trials = set[str](), set[Collective]()
         for number, spec in enumerate(specs):
             ops, sums, traced = rank.ops, None, first if number == 0 else None
             if like is not None:
@@ -85,14 +86,19 @@ def lower_all(
                 sums = SumsRule(chip_of(config.target), rank.plan.whole, None if split is None else spec.kind in split)
             graph = lower_step(rank.model, cache, spec, ops, rank.vocab_size, ranks, rank.columns, sums, traced)
             called |= called_kernels(graph.hlo)
+            trials |= find_trials(graph.hlo)
             yield graph
             advance(spec.name)
         for name in config.kernels:
             if name not in called:
                 raise ValueError(f"kernels={name!r} computes no layer of this model; leave it out")
         for each in others:
-            yield lower_state_graph(each, rank.vocab_size, rank.plan, ranks)
+            graph = lower_state_graph(each, rank.vocab_size, rank.plan, ranks)
+            trials |= find_trials(graph.hlo)
+            yield graph
             advance(each.name)
+        if trials:
+            yield lower_probe(trials, ranks)
 
 
 def model_graphs(
@@ -181,7 +187,7 @@ def _as_rank(
         ops = dataclasses.replace(ops, attend_cache=attend_chunks(ops.attend_cache))
     if plan is not None:
         apply_plan(model, plan, float32_reduce=config.float32_reduce)
-        ops = sharded_ops(ops, model, plan)
+        ops = sharded_ops(ops, plan)
     with no_data():
         _assign_memory(model, tied_weights)
         spec = inspect_model(model)

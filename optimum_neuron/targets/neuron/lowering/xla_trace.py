@@ -48,6 +48,8 @@ class _Tracer(torch.fx.Interpreter):
             return self._backend._xla_all_reduce("sum", args[0], 1.0, self._groups, False)
         if target is collectives.ALL_GATHER:
             return self._gather_along(args[0], args[1])
+        if target is collectives.REDUCE_SCATTER:
+            return self._scatter_along(*args)
         if target is KERNEL:
             name, operands = args
             given = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in operands]
@@ -72,6 +74,12 @@ class _Tracer(torch.fx.Interpreter):
 
         gathered: Tensor = xm.all_gather(own, dim, groups=self._groups, pin_layout=False)
         return gathered
+
+    def _scatter_along(self, part: Tensor, dim: int, ranks: int) -> Tensor:
+        import torch_xla.core.xla_model as xm
+
+        scattered: Tensor = xm.reduce_scatter("sum", part, 1.0, dim, ranks, groups=self._groups, pin_layout=False)
+        return scattered
 
     def _take_product(self, left: Tensor, right: Tensor) -> Tensor:
         batch, last = list(range(left.dim() - 2)), left.dim() - 1

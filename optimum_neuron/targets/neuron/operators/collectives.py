@@ -25,6 +25,12 @@ def all_gather(x: Tensor, dim: int, world_size: int) -> Tensor:
     return torch.cat(parts, dim=dim)
 
 
+@library.custom_op("optimum_neuron::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, dim: int, world_size: int) -> Tensor:
+    """Return this rank's part along `dim` of the sum of all ranks' `x`; raise RuntimeError as `all_reduce`."""
+    return all_reduce(x, world_size).chunk(world_size, dim)[distributed.get_rank()].clone()
+
+
 @all_reduce.register_fake
 def _(x: Tensor, world_size: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -34,6 +40,13 @@ def _(x: Tensor, world_size: int) -> Tensor:
 def _(x: Tensor, dim: int, world_size: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] *= world_size
+    return x.new_empty(shape)
+
+
+@reduce_scatter.register_fake
+def _(x: Tensor, dim: int, world_size: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] //= world_size
     return x.new_empty(shape)
 
 
@@ -49,3 +62,4 @@ def _check_ranks(world_size: int) -> None:
 # The nodes of an exported graph.
 ALL_REDUCE = torch.ops.optimum_neuron.all_reduce.default
 ALL_GATHER = torch.ops.optimum_neuron.all_gather.default
+REDUCE_SCATTER = torch.ops.optimum_neuron.reduce_scatter.default

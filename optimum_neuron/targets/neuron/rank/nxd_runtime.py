@@ -62,6 +62,10 @@ class NxDGraphs:
         for number in read:
             shared[number].copy_(results[number])
 
+    def run_probe(self, graph: str) -> bytes:
+        inputs, _ = self._shared[0][graph]
+        return b"".join(_to_array(each).tobytes() for each in self._model(model_name=graph, **inputs))
+
     def read_state(self, state: str) -> bytes:
         parts = [self._model.read_from_neuron_buffer(state, rank) for rank in range(self._world_size)]
         return b"".join(_to_array(part).tobytes() for part in parts)

@@ -41,6 +41,9 @@ def main(arguments: Sequence[str]) -> None:
                 for graph, read in command["run"]:
                     with doing(f"graph {graph}"):
                         graphs.run_step(graph, command["half"], read)
+            elif "probe" in command:
+                with doing(f"graph {command['probe']}"):
+                    result = graphs.run_probe(command["probe"])
             elif "read" in command:
                 with doing(f"reading {command['read']}"):
                     result = graphs.read_state(command["read"])

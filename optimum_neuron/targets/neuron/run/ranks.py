@@ -22,6 +22,7 @@ import numpy as np
 
 from ....step.spec import LOGITS
 from ... import IN_ENVIRONMENT, RankOptions
+from ..graphs.io import PROBE, PROBED, GraphIO
 from ..rank.plan import HALVES, RankPlan
 from ..rank.steps import FAILED, PLACES, WAITED, ParentSteps
 from ..sdk.devices import NUMBER_OF_CORES, VISIBLE_CORES, VISIBLE_DEVICES, check_devices, find_cpus
@@ -92,6 +93,8 @@ class RankedExecutable(AheadExecutable):
             self._start_processes(plan, runtime, interpreter, cores, options)
             commands = [{"load": asdict(rank.plan)} for rank in self._ranks]
             self._ask_ranks("loading the model", commands, _LOAD_TIMEOUT)
+            if PROBE in plan.graphs:
+                self._check_collectives(plan.graphs[PROBE])
         except BaseException:
             self.close()
             raise
@@ -127,6 +130,23 @@ class RankedExecutable(AheadExecutable):
             shared = [self._tensors.file, *self._steps.events]
             self._ranks.append(RankProcess(interpreter, load, environment | own, shared, grace))
             self._steps.poll.register(self._ranks[-1].pipe, 0)  # its end alone
+
+    def _check_collectives(self, io: GraphIO) -> None:
+        """Run every collective of the graphs on known numbers; raise NeuronRuntimeError where one returns others on a rank that answers."""
+        (given,) = self._tensors.inputs[0][PROBE]
+        assert given is not None
+        for scale in (1.0, -2.0):  # what the first run left is no result of the second
+            given[:] = scale
+            commands = [{"probe": PROBE}] * len(self._ranks)
+            answers = self._ask_ranks("testing the collectives", commands, self._patience, size=4 * len(io.outputs))
+            for rank, answer in zip(self._ranks, answers, strict=True):
+                for output, count in zip(io.outputs, np.frombuffer(answer, np.float32), strict=True):
+                    if count:
+                        raise NeuronRuntimeError(
+                            f"the devices gave {rank.name} {count:.0f} wrong numbers from an {output.name.removeprefix(PROBED)}; "
+                            f"update aws-neuronx-runtime-lib and aws-neuronx-collectives, or export the model with a "
+                            f"tensor_parallel_size whose ranks are on one device"
+                        )
 
     def start(self, graph: str, inputs: Sequence[np.ndarray], *, logits: bool) -> StartedStep:
         """Start a step; raise NeuronRuntimeError of an earlier step, and again in all later calls where ranks cannot continue."""

@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from ....step.features.codes.modules import QuantizedEmbedding, QuantizedLinear
 from ....step.ops import StepOps
-from ....step.sampling.sampler import largest_of_shard
 from ..operators.collectives import all_gather, all_reduce
-from ..operators.sampler import of_all
+from ..operators.sampler import gather_columns, largest_of_ranks, largest_of_whole
 from .plan import PADDING, RANK_BUFFER, HeadLayout, Section, ShardPlan
 
 
@@ -151,16 +150,23 @@ def _set_heads(attention: Any, layout: HeadLayout, configs: dict[tuple[int, Head
 _LARGEST_TOKEN = 2**24
 
 
-def sharded_ops(base_ops: StepOps, model: nn.Module, plan: ShardPlan) -> StepOps:
+def sharded_ops(base_ops: StepOps, plan: ShardPlan) -> StepOps:
     """Return operators of a step of `apply_plan`'s model: every rank chooses the token of the largest of all logits."""
     if plan.vocab_size > _LARGEST_TOKEN:
         raise plan.make_refusal(f"its vocabulary of {plan.vocab_size} exceeds {_LARGEST_TOKEN}")
 
-    def largest_of_all(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
-        first: Tensor = getattr(model, RANK_BUFFER) * plan.local_vocab_size
-        return largest_of_shard(logits, first, plan.vocab_size, of_all(plan.world_size))
+    # What was gathered last, and the whole of it: a group's token and its logits take one gather.
+    gathered: list[Tensor] = []
 
     def full_logits(logits: Tensor) -> Tensor:
-        return all_gather(logits, 1, plan.world_size)[:, : plan.vocab_size]
+        if not gathered or gathered[0] is not logits:
+            gathered[:] = logits, gather_columns(logits, plan.vocab_size, plan.world_size)
+        return gathered[1]
+
+    def largest_of_all(logits: Tensor, sampling_params: Tensor, uniforms: Tensor) -> Tensor:
+        if logits.shape[1] * plan.world_size == plan.vocab_size:
+            return largest_of_ranks(logits, plan.world_size)
+        # The last rank has columns of no token.
+        return largest_of_whole(full_logits(logits), sampling_params, uniforms)
 
     return replace(base_ops, sample=largest_of_all, full_logits=full_logits)

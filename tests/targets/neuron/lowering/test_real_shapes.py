@@ -14,7 +14,7 @@ import pytest
 
 from optimum_neuron.config import NeuronConfig
 from optimum_neuron.targets.neuron.graphs import hlo
-from optimum_neuron.targets.neuron.graphs.io import CACHE, COPY_SLOT, SAMPLERS, LoweredGraph
+from optimum_neuron.targets.neuron.graphs.io import CACHE, COPY_SLOT, PROBE, SAMPLERS, LoweredGraph
 from optimum_neuron.targets.neuron.lint.cost import GraphCost, graph_cost
 from optimum_neuron.targets.neuron.lint.lint import lint
 from optimum_neuron.targets.neuron.lowering.lower_all import lower_all
@@ -63,11 +63,11 @@ def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: 
         module = hlo.parse(graph.hlo)
         reduces = [each for _, each in hlo.instructions(module) if each.opcode == "all-reduce"]
         # One per embedding, attention and MLP.
-        assert len(reduces) == (1 + 2 * layers if graph.kind in STEPS else 0)
+        assert len(reduces) == (1 + 2 * layers if graph.kind in STEPS else 3 if graph.kind == PROBE else 0)
         for each in reduces:
             assert [list(group.replica_ids) for group in each.replica_groups] == [list(range(RANKS))]
         caches = {each.shape for each in graph.io.inputs if each.role == "state" and each.name.startswith(CACHE)}
-        assert caches == (set() if graph.kind in SAMPLERS.values() else {(33, 1, 4096, 128)})
+        assert caches == ({(33, 1, 4096, 128)} if graph.kind in (*STEPS, COPY_SLOT) else set())
         if graph.kind in STEPS:
             shapes = {binding.name: binding.shape for binding in graph.io.inputs if binding.role == "weight"}
             assert shapes["model.lm_head.weight.order_1_0"] == (4096, 128256 // RANKS)
@@ -78,7 +78,7 @@ def test_the_graphs_of_llama_8b_for_eight_ranks_pass_on_trn1_and_trn2(tmp_path: 
             # 4 query heads read a key and a value
             assert 1 <= cost.total_flops / (2 * 32 * weights + 2 * 4 * cache) < 1.15
             assert cost.written < 1e6 + 4 * 32 * 128256 / RANKS  # and logits for a sampler
-    assert kinds == [*STEPS, *SAMPLERS.values(), COPY_SLOT]
+    assert kinds == [*STEPS, *SAMPLERS.values(), COPY_SLOT, PROBE]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < MEMORY
 
 

@@ -16,9 +16,9 @@ from recurrent import model
 RANKS = """
 import json, os, sys
 from pathlib import Path
-sys.path[:0] = sys.argv[4:]
+sys.path[:0] = sys.argv[5:]
 import sharded_programs
-sharded_programs.check(Path(sys.argv[1]), int(sys.argv[2]), **json.loads(sys.argv[3]))
+getattr(sharded_programs, sys.argv[4])(Path(sys.argv[1]), int(sys.argv[2]), **json.loads(sys.argv[3]))
 print("equal", flush=True)
 os._exit(0)  # XLA's threads of several devices do not always end
 """
@@ -49,6 +49,13 @@ FULL: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+def check_ranks(function: str, checkpoint: Path, ranks: int, options: dict[str, Any]) -> None:
+    given = checkpoint, str(ranks), json.dumps(options), function, Path(__file__).parents[3] / "helpers"
+    process = python_process(RANKS, *given, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(ranks))
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0 and output.splitlines()[-1:] == ["equal"], errors[-3000:]
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "options"), [*CASES, *(pytest.param(*each, marks=pytest.mark.full) for each in FULL)]
 )
@@ -62,9 +69,9 @@ def test_ranks_that_run_one_program_give_the_tokens_of_one_rank(
         make_checkpoint(name, checkpoint)
     else:
         checkpoint = sharp_checkpoints[name]
-    helpers = Path(__file__).parents[3] / "helpers"
-    process = python_process(
-        RANKS, checkpoint, str(ranks), json.dumps(options), helpers, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(ranks)
-    )
-    output, errors = process.communicate(timeout=600)
-    assert process.returncode == 0 and output.splitlines()[-1:] == ["equal"], errors[-3000:]
+    check_ranks("check", checkpoint, ranks, options)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_row_that_is_not_finite_changes_no_other_on_any_rank(ranks: int, sharp_checkpoints: dict[str, Path]) -> None:
+    check_ranks("check_rows", sharp_checkpoints["llama"], ranks, {})
