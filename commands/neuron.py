@@ -13,6 +13,7 @@ from optimum.commands.register.neuron_check import NeuronCheckCommand
 from optimum.commands.register.neuron_env import NeuronEnvCommand
 from optimum.commands.register.neuron_estimate import NeuronEstimateCommand
 from optimum.commands.register.neuron_generate import NeuronGenerateCommand
+from optimum.commands.register.neuron_golden import NeuronGoldenCommand
 from optimum.commands.register.neuron_hub import NeuronCardCommand, NeuronPushCommand
 from optimum.commands.register.neuron_lint import NeuronLintCommand
 from optimum.commands.register.neuron_options import add_artifact, add_file
@@ -99,6 +100,7 @@ class NeuronCommand(BaseOptimumCLICommand):
             NeuronEstimateCommand,
             NeuronTuneCommand,
             NeuronLintCommand,
+            NeuronGoldenCommand,
             NeuronInspectCommand,
             NeuronGenerateCommand,
             NeuronChatCommand,

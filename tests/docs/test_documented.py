@@ -44,6 +44,8 @@ NOT_RUN = {
     "--target trn2": "lowering needs torch-xla, which has an environment of its own; tests/targets/neuron exports and lints",
     "--repo org/compiled": "needs a repository on the Hub; tests/targets/cache has a Hub of its own",
     "optimum-cli neuron check": "needs the device that the artifact is for; tests/tools/check runs it on the CPU",
+    "optimum-cli neuron golden": "lowering needs torch-xla; tests/targets/neuron/compile writes modules, and tests/tools/golden reads results",
+    "python3 golden/run_compiler.py": "needs neuronx-cc; tests/tools/golden runs it with a stand-in",
     "optimum-cli neuron push": "uploads to the Hub; tests/hub has a Hub of its own",
     "push_to_hub(": "uploads to the Hub; tests/hub has a Hub of its own",
     "--trace": "takes a record of requests; tests/tools/tune has some",

@@ -26,7 +26,7 @@ from ....step.spec import LOGPROBS, GraphKind
 from ...cache.entries import About
 from ...cache.store import CompileCache
 from ..graphs import hlo
-from ..graphs.io import COPIES, SAMPLERS, write_graph
+from ..graphs.io import COPIES, PROBE, SAMPLERS, write_graph
 from ..kernels.kernel import KERNEL_PACKAGES, KERNELS, EnumMember, Kernel
 from ..lowering.kernel_calls import called_kernels, kernel_calls, without_references
 from ..rank.packages import installed_version
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE_KIND = "neuron"
-KINDS = (*get_args(GraphKind), *SAMPLERS.values(), LOGPROBS, *COPIES)
+KINDS = (*get_args(GraphKind), *SAMPLERS.values(), LOGPROBS, *COPIES, PROBE)
 # A graph of some billions of parameters takes neuronx-cc several GB; it dies by signal 9 where they are not there.
 COMPILER_MEMORY = 8 << 30
 COMPILE_TIMEOUT = 4 * 3600.0  # seconds per graph; large graphs take an hour
@@ -133,12 +133,13 @@ def _read_environment(target: str) -> tuple[int, str]:
 
 
 def _make_job(graph: LoweredGraph, target: str, lnc: int, version: str) -> _Job:
-    flags = graph_flags(target, _flag_facts(graph), lnc, version)
+    flags = graph_flags(target, flag_facts(graph), lnc, version)
     arguments = neuron_cc.compiler_arguments(graph.name, target, flags)
     return _Job(graph, arguments, graph_key(graph.hlo, target, flags, version))
 
 
-def _flag_facts(graph: LoweredGraph) -> FlagFacts:
+def flag_facts(graph: LoweredGraph) -> FlagFacts:
+    """Return what the options of a graph depend on."""
     has_fp8 = any(each.dtype == "float8_e4m3fn" for each in graph.io.inputs)
     module, weights = hlo.parse(graph.hlo), graph.io.names("weight")
     matrices = {each.id for each in hlo.parameters(module) if each.name in weights and len(each.shape.dimensions) > 2}

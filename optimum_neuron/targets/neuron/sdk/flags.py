@@ -88,7 +88,7 @@ def runtime_environment(inherited: Mapping[str, str], timeout: float, capture: P
 
 @dataclass(frozen=True)
 class FlagFacts:
-    """What a graph's options depend on beside its target.
+    """What a graph's options depend on in addition to its target.
 
     Attributes:
         kind: as a manifest names it.
