@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody's compiler made of the modules, from the result.json that came back. The file is a stranger's: only checked values are shown."""
+"""The table of a result.json that came back. The file comes from a stranger: only checked values are shown."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in the memory that all processes map: one record starts a step in all of them, and the last one tells its end.
+"""Steps in the memory that all processes map: one record starts a step in all of them, and the last one signals its end.
 
 Events are eventfds, which all processes inherit: one write wakes every process, and the kernel counts who has run the step.
 """
@@ -31,7 +31,7 @@ def board_bytes(world_size: int) -> int:
 class StepBoard:
     """Commands to run steps, as JSON by place, and a byte per place and process for how it ended one there.
 
-    Of `events`, `go` are set while processes have a step to run, `others` count those that need not tell its end, `done` counts ended steps.
+    Of `events`, `go` are set while processes have a step to run, `others` count those that need not signal its end, `done` counts ended steps.
     """
 
     def __init__(self, memory: memoryview, events: Sequence[int]) -> None:
@@ -83,7 +83,7 @@ class RankSteps(StepBoard):
         return json.loads(bytes(self.records[place])) if is_step else None
 
     def end_step(self, failed: bool) -> None:
-        """Note how the step ended here; the last process to do so tells it. A failure's message is sent before."""
+        """Note how the step ended here; the last process to do so signals it. A failure's message is sent before."""
         place = self._number % PLACES
         self._number += 1
         self.ends[place][self._process] = FAILED if failed else RAN

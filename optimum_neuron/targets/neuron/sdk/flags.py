@@ -23,7 +23,7 @@ EXEC_TIMEOUT_VARIABLE = "NEURON_RT_EXEC_TIMEOUT"
 EXEC_TIMEOUT = 600.0
 # Eleven days. Whoever waits for a socket counts milliseconds in 32 bits.
 LONGEST_TIMEOUT = 1e6
-# What NxDI gives (neuronx-distributed-inference 4bcdc54, models/model_wrapper.py:86-147), whose context encoding is here every graph
+# What NxDI gives (neuronx-distributed-inference 4bcdc54, models/model_wrapper.py:86-147). Its context encoding is here every graph
 # with chunks of prompts. Collectives overlap with what does not need their result, in two pieces, but in decode whole: latency bounds
 # them there. Strided copies are single descriptors of DMA, which spill in contexts of 128k on joined cores (NCC-6889).
 # NxDI knows no trn3, so its options are not given there, but for the threshold: vLLM Neuron 0.24 gives that there as well.
@@ -31,7 +31,7 @@ _NXDI_TARGETS = ("inf2", "trn1", "trn2")
 _PER_TOKEN = ("token_generation", "sample_decode")
 _OF_PROMPTS = ("chunked_prefill", "mixed", "scoring")
 _LONG_CONTEXT = 128 * 1024
-# Invalid HLO ends a compilation (NxDI since SDK 2.24, whose compiler is older than any that is called here).
+# Invalid HLO ends a compilation (NxDI since SDK 2.24, which is older than any compiler that is called here).
 _VERIFY = "--verify-hlo=true"
 # Compiles layers by parts, whatever their work, which saves time. Without NKI it breaks decode (NCC_IBTN006, vLLM Neuron's Qwen3.5).
 _BY_LAYERS = "--modular-flow-mac-threshold=10"
